@@ -72,6 +72,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 3 if config.option.markexpr == "slow" else 2
 
 
+@pytest.fixture(autouse=True)
+def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the folder that pytest is called in: a user's runs/default may be there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     place = {tests / name: i for i, name in enumerate(LONGEST_FIRST)}

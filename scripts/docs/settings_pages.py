@@ -20,6 +20,7 @@ import tomli_w
 from gcore_diffusion.config import DiffusionConfig
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from gcore_runs.settings.readers import conditional_settings
 from gcore_runs.simulation.config import SimulateConfig
 
 FOLDER = Path(__file__).parents[2] / "docs/reference"
@@ -36,6 +37,10 @@ PAGES: dict[str, tuple[str, Mapping[str, type]]] = {
 NOTE = (
     "<!-- Written by `uv run python scripts/docs/settings_pages.py`: change the docstrings of the fields instead. -->"
 )
+CONDITIONS = """## What reads which settings
+
+All other settings are always read. With other values than these, a setting of this table is refused if it differs from
+its default; a recipe's value gives way to the default."""
 WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "none"}
 
 
@@ -138,7 +143,24 @@ def page(title: str, configs: Mapping[str, type]) -> str:
         + "\n".join(found)
         for section, found in rows.items()
     ]
-    return "\n\n".join([f"# {title}", NOTE, *tables]) + "\n"
+    return "\n\n".join([f"# {title}", NOTE, *tables, *conditions(configs)]) + "\n"
+
+
+def conditions(configs: Mapping[str, type]) -> list[str]:
+    """The section that lists which settings only some values of others read; none without any."""
+    commands_of: dict[tuple[str, str], list[str]] = {}
+    for command, config in configs.items():
+        for name, entry in conditional_settings(config):
+            commands_of.setdefault((name, entry.readers), []).append(command)
+    rows: dict[str, list[str]] = {}
+    for (name, readers), commands in commands_of.items():
+        only = "" if len(commands) == len(configs) else f" (of {' and '.join(f'`{each}`' for each in commands)})"
+        rows.setdefault(f"`{name}`{only}", []).append(escaped(readers))
+    if not rows:
+        return []
+    table = ["| setting | read with |", "|---|---|"]
+    table += [f"| {setting} | {'; and '.join(readers)} |" for setting, readers in rows.items()]
+    return [CONDITIONS, "\n".join(table)]
 
 
 def escaped(text: str) -> str:

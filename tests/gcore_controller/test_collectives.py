@@ -121,6 +121,20 @@ def test_values_are_shared_in_one_process_and_copied_on_ray(run: Run) -> None:
     assert [found["rank"] for found in run(program, SIZE)] == ([99] * SIZE if one_object else [0, 99, 0, 0])
 
 
+def test_a_channel_of_a_channel_is_another_one(run: Run) -> None:
+    """The second task's first collective is ordered before or after the first task's, which has the same last name."""
+
+    async def program(ctx: Ctx) -> list[list[str]]:
+        nested = ctx.group.channel("x").channel("y")
+        calls = [nested.all_gather("x/y"), ctx.group.channel("y").all_gather("y")]
+        if ctx.rank % 2:
+            calls.reverse()
+        found = await asyncio.gather(*calls)
+        return sorted(found)
+
+    assert run(program, SIZE) == [[["x/y"] * SIZE, ["y"] * SIZE]] * SIZE
+
+
 def test_channels_keep_their_own_order(run: Run) -> None:
     """Two tasks of each controller, in the one order or the other, with different collectives."""
 

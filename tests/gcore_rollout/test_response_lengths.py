@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_oracles import EOS_TOKEN_IDS, TinyModel, collect, make_request
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from gcore_rollout import (
     EngineReplicas,
@@ -50,6 +51,7 @@ lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99), st.sampled_f
 
 
 @given(lengths, st.randoms(use_true_random=False))
+@example([(0, 1, ""), (0, 1, "a"), (0, 1, "b")], Random(0))  # one prompt in three sources
 def test_its_memory_is_bounded_and_its_state_is_all_there_is(seen: list[tuple[int, int, str]], random: Any) -> None:
     """Measurements of one wave may come in any order, as they do from any number of controllers."""
     history, other = (LengthHistory(max_prompts=4, max_sources=2) for _ in range(2))

@@ -392,7 +392,9 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "rollout.kernel is 'flow_sde'; expected 'ode' or 'ddim'",
     ),
     "form of the KL": (
-        lambda _: ["--rollout.kernel", "cps", "--actor.loss.kl-loss-type", "flow_grpo"],
+        lambda _: [
+            *("--rollout.kernel", "cps", "--actor.loss.kl-loss-type", "flow_grpo", "--actor.loss.kl-loss-coef", "1"),
+        ],
         "actor.loss.kl_loss_type is 'flow_grpo'; expected 'gaussian' with rollout.kernel 'cps'",
     ),
     "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9; expected at most"),
@@ -428,7 +430,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ),
     "no role to share devices with": (
         lambda _: ["--placement.strategy", "dynamic"],
-        "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline')",
+        "placement.strategy is 'dynamic'; expected 'split' with runtime 'inline'; others need runtime 'ray'",
     ),
     "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere'; expected a folder of a diffusers pipeline"),
     "ranks that do not divide": (
@@ -510,7 +512,9 @@ def test_prompts_with_a_mark_and_other_line_ends(tmp_path: Path) -> None:
 def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], filters: bool) -> None:
     (cli.cwd / "constant.py").write_text("def half(images, prompts, rows):\n    return [0.5] * len(images)\n")
     options = ["--reward.kind", "constant.py:half", "--algorithm.filter-groups", str(filters)]
-    finished = cli(*own_args, *options, "--data.train-batch-size", "1", "--algorithm.max-num-gen-batches", "1")
+    if filters:
+        options += ["--algorithm.max-num-gen-batches", "1"]
+    finished = cli(*own_args, *options, "--data.train-batch-size", "1")
     assert (finished.code, finished.err) == (3, "")
     expected = "no step had anything to learn from: every response scored 0.5"
     assert expected in " ".join(finished.out.split())
@@ -701,6 +705,10 @@ def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
         report = (cli.cwd / f"runs/{export}/report.html").read_text()
         assert "while the reward that is not trained on fell" in report
         assert ("Before training, exported" in report) == (export == "best")
+        last_step = 0 if export == "best" else 6
+        assert f"after, step {last_step}" in out
+        assert ("step 0, which is exported" in report) == (export == "best")
+        assert ("step 0 → step 6" in report) == (export == "last")
         exported = load_file(next((cli.cwd / f"runs/{export}/export/transformer").glob("*.safetensors")))
         is_initial = [torch.equal(exported[name], tensor) for name, tensor in initial.items()]
         assert all(is_initial) == (export == "best")

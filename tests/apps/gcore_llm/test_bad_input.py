@@ -65,11 +65,11 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--trainer.backend", "megatron", "--device", "cpu", "--trainer.megatron.transformer-engine", "True"],
             "trainer.megatron.transformer_engine is true; expected auto or false with device cpu",
         ),
-        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
+        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "it is read with algorithm.adv_estimator gae, reinforce_plus_plus"),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
         (
             ["--algorithm.rollout-correction.rollout-is", "token"],
-            "algorithm.old_log_probs is 'rollout'; expected 'trainer'",
+            "algorithm.rollout_correction.rollout_is is 'token'; expected None with algorithm.old_log_probs 'rollout'",
         ),
         (
             ["--actor.router-replay", "R2"],
@@ -79,7 +79,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--actor.optim.min-lr-ratio", "2"], "min_lr_ratio is 2.0; expected a number in [0, 1]"),
         (
             ["--placement.strategy", "dynamic"],
-            "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline') and",
+            "placement.strategy is 'dynamic'; expected 'split' with runtime 'inline'; others need runtime 'ray'",
         ),
         (["--device", "cuda:99"], "device is 'cuda:99'; expected one of this machine's "),
         (["--device", "gpu"], "device is 'gpu'; expected cpu, cuda, cuda:NUMBER or auto"),

@@ -327,7 +327,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         ([*ON_RAY, "--ray.weight-sync", "delta"], "ray.weight_sync is 'delta'; expected 'full' with rollout.engine"),
         (
             [*ON_RAY, "--placement.strategy", "dynamic", "--reward-model.kind", "judge", "--reward-model.path", "x"],
-            "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'ray') and a policy and a judge",
+            "placement.strategy is 'dynamic'; expected 'split' with a policy on servers; others need engines",
         ),
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
         (

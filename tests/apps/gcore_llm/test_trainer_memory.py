@@ -108,7 +108,7 @@ def test_muon_does_not_update_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"offload": "all"}, "actor.offload is 'all'; expected none with trainer.backend 'megatron'"),
+        ({"offload": "all"}, "actor.offload is 'all'; expected 'none' with trainer.backend 'megatron'"),
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
         ({"compile": True}, "actor.compile is true; expected false with trainer.backend 'megatron'"),
         ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gcore_llm.report import KINDS
-from gcore_runs import render_report
+from gcore_runs import read_jsonl, render_report
+from gcore_runs.loop.best import exported_evaluation
 
 CONFIG = '[data]\ntask = "chain_sum"\n\n[trainer]\ntotal_training_steps = 40\n'
 HOSTILE = "</pre><script>alert('x')</script>"
@@ -272,6 +273,19 @@ def test_samples_of_different_prompts_are_not_paired(run_dir: Path) -> None:
     page = Page(render_report(run_dir, KINDS))
     assert "different prompts" in page.text
     assert page.cells[-3:] == ["9+9=", "not sampled", "✓ right 18"]
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [(20, "30% → 55% step 0 → step 20"), (0, "30% step 0, which is exported: none was better")],
+)
+def test_a_run_that_exports_its_best_step_shows_it(run_dir: Path, best: int, expected: str) -> None:
+    """As the table on the screen does, whose evaluation `exported_evaluation` chooses, too."""
+    (run_dir / "best").mkdir()
+    (run_dir / "best/step.json").write_text(json.dumps({"step": best, "score": 0.5}))
+    page = Page(render_report(run_dir, KINDS))
+    assert f"Held-out accuracy, greedy {expected}" in page.text
+    assert exported_evaluation(read_jsonl(run_dir / "metrics.jsonl")[::20], best)["step"] == best
 
 
 def test_run_in_progress(run_dir: Path) -> None:

@@ -23,6 +23,7 @@ from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import VERL
 from gcore_runs.settings.other_names import hint, other_names
 from gcore_runs.settings.parsing import as_option, merge, parse, setting_types
+from gcore_runs.settings.run_config import PlacementConfig
 from gcore_runs.simulation.config import SimulateConfig
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
@@ -234,3 +235,19 @@ def test_a_setting_is_one_field(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         own(["--help"])
     assert "Most probable tokens to draw from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["dynamic", "colocated", "auto"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"runtime": "inline"}, "'split' with runtime 'inline'; others need runtime 'ray'"),
+        ({"runtime": "ray"}, "'split' with no judge of the run's own in {section}; others divide devices"),
+    ],
+)
+def test_a_strategy_that_needs_roles_to_share_devices(options: dict[str, Any], expected: str, strategy: Any) -> None:
+    for kind, section in ((TrainConfig, "reward_model.judge"), (DiffusionConfig, "reward.judge")):
+        with pytest.raises(UserError) as refused:
+            kind(placement=PlacementConfig(strategy=strategy), **options)
+        assert str(refused.value).startswith(f"placement.strategy is {strategy!r}; expected ")
+        assert expected.format(section=section) in str(refused.value)

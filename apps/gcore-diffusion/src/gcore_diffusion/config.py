@@ -6,6 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from gcore_diffusion.reward_config import DEMO_REWARDS, JudgeConfig, RewardConfig
 from gcore_runs import (
+    ABOVE_0,
+    BEST_SETTINGS,
+    IS_TRUE,
     Amount,
     BaseActorConfig,
     BaseAlgorithmConfig,
@@ -18,9 +21,12 @@ from gcore_runs import (
     FractionBelow1,
     NonNegative,
     Positive,
+    ReadWith,
     RLTrainerConfig,
     UserError,
     at_least,
+    one_of,
+    optimizer_settings,
 )
 from gcore_runs.simulation.config import BaseSimConfig, EngineModel
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
@@ -88,10 +94,11 @@ class RolloutConfig(Checked, section="rollout"):
     window_size: NonNegative = 0
     """Number of steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
     window_range: tuple[int, int] = (0, 0)
-    """First step and the one after the last that a window may have; (0, 0): the first half of the steps."""
+    """First step and the one after the last that a window may have; (0, 0): with window-schedule random the first half
+    of the steps (Flow-GRPO-Fast), with sliding all of them (MixGRPO)."""
     window_schedule: Literal["random", "sliding"] = "random"
     """random: each prompt has a window of its own, drawn for each step (Flow-GRPO-Fast); sliding: all have the same,
-    which moves from the first steps to the last (MixGRPO)."""
+    which moves from the first steps to the last, and then starts again (MixGRPO, arXiv 2507.21802)."""
     window_steps: Count = 25
     """Training steps after which a sliding window moves by one."""
     size: tuple[int, int] = (0, 0)
@@ -145,6 +152,8 @@ class RolloutConfig(Checked, section="rollout"):
         """First step and the one after the last that a window may have."""
         if self.window_range != (0, 0):
             return self.window_range
+        if self.window_schedule == "sliding":
+            return 0, self.num_inference_steps
         return 0, max(self.window_size, -(-self.num_inference_steps // 2))
 
 
@@ -235,6 +244,53 @@ class SimConfig(BaseSimConfig):
     )
 
 
+_NAME = "algorithm.name"
+_OF_STEPS = one_of("flow_grpo", "ddpo", "grpo_guard")
+_NOISY = one_of("flow_sde", "dance_sde", "cps", "ddim")
+_READ_WITH = (
+    ReadWith(
+        settings=(
+            "actor.loss.clip_ratio",
+            "actor.loss.kl_loss_coef",
+            "algorithm.timestep_fraction",
+            "algorithm.old_log_probs",
+        ),
+        chosen_by={_NAME: _OF_STEPS},
+    ),
+    ReadWith(
+        settings=("actor.loss.loss_mode",),
+        chosen_by={_NAME: one_of()},
+        hint="algorithm.name grpo_guard has the loss guard",
+    ),
+    ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
+    ReadWith(
+        settings=("algorithm.norm_adv_by", "algorithm.adv_clip_max"),
+        chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "nft")},
+    ),
+    ReadWith(settings=("algorithm.reward_gradient_steps",), chosen_by={_NAME: one_of("reward_gradient")}),
+    ReadWith(settings=("actor.nft",), chosen_by={_NAME: one_of("nft")}),
+    ReadWith(settings=("actor.nft.adv_clip_max",), chosen_by={_NAME: one_of()}, hint="algorithm.adv_clip_max is read"),
+    ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
+    ReadWith(settings=("rollout.noise_level",), chosen_by={"rollout.kernel": _NOISY}),
+    # DPO trains on no step, but of images that are made by ddim, the window's steps alone have noise.
+    ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
+    ReadWith(settings=("rollout.window_size",), chosen_by={"rollout.kernel": _NOISY}),
+    ReadWith(
+        settings=("rollout.window_range", "rollout.window_schedule"),
+        chosen_by={"rollout.window_size": ABOVE_0},
+    ),
+    ReadWith(settings=("rollout.window_steps",), chosen_by={"rollout.window_schedule": one_of("sliding")}),
+    ReadWith(settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}),
+    ReadWith(
+        settings=("actor.lora_alpha", "actor.target_modules", "actor.use_rslora"),
+        chosen_by={"actor.lora_rank": ABOVE_0},
+    ),
+    *optimizer_settings("actor.optim"),
+    BEST_SETTINGS,
+)
+"""The settings that only some algorithms read; `docs/reference/settings-images.md` lists them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(BaseRLConfig):
     """RLHF of a diffusion or flow-matching model: on coloured digits, or on your own pipeline, prompts and reward."""
@@ -247,6 +303,8 @@ class DiffusionConfig(BaseRLConfig):
         "reward.judge.num_processes",
         "reward.judge.max_num_seqs",
     )
+
+    read_with: ClassVar[tuple[ReadWith, ...]] = _READ_WITH
 
     model: str = ""
     """A local folder of a diffusers pipeline with a flow-matching or DDIM scheduler; empty: a tiny one is made and

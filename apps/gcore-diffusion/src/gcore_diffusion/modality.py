@@ -35,6 +35,8 @@ from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo
 _EPSILON = 1e-4
 _MISMATCH = "training/rollout_ratio_dev"
 """Metric: mean distance from 1 of the ratio between trainer and sampler with the same weights."""
+_TIES = "training/num_tied_pairs"
+"""Metric: pairs of images of the same score, which dpo does not train on."""
 _MODEL_INPUTS = (
     "conditions",
     "negative_conditions",
@@ -141,9 +143,12 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
         has_signal = any(map(differ, scores)) or config.algorithm.name == "reward_gradient"
         prepared = _prepared(groups, config, step, float(np.concatenate(scores).std()))
-        num_pairs = [sum(-(-len(s) // 2) for s in part) for part in everyones]
-        updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas, num_pairs)
         metrics = {self.HAS_SIGNAL: float(has_signal)}
+        num_pairs = [sum(-(-len(s) // 2) for s in part) for part in everyones]
+        if config.algorithm.name == "dpo":
+            num_pairs = [sum(len(preference_pairs(s)) for s in part) for part in everyones]
+            metrics[_TIES] = float(sum(len(s) // 2 for s in scores) - sum(num_pairs))
+        updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas, num_pairs)
         if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
             updates = await _with_reference_pass(ctx, updates)
         if has_old_pass(config):
@@ -229,16 +234,36 @@ def _prepared(groups: Sequence[Group], config: DiffusionConfig, step: int, std: 
     bound, is_global = config.algorithm.adv_clip_max, config.algorithm.norm_adv_by == "global"
     found: list[list[DiffusionSample]] = []
     for group in groups:
+        if config.algorithm.name == "dpo":
+            samples = _samples(group, [0.0] * len(group.samples), config, step)
+            found.append([samples[place] for pair in preference_pairs(group.scores) for place in pair])
+            continue
         advantages = grpo_advantages(group.scores, norm_adv_by_std_in_grpo=not is_global)
         if is_global:
             advantages = advantages / (std + _EPSILON)
-        samples = _samples(group, np.clip(advantages, -bound, bound).tolist(), config, step)
-        if config.algorithm.name == "dpo":
-            # The best image with the worst, the second best with the second worst, and so on.
-            order = sorted(range(len(samples)), key=lambda i: -group.scores[i])
-            samples = [samples[i] for k in range(len(order) // 2) for i in (order[k], order[-1 - k])]
-        found.append(samples)
+        found.append(_samples(group, np.clip(advantages, -bound, bound).tolist(), config, step))
     return found
+
+
+def preference_pairs(scores: NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Pair the best image of a group with the worst, the second best with the second worst, and so on.
+
+    Images of the same score are no pair: neither is preferred.
+
+    Args:
+        scores: [n] of the group's images.
+
+    Returns:
+        the places of the chosen and the rejected image of each pair.
+    """
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])
+    pairs: list[tuple[int, int]] = []
+    for rank in range(len(order) // 2):
+        chosen = order[rank]
+        rejected = order[-1 - rank]
+        if differ(scores[[chosen, rejected]]):
+            pairs.append((chosen, rejected))
+    return pairs
 
 
 def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
@@ -312,7 +337,8 @@ def _updates(
     """Return the micro-batches of each update of a step, as few as divide evenly among the replicas.
 
     Pairs of images go to updates in turn, which spreads groups. The controllers, whose numbers of pairs are
-    ``num_pairs``, together make a multiple of ``num_replicas``, if there are enough pairs.
+    ``num_pairs``, together make a multiple of ``num_replicas``. If an update has fewer pairs than there are replicas,
+    each replica gets all of them, which is the same update.
     """
     shares: list[list[DiffusionSample]] = [[] for _ in range(config.num_updates)]
     pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
@@ -320,6 +346,11 @@ def _updates(
         shares[place % config.num_updates] += pair
     found: list[list[list[DiffusionSample]]] = []
     for update, share in enumerate(shares):
+        num_in_update = sum(len(range(update, count, config.num_updates)) for count in num_pairs)
+        if num_in_update < num_replicas:
+            repeated = share * num_replicas
+            found.append([repeated[i : i + 2] for i in range(0, len(repeated), 2)])
+            continue
         num_parts = num_replicas // math.gcd(num_replicas, sum(count > update for count in num_pairs))
         most = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
         size = max(2, most - most % 2)

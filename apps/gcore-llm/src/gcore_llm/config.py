@@ -2,26 +2,41 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.data.task_config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
-from gcore_llm.learning.config import ActorConfig, CriticConfig, DistillationConfig, WarmupConfig as WarmupConfig
+from gcore_llm.learning.config import (
+    ActorConfig,
+    CriticConfig,
+    DistillationConfig,
+    WarmupConfig as WarmupConfig,
+    adapter_settings,
+)
 from gcore_llm.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
+    ABOVE_0,
+    BACKEND_SETTINGS,
+    BEST_SETTINGS,
+    IS_SET,
+    IS_TRUE,
     Amount,
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
+    Bound,
     Count,
     Fraction,
     NonNegative,
     RanksConfig,
+    ReadWith,
     RLTrainerConfig,
     UserError,
     above,
+    one_of,
+    optimizer_settings,
 )
 from gcore_runs.engines import EngineConfig, PolicyEngineConfig, SpeculativeConfig
 from gcore_runs.simulation.config import SimConfig
@@ -31,8 +46,8 @@ from gcore_trainer import (
     KLControlConfig as KLControlConfig,
     OverlongConfig as OverlongConfig,
     RolloutCorrectionConfig,
-    advantage_estimators,
     get_advantage_estimator,
+    has_dual_clip,
 )
 
 
@@ -133,13 +148,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        takes_tokens = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
-        others = f"{takes_tokens}, which take rewards of single tokens; actor.loss.kl_loss_coef works with all"
-        expected = f"0 with algorithm.adv_estimator {self.adv_estimator!r}, or {others}"
-        self.require("kl_ctrl.kl_coef", self.estimator.reads_token_rewards or not self.kl_ctrl.kl_coef, expected)
-        has_old = self.old_log_probs == "trainer" or not self.rollout_correction.is_active
-        correction = "algorithm.rollout_correction: with the engine's own log-probs there is nothing to correct"
-        self.require("old_log_probs", has_old, f"'trainer' with {correction}")
+        # Raises for a name that there is not.
+        assert self.estimator
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -160,6 +170,89 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
     new weights come in the middle of responses."""
 
 
+def _needs_critic(name: str) -> bool:
+    return get_advantage_estimator(name).needs_critic
+
+
+def _reads_token_rewards(name: str) -> bool:
+    return get_advantage_estimator(name).reads_token_rewards
+
+
+_ESTIMATOR = "algorithm.adv_estimator"
+_LOSS = "actor.loss.loss_mode"
+_LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
+_DIVISOR = one_of("seq-mean-token-sum-norm")
+_READ_WITH = (
+    ReadWith(settings=("algorithm.norm_adv_by_std_in_grpo",), chosen_by={_ESTIMATOR: one_of("grpo", own=True)}),
+    ReadWith(settings=("algorithm.gamma",), chosen_by={_ESTIMATOR: one_of("gae", "reinforce_plus_plus", own=True)}),
+    ReadWith(settings=("algorithm.lam",), chosen_by={_ESTIMATOR: one_of("gae", own=True)}),
+    ReadWith(
+        settings=("algorithm.kl_ctrl.kl_coef",),
+        chosen_by={
+            _ESTIMATOR: Bound(
+                _reads_token_rewards, "gae, reinforce_plus_plus, or PATH.py:function that reads rewards of tokens"
+            )
+        },
+        hint="actor.loss.kl_loss_coef is read with all",
+    ),
+    ReadWith(settings=("algorithm.kl_ctrl.kl_penalty",), chosen_by={"algorithm.kl_ctrl.kl_coef": ABOVE_0}),
+    ReadWith(
+        settings=("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+        chosen_by={"algorithm.kl_ctrl.type": one_of("adaptive")},
+    ),
+    ReadWith(settings=("algorithm.overlong.buffer_len",), chosen_by={_ESTIMATOR: _LEARNS_FROM_SCORES}),
+    ReadWith(settings=("algorithm.overlong.penalty_factor",), chosen_by={"algorithm.overlong.buffer_len": ABOVE_0}),
+    ReadWith(settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}),
+    ReadWith(settings=("algorithm.rollout_correction",), chosen_by={"algorithm.old_log_probs": one_of("trainer")}),
+    ReadWith(
+        settings=("algorithm.rollout_correction.rollout_is_threshold",),
+        chosen_by={"algorithm.rollout_correction.rollout_is": IS_SET},
+    ),
+    ReadWith(
+        settings=("actor.loss.clip_ratio_low", "actor.loss.clip_ratio_high"),
+        chosen_by={_LOSS: one_of("vanilla", "gspo", "cispo", own=True)},
+    ),
+    ReadWith(
+        settings=("actor.loss.clip_ratio_c",),
+        chosen_by={_LOSS: Bound(has_dual_clip, "vanilla, or PATH.py:function with a dual clip")},
+    ),
+    ReadWith(
+        settings=("actor.loss.tau_pos", "actor.loss.tau_neg"),
+        chosen_by={_LOSS: one_of("sapo", own=True)},
+    ),
+    ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
+    ReadWith(settings=("actor.loss.max_response_length",), chosen_by={"actor.loss.loss_agg_mode": _DIVISOR}),
+    ReadWith(
+        settings=("actor.checkpointed_layers", "actor.offload", "actor.activation_offload", "actor.compile"),
+        chosen_by={"trainer.backend": one_of("torch")},
+    ),
+    ReadWith(
+        settings=("critic",), chosen_by={_ESTIMATOR: Bound(_needs_critic, "gae, or PATH.py:function with a critic")}
+    ),
+    ReadWith(settings=("critic.loss.max_response_length",), chosen_by={"critic.loss.loss_agg_mode": _DIVISOR}),
+    ReadWith(settings=("distillation.coef",), chosen_by={"distillation.teachers": IS_SET}),
+    ReadWith(settings=("distillation.source_key",), chosen_by={"distillation.sources": IS_SET}),
+    ReadWith(settings=("rollout.short_response_length",), chosen_by={"rollout.tail_batching": IS_TRUE}),
+    ReadWith(
+        settings=("rollout.over_sample_rate",),
+        chosen_by={"rollout.partial_rollout": IS_TRUE, "rollout.tail_batching": IS_TRUE},
+    ),
+    ReadWith(
+        settings=("rollout.max_staleness",),
+        chosen_by={"rollout.partial_rollout": IS_TRUE, "trainer.schedule": one_of("one_step_off", "async")},
+    ),
+    ReadWith(settings=("reward_model.weight",), chosen_by={"reward_model.path": IS_SET}),
+    ReadWith(settings=("reward_model.judge",), chosen_by={"reward_model.kind": one_of("judge")}),
+    ReadWith(settings=("reward_calls.max_failed_share",), chosen_by={"reward_calls.on_error": one_of("drop")}),
+    adapter_settings("actor."),
+    *optimizer_settings("actor.optim"),
+    *optimizer_settings("critic.optim"),
+    *BACKEND_SETTINGS,
+    BEST_SETTINGS,
+)
+"""The settings that only some algorithms or libraries read; `docs/reference/settings-train.md` lists them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
@@ -168,6 +261,7 @@ class TrainConfig(BaseRLConfig):
         *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path", "rollout.speculative.model"),
         "distillation.teachers",
     )
+    read_with: ClassVar[tuple[ReadWith, ...]] = _READ_WITH
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
         "trainer.backend",
@@ -368,16 +462,11 @@ class TrainConfig(BaseRLConfig):
         self.require("ray.weight_sync", self.ray.weight_sync == "full", f"'full' with {engine}")
 
     def _check_memory_settings(self) -> None:
-        """Raise `UserError` for settings of the torch backend's memory with another one."""
-        is_torch, torch_alone = self.trainer.backend == "torch", f"with trainer.backend {self.trainer.backend!r}"
-        plain_values: dict[str, Any] = {"checkpointed_layers": 1.0, "offload": "none"}
-        plain_values |= dict.fromkeys(("activation_offload", "compile"), False)
-        for name, plain in plain_values.items():
-            holds = is_torch or getattr(self.actor, name) == plain
-            self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")
+        """Raise `UserError` for optimizers and compilation that do not fit other settings of memory."""
+        is_torch = self.trainer.backend == "torch"
         for role in ("actor", "critic"):
             holds = is_torch or getattr(self, role).optim.name == "adamw"
-            self.require(f"{role}.optim.name", holds, f"'adamw' {torch_alone}")
+            self.require(f"{role}.optim.name", holds, f"'adamw' with trainer.backend {self.trainer.backend!r}")
         offloads = self.actor.compile and self.actor.activation_offload
         self.require("actor.compile", not offloads, "false with actor.activation_offload, whose hooks are not compiled")
 

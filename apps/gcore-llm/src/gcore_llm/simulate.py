@@ -97,7 +97,7 @@ def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedClus
     values |= {"device": "cpu", "data.num_workers": 0, "trainer.num_processes": sim.devices, "trainer.backend": "torch"}
     # Modelled engines and learners have no policy that could differ.
     values |= {"trainer.parallel": asdict(ParallelConfig()), "algorithm.max_rollout_kl": 0.0}
-    own = merge(config, values)
+    own = merge(config, values, keep=values)
     flops = partial(sample_flops, workload)
     return SimulatedCluster(
         job=Job(config=own, prompts=make_prompts(config), workload=workload),

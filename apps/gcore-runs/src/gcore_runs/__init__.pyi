@@ -91,7 +91,16 @@ from .settings.parsing import (
     to_toml as to_toml,
     validated as validated,
 )
+from .settings.readers import (
+    ABOVE_0 as ABOVE_0,
+    IS_SET as IS_SET,
+    IS_TRUE as IS_TRUE,
+    ReadWith as ReadWith,
+    one_of as one_of,
+)
 from .settings.run_config import (
+    BACKEND_SETTINGS as BACKEND_SETTINGS,
+    BEST_SETTINGS as BEST_SETTINGS,
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseRLConfig as BaseRLConfig,
@@ -100,5 +109,6 @@ from .settings.run_config import (
     PlacementConfig as PlacementConfig,
     RanksConfig as RanksConfig,
     RLTrainerConfig as RLTrainerConfig,
+    optimizer_settings as optimizer_settings,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -141,7 +141,9 @@ def run_training(
     with Display() as display:
         result = train(config, display)
     if result.before:
-        table = Table("", "before", "after", title=title, title_justify="left")
+        before = f"before, step {result.before['step']}"
+        after = f"after, step {result.after['step']}"
+        table = Table("", before, after, title=title, title_justify="left")
         own = {name: name.rpartition("/")[2].replace("_", " ") for name in sorted(result.before) if name[:4] == "val/"}
         for name, label in (labels or own).items():
             if name in result.before:

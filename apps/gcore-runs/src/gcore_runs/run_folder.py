@@ -67,7 +67,8 @@ class RunFolder:
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
         if made_by != wanted:
             raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {wanted}")
-        return merge(base, values, source=str(self.config))
+        # A run of an earlier version may have settings that nothing read.
+        return merge(base, values, source=str(self.config), keep=())
 
     @classmethod
     def opened(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":

@@ -53,7 +53,7 @@ class LengthHistory:
 
     def add(self, measured: Sequence[MeasuredLength]) -> None:
         """Add measurements that were made together, in any order."""
-        for own in sorted(measured, key=lambda own: (own.key, own.mean_tokens)):
+        for own in sorted(measured, key=lambda own: (own.key, own.mean_tokens, own.source)):
             _blend(self._by_prompt, own.key, own.mean_tokens, weight=0.5, max_entries=self._max_prompts)
             _blend(self._by_source, own.source, own.mean_tokens, weight=0.01, max_entries=self._max_sources)
 

@@ -51,6 +51,7 @@ from .config import (
     RewardModelConfig as RewardModelConfig,
     RolloutCorrectionConfig as RolloutCorrectionConfig,
     ValueLossConfig as ValueLossConfig,
+    has_dual_clip as has_dual_clip,
 )
 from .diffusion.config import (
     DenoisingPolicyConfig as DenoisingPolicyConfig,

@@ -74,6 +74,11 @@ def _load_function(path: Path, name: str, setting: str) -> Callable[..., Any]:
 POLICY_LOSSES = Registry("gcore_trainer.losses.policy", "loss_mode")
 
 
+def has_dual_clip(loss_mode: str) -> bool:
+    """Return whether the policy loss of this name, or ``PATH.py:function``, reads ``clip_ratio_c``."""
+    return getattr(POLICY_LOSSES.load(loss_mode), "has_dual_clip", False)
+
+
 class Bound(NamedTuple):
     """A check of a setting, and what it accepts in words."""
 
@@ -296,10 +301,8 @@ class PolicyLossConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip_ratio_c is not None or self.loss_mode not in POLICY_LOSSES.names:
-            holds = getattr(POLICY_LOSSES.load(self.loss_mode), "has_dual_clip", False) or self.clip_ratio_c is None
-            accepted = f"None for loss_mode {self.loss_mode!r}, which has no dual clip"
-            require("clip_ratio_c", self.clip_ratio_c, holds, accepted)
+        if self.loss_mode not in POLICY_LOSSES.names:
+            POLICY_LOSSES.load(self.loss_mode)
 
 
 @dataclass(frozen=True, kw_only=True)

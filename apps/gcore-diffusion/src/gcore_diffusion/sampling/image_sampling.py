@@ -212,13 +212,13 @@ def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
 
 
 def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> ImageSampling:
-    """Return how a prompt's images are sampled at a training step."""
+    """Return how a prompt's images are sampled at a training step; the first step is 1."""
     rollout, window = config.rollout, window_range(config)
     if window is not None and config.algorithm.name != "reward_gradient":
         first, end = window
         places = end - first - rollout.window_size + 1
         if rollout.window_schedule == "sliding":
-            place = (step // rollout.window_steps) % places
+            place = ((step - 1) // rollout.window_steps) % places
         else:
             place = int(np.random.default_rng([config.seed, prompt_index]).integers(places))
         window = first + place, first + place + rollout.window_size

@@ -6,8 +6,22 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_llm.learning.config import AdapterConfig
-from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, RanksConfig, UserError, at_least
+from gcore_llm.learning.config import AdapterConfig, adapter_settings
+from gcore_runs import (
+    BACKEND_SETTINGS,
+    Bound,
+    Checked,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    RanksConfig,
+    ReadWith,
+    UserError,
+    at_least,
+    one_of,
+    optimizer_settings,
+)
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
@@ -95,6 +109,11 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
         "trainer.megatron",
         "export_merged",
     )
+    read_with: ClassVar[tuple[ReadWith, ...]] = (
+        adapter_settings(""),
+        *optimizer_settings("optim"),
+        *BACKEND_SETTINGS,
+    )
     rows_are_pairs: ClassVar[bool] = False
     command: Annotated[str, tyro.conf.Suppress] = ""
     """Which command's settings these are."""
@@ -143,6 +162,12 @@ class SFTRunConfig(FineTuneConfig):
 class PairsConfig(FineTuneConfig):
     """Settings that the two commands share which learn from pairs."""
 
+    read_with: ClassVar[tuple[ReadWith, ...]] = (
+        *FineTuneConfig.read_with,
+        ReadWith(
+            settings=("warmup_steps",), chosen_by={"model": Bound(lambda model: not model, "'' (the embedded one)")}
+        ),
+    )
     rows_are_pairs: ClassVar[bool] = True
     warmup_steps: NonNegative = 0
     """Supervised updates of the embedded model on the task's worked examples, before the pairs."""
@@ -166,6 +191,10 @@ class RewardModelRunConfig(PairsConfig):
 class DPORunConfig(PairsConfig):
     """Train a policy on pairs of a chosen and a rejected answer, without sampling and without a reward model."""
 
+    read_with: ClassVar[tuple[ReadWith, ...]] = (
+        *PairsConfig.read_with,
+        ReadWith(settings=("loss.label_smoothing",), chosen_by={"loss.loss_type": one_of("sigmoid")}),
+    )
     command: Annotated[Literal["dpo"], tyro.conf.Suppress] = "dpo"
     name: str = "dpo"
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))

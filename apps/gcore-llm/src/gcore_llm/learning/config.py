@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from gcore_runs import (
+    ABOVE_0,
+    IS_SET,
     AdapterSettings,
     Amount,
     BaseActorConfig,
@@ -15,6 +17,7 @@ from gcore_runs import (
     Fraction,
     NonNegative,
     Positive,
+    ReadWith,
     UserError,
 )
 from gcore_trainer import (
@@ -50,6 +53,15 @@ class AdapterConfig(AdapterSettings):
     def exports_adapters(self) -> bool:
         """True if the adapters alone are exported."""
         return self.lora_rank > 0 and not self.export_merged
+
+
+def adapter_settings(section: str) -> ReadWith:
+    """Return the settings of adapters, whose names begin with ``section``, that nothing reads without adapters."""
+    names = ("lora_alpha", "target_modules", "use_rslora", "export_merged")
+    return ReadWith(
+        settings=tuple(f"{section}{name}" for name in names),
+        chosen_by={f"{section}lora_rank": ABOVE_0, f"{section}lora_adapter_path": IS_SET},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 import tomli_w
@@ -96,16 +96,20 @@ class Conversion:
 
     def result(self) -> BaseRunConfig:
         """Return the settings as the command's own; `UserError` if it refuses them."""
-        return merge(self.config, self.settings, source=f"converted from {self.library}")
+        # The other library's scripts set, for all algorithms, what only some of them read.
+        return merge(self.config, self.settings, source=f"converted from {self.library}", keep=())
 
     def written(self) -> dict[str, Any]:
         """Return the settings to write: those that were given, and defaults of the other library that differ."""
-        return {
-            setting: value
-            for setting, value in self.settings.items()
-            if any(name in self.given for name in self.sources[setting])
-            or _plain(reduce(getattr, setting.split("."), self.config)) != _plain(value)
-        }
+        result = self.result()
+        written: dict[str, Any] = {}
+        for setting, value in self.settings.items():
+            is_read = _plain(attrgetter(setting)(result)) == _plain(value)
+            is_given = any(name in self.given for name in self.sources[setting])
+            differs = _plain(attrgetter(setting)(self.config)) != _plain(value)
+            if is_read and (is_given or differs):
+                written[setting] = value
+        return written
 
     def lines(self) -> list[Line]:
         """Return a line for every key that was given, in their order, and for every default that is written."""

@@ -4,12 +4,15 @@ metrics.jsonl alone says which one it is, so a resumed run decides as an uninter
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, json_object, read_jsonl, write_atomically
 from gcore_runs.settings.run_config import RLTrainerConfig
+
+EvaluationT = TypeVar("EvaluationT", bound=Mapping[str, Any])
 
 BEST, SINCE_BEST = "val/best", "val/evaluations_since_best"
 """Metrics of evaluations: the best score until then, and the evaluations after the one that had it."""
@@ -65,6 +68,19 @@ def best_step(run: RunFolder) -> int | None:
     """Return the step of the best policy, which is in the folder ``best/trained``; None: none is kept."""
     file = run.best / "step.json"
     return json_object(file.read_text(), str(file))["step"] if file.is_file() else None
+
+
+def exported_evaluation(evaluations: Sequence[EvaluationT], best: int | None) -> EvaluationT:
+    """Return the evaluation of the policy that is exported: of the step ``best``, or the last one without it.
+
+    Args:
+        evaluations: metrics of one evaluation or more, by step.
+        best: see `best_step`.
+    """
+    for metrics in evaluations:
+        if metrics["step"] == best:
+            return metrics
+    return evaluations[-1]
 
 
 def is_due(metrics: Mapping[str, float], patience: int) -> bool:

@@ -28,7 +28,7 @@ from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables, lending_of
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
-from gcore_runs.loop.best import best_step, has_ended
+from gcore_runs.loop.best import best_step, exported_evaluation, has_ended
 from gcore_runs.loop.learning_signal import check_signal
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
 from gcore_runs.report.page import render_report
@@ -72,7 +72,7 @@ class Result:
     run: Path
     """The run's folder."""
     before: dict[str, float]
-    """Metrics of the first evaluation; empty: nothing was held out."""
+    """Metrics of the first evaluation, and its step; empty: nothing was held out."""
     after: dict[str, float]
     """Metrics of the last one, or of the one whose policy is exported."""
     has_signal: bool = True
@@ -339,8 +339,10 @@ class Supervisor:
                 f"the run is complete, with its export at {run.export}, but its report cannot be written: "
                 f"{said(error)}; the command report {run.path} writes it"
             ) from error
-        evaluations, best = self._evaluations() or [{}], self._best_step()
-        after = next((row for row in evaluations if best is not None and row["step"] == best), evaluations[-1])
+        evaluations = self._evaluations()
+        if not evaluations:
+            return Result(run=run.path, before={}, after={}, has_signal=has_signal)
+        after = exported_evaluation(evaluations, self._best_step())
         return Result(run=run.path, before=evaluations[0], after=after, has_signal=has_signal)
 
     def _best_step(self) -> int | None:

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from gcore_runs.loop.best import exported_evaluation
 from gcore_runs.report.gallery import read_gallery
 from gcore_runs.report.held_out import set_panels, set_rows
 from gcore_runs.report.panels import (
@@ -121,29 +122,51 @@ def tiles(run: Run) -> list[Tile]:
         wall = Tile(wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps")
     further: list[Tile] = []
     for key, label in run.kind.tiles.items():
-        at, values = series(run.metrics, key)
-        if at:
-            further.append(_change_tile(label, at, amount(values[0]), amount(values[-1])))
+        if change := _change(run, key):
+            further.append(_change_tile(label, change, amount(change.first), amount(change.last)))
     return [_evaluation_tile(run), *further, reward, speed, step, wall]
+
+
+class _Change(NamedTuple):
+    """A metric at the first evaluation, and at that of the policy that is exported."""
+
+    first_step: int
+    first: float
+    last_step: int
+    last: float
+    num_evaluations: int
+
+
+def _change(run: Run, key: str) -> _Change | None:
+    """Return how a metric of evaluations has changed; None: it was never measured."""
+    evaluations = [row for row in run.metrics if number(row.get(key)) is not None]
+    if not evaluations:
+        return None
+    before = evaluations[0]
+    after = exported_evaluation(evaluations, run.best_step)
+    return _Change(before["step"], before[key], after["step"], after[key], len(evaluations))
 
 
 def _evaluation_tile(run: Run) -> Tile:
     measure = run.kind.measure
     for way, key in run.kind.evaluations.items():
-        steps, scores = series(run.metrics, key)
-        if not steps:
+        change = _change(run, key)
+        if change is None:
             continue
+        _, scores = series(run.metrics, key)
         is_share = measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1
-        first, last = (f"{score:.0%}" if is_share else amount(score) for score in (scores[0], scores[-1]))
+        first, last = (f"{score:.0%}" if is_share else amount(score) for score in (change.first, change.last))
         shown = "accuracy" if is_share else measure
-        return _change_tile(f"Held-out {shown}, {way}" if way else f"Held-out {shown}", steps, first, last)
+        return _change_tile(f"Held-out {shown}, {way}" if way else f"Held-out {shown}", change, first, last)
     return Tile(f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
 
 
-def _change_tile(label: str, steps: Sequence[float], first: str, last: str) -> Tile:
-    if len(steps) == 1:
-        return Tile(label, first, f"step {steps[0]:.0f}; not evaluated again yet")
-    return Tile(label, f"{first} → {last}", f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
+def _change_tile(label: str, change: _Change, first: str, last: str) -> Tile:
+    if change.num_evaluations == 1:
+        return Tile(label, first, f"step {change.first_step}; not evaluated again yet")
+    if change.first_step == change.last_step:
+        return Tile(label, first, f"step {change.first_step}, which is exported: none was better")
+    return Tile(label, f"{first} → {last}", f"step {change.first_step} → step {change.last_step}")
 
 
 def reward_seen(run: Run) -> str:

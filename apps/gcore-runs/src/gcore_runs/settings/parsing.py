@@ -16,11 +16,17 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from gcore_runs.errors import UserError
+<<<<<<< HEAD
 from gcore_runs.settings.fingerprints import take_fingerprints
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 
 if TYPE_CHECKING:
     import torch
+=======
+from gcore_runs.settings.readers import conditional_settings, default_settings
+from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_trainer import ConfigError
+>>>>>>> settings
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
@@ -72,10 +78,16 @@ def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, de
 
 
 def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str) -> SettingsT:
+    over = _nested(options)
+    over_file = base
     if config := options.pop("config", ""):
-        base = merge(base, read_toml(config), source=config)
-    _help_if_asked(args, type(base), prog=prog, description=description, default=base)
-    return merge(base, _nested(options))
+        over = _nested(options)
+        values = read_toml(config)
+        # Alone at first, so that its errors name it; what it sets may be read only with the options.
+        over_file = merge(base, values, source=config, keep=())
+        over = _merged(values, over)
+    _help_if_asked(args, type(base), prog=prog, description=description, default=over_file)
+    return merge(base, over, keep=[name for name, _ in _flat(over)])
 
 
 def _help_if_asked(args: Sequence[str], kind: type, *, prog: str, description: str, **default: Any) -> None:
@@ -167,8 +179,14 @@ def _parsed(text: str) -> Any:
         return {"True": True, "False": False}.get(text, text)
 
 
-def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") -> SettingsT:
+def merge(
+    base: SettingsT, overrides: Mapping[str, Any], *, source: str = "", keep: Collection[str] | None = None
+) -> SettingsT:
     """Return ``base``, a dataclass, with ``overrides`` on top, nested as a TOML file has them, or by dotted names.
+
+    Settings that nothing reads (see `gcore_runs.settings.readers`) are refused if their names are in ``keep``, or if
+    that is None; otherwise they have their defaults, so that a recipe's settings of one algorithm do not stand in the
+    way of another one.
 
     Raises:
         UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds; it names the file
@@ -189,7 +207,25 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
             values[name] = _merged(values[name], value)
         else:
             values[name] = value
+    if keep is not None:
+        _reset_unread(type(base), values, keep)
     return validated(type(base), _nested(values), source=source)
+
+
+def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> None:
+    """Give settings that nothing reads their defaults, unless they are to be kept; values may still be text."""
+    known, defaults = setting_types(kind), default_settings(kind)
+    for name, entry in conditional_settings(kind):
+        if name in keep or values[name] == defaults[name]:
+            continue
+        try:
+            chosen = {chooser: converted(chooser, values[chooser], known[chooser]) for chooser in entry.chosen_by}
+            is_read = entry.is_read(chosen)
+        except (UserError, ConfigError):
+            # The settings are refused for this value.
+            continue
+        if not is_read:
+            values[name] = defaults[name]
 
 
 def _check_entries(name: str, table: Mapping[str, Any], kind: Any, where: str) -> None:

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from gcore_controller import RLHFConfig, Sizes
@@ -13,11 +13,41 @@ from gcore_runs.settings.adapters import AdapterSettings
 from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
 from gcore_runs.settings.cluster_config import LocalCheckpointsConfig, RayConfig
 from gcore_runs.settings.data_config import BaseDataConfig
+from gcore_runs.settings.readers import ABOVE_0, ReadWith, check_read, one_of
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
 from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
 _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
+
+
+BACKEND_SETTINGS = (
+    ReadWith(
+        settings=("trainer.parallel.fsdp_size", "trainer.parallel.gradient_sync"),
+        chosen_by={"trainer.backend": one_of("torch")},
+    ),
+    ReadWith(settings=("trainer.megatron",), chosen_by={"trainer.backend": one_of("megatron")}),
+)
+"""Settings of one library for training, in commands that have two of them."""
+BEST_SETTINGS = ReadWith(
+    settings=("trainer.best_metric", "trainer.best_mode"),
+    chosen_by={"trainer.export": one_of("best"), "trainer.early_stopping_patience": ABOVE_0},
+)
+"""Settings of the best evaluation, in commands that look for it."""
+
+
+def optimizer_settings(section: str) -> tuple[ReadWith, ...]:
+    """Return the settings of an optimizer, in ``section``, that only one algorithm or schedule reads."""
+    return (
+        ReadWith(
+            settings=(f"{section}.muon_lr", f"{section}.muon_momentum"),
+            chosen_by={f"{section}.name": one_of("muon")},
+        ),
+        ReadWith(
+            settings=(f"{section}.min_lr_ratio",),
+            chosen_by={f"{section}.lr_scheduler_type": one_of("linear", "cosine")},
+        ),
+    )
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
@@ -91,18 +121,11 @@ class RanksConfig(BaseTrainerConfig):
             self.parallel.data_parallel_size(self.num_processes)
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
-        shards = self.backend == "torch" or not self.parallel.fsdp_size
-        self.require("parallel.fsdp_size", shards, f"0 with trainer.backend {self.backend!r}")
-        plain = MegatronConfig()
         try:
-            if self.megatron != plain:
+            if self.megatron != MegatronConfig():
                 self.megatron.check()
         except ConfigError as error:
             raise UserError(f"trainer.megatron.{error}") from None
-        for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
-            value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            expected = f"{str(default).lower()} with trainer.backend {self.backend!r}"
-            self.require(f"megatron.{own.name}", value == default, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +174,9 @@ class BaseRunConfig(Checked):
     model_settings: ClassVar[tuple[str, ...]] = ("model",)
     """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub; * is each of a table."""
 
+    read_with: ClassVar[tuple[ReadWith, ...]] = ()
+    """Settings that only some values of others read."""
+
     name: Annotated[str, _FOLDER_NAME] = "default"
     """The run's folder is RUNS_DIR/NAME."""
     runs_dir: str = "runs"
@@ -167,6 +193,10 @@ class BaseRunConfig(Checked):
     device: str = "auto"
     """cpu, cuda, cuda:NUMBER, or auto: cuda where there is one."""
     trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_read(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,10 +396,16 @@ class BaseRLConfig(BaseRunConfig, ABC):
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
 
     def _check_placement(self) -> None:
-        own_engines = f"a policy and a judge in {self.judge[0]} that are not on servers, whose engines share devices"
-        expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_engines}"
-        can_share = self.runtime == "ray" and self.judges and self.num_engines > 0
-        self.require("placement.strategy", can_share, expected)
+        section = self.judge[0]
+        for holds, reason in (
+            (
+                self.runtime == "ray",
+                f"runtime {self.runtime!r}; others need runtime 'ray', whose engines share devices",
+            ),
+            (self.judges, f"no judge of the run's own in {section}; others divide devices between policy and judge"),
+            (self.num_engines > 0, "a policy on servers; others need engines of the run's own"),
+        ):
+            self.require("placement.strategy", holds, f"'split' with {reason}")
         engines, in_turns = self.sizes.engines, self.sizes.in_turns
         for role, judge in self.judges.items():
             if in_turns and judge.num_processes not in (0, engines):

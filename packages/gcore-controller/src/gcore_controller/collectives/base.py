@@ -223,10 +223,11 @@ class Collectives(ABC):
     def channel(self, name: str) -> Self:
         """Return the same controllers for a concurrent task: calls are ordered within a channel, not between channels.
 
-        All channels share the counters of tickets.
+        Channels nest like folders: ``channel("x").channel("y")`` is ``channel("x/y")``, and no other task's
+        ``channel("y")``. All channels share the counters of tickets.
         """
         other = copy(self)
-        other._channel = name
+        other._channel = f"{self._channel}/{name}".strip("/")
         return other
 
     async def all_gather(self, value: T) -> list[T]:
