@@ -107,6 +107,17 @@ async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: flo
         np.testing.assert_allclose(mapped, made[0].trajectory.timesteps, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "guidance_scale"), CASES)
+async def test_an_image_of_a_mixed_batch_is_the_one_made_alone(
+    name: str, guidance_scale: float, tmp_path: Path
+) -> None:
+    """Two images of each of two prompts of different lengths, in one batch and one at a time."""
+    mixed = await measured(FAMILIES[name], tmp_path / "mixed", guidance_scale)
+    alone = await measured(FAMILIES[name], tmp_path / "alone", guidance_scale, max_num_images=1)
+    for one, other in zip(mixed.samples, alone.samples, strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["Z-Image", "Qwen-Image", "FLUX.1 dev"])
 async def test_images_of_several_batches_are_computed_at_once(name: str, tmp_path: Path) -> None:
     """Even if their prompts have other lengths: the model is called for each shape."""

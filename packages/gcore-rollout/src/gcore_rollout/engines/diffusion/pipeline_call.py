@@ -65,17 +65,7 @@ class PipelineCall:
                 options |= {"max_area": math.prod(sampling.size)}
         options |= self.options
         if self.takes_text:
-            # Each prompt is encoded once.
-            unique = list(dict.fromkeys(prompts))
-            repeats = len(prompts) // len(unique)
-            is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
-            # Wan repeats an image for each prompt, not for each video.
-            names = ("num_images_per_prompt", *(() if images else ("num_videos_per_prompt",)))
-            count = next((name for name in names if name in self._accepted), None)
-            if is_even and count is not None:
-                options |= {"prompt": unique, count: repeats}
-            else:
-                options |= {"prompt": list(prompts)}
+            options |= self._text_of(prompts, has_images=bool(images))
         else:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
         options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
@@ -89,6 +79,18 @@ class PipelineCall:
         )[0]
         pixels = made.float() if has_decoder else made.float() / 2 + 0.5
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+
+    def _text_of(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
+        """Return the arguments for the prompt of each image; the only prompt of a batch is encoded once."""
+        names = ["num_images_per_prompt"]
+        if not has_images:
+            # Wan repeats an image for each prompt, not for each video.
+            names.append("num_videos_per_prompt")
+        counts = [name for name in names if name in self._accepted]
+        if counts and len(set(prompts)) == 1:
+            return {"prompt": list(prompts[:1]), counts[0]: len(prompts)}
+        # With a count, some pipelines order embeddings p0 p0 p1 p1, and attention masks p0 p1 p0 p1.
+        return {"prompt": list(prompts)}
 
     def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
         """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
