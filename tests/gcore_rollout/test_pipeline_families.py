@@ -30,8 +30,8 @@ from gcore_rollout import DDIM, ImageRequest, ImageSampling, RequestError, Unsup
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import (
     BatchError,
-    Denoiser,
     DDPMProcess,
+    Denoiser,
     DenoisingPolicyConfig,
     DenoisingPolicyObjective,
     DiffusionDPOConfig,
@@ -154,7 +154,7 @@ async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: flo
 
 @pytest.mark.parametrize("name", quick("Qwen-Image", "Lumina 2", "Sana", "LTX"))
 async def test_an_image_of_a_mixed_batch_is_the_one_made_alone(name: str, tmp_path: Path) -> None:
-    """Two images of each of two prompts of different lengths, in one batch and one at a time; with guidance and without.
+    """Two images of each of two prompts of different lengths, in one batch and one at a time, with guidance or not.
 
     Ratios between trainer and engine do not show a prompt with the attention mask of another: both have it.
     """
@@ -171,7 +171,7 @@ async def test_an_image_of_a_mixed_batch_is_the_one_made_alone(name: str, tmp_pa
 async def test_a_sharded_model_in_bfloat16_gives_what_a_whole_one_gives(
     name: str, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    """Up to rounding of parameters: timesteps and positions are not rounded. Outputs and gradients in float32 are exact."""
+    """Up to the rounding of parameters; timesteps and positions are not rounded. Errors are distances from float32."""
     found = await measured_once(name, FAMILIES[name].guidance_scales[-1], tmp_path)
     samples = [in_training(each) for each in found.samples]
     exact = outputs_and_gradients(denoiser_of(found.model), samples)
