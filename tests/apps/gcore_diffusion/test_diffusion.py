@@ -207,15 +207,19 @@ def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
         assert mismatches[0] == pytest.approx(mismatches[1], rel=1e-3)
 
 
-def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str]) -> None:
+def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
+    """Images are scored by what is differentiated, latents, of a pipeline with a VAE too."""
     args = option_set(
         own_args, "--reward.kind", own_args[own_args.index("--reward.kind") + 1].replace(":red", ":differentiable")
     )
     args = option_set(args, "--trainer.total-training-steps", "6")
-    cli.ok(*args, "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode", "--actor.optim.lr", "3e-3")
-    rows = [
-        row["val/score/mean"] for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "val/score/mean" in row
-    ]
+    args = option_set(args, "--model", str(flow_pipeline(tmp_path, with_vae=True)))
+    args = [*args, "--actor.num-updates", "1", "--actor.optim.lr", "3e-3"]
+    cli.ok(*args, "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode")
+    run = cli.cwd / "runs/default"
+    for row in step_rows(run):
+        assert row["critic/score/mean"] == pytest.approx(row["actor/reward"], rel=1e-4)
+    rows = [row["val/score/mean"] for row in read_rows(run / "metrics.jsonl") if "val/score/mean" in row]
     assert rows[-1] > rows[0]
 
 

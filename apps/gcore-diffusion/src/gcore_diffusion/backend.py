@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from gcore_diffusion.sampling.image_sampling import (
     SamplingRoles,
     image_request,
     images,
+    inputs_of,
     kernel_of,
     window_range,
 )
@@ -142,10 +144,10 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
             f"algorithm.name is {config.algorithm.name!r}; expected an algorithm of recorded steps, because the "
             "pipeline gives its model timesteps that are not a multiple of the time or of the time left"
         )
-    grey = np.full((2, *made.image.shape), 128, np.uint8)
     check_images(rewards, *made.image.shape[-3:-1])
+    grey = replace(made, image=np.full_like(made.image, 128))
     for reward in rewards:
-        await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
+        await evaluate_images(reward, inputs_of(reward, [grey] * 2), [first.text] * 2, [first.row] * 2)
 
 
 async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:

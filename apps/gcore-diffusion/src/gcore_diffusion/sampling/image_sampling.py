@@ -243,15 +243,23 @@ async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[I
     return sorted(found, key=lambda s: (order[s.request_id], s.index))
 
 
+def inputs_of(reward: Callable[..., Any], samples: Sequence[ImageSample]) -> NDArray[Any]:
+    """Return what a reward scores: images [B, H, W, 3] or videos [B, F, H, W, 3], or latents [B, ...]."""
+    if getattr(reward, "takes_latents", False):
+        return np.stack([sample.latents for sample in samples])
+    return np.stack([sample.image for sample in samples])
+
+
 async def scored(
     ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
 ) -> list[Scored]:
     """Score images of some prompts."""
-    pixels, roles = np.stack([s.image for s in samples]), ctx.roles
+    roles = ctx.roles
     # The engines of a judge time their own work.
     names = [] if getattr(reward, "uses_engine", False) else [f"reward {ctx.rank if roles.owns_process else 0}"]
+    inputs = inputs_of(reward, samples)
     with roles.devices.stage("reward", *names):
-        return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
+        return await evaluate_images(reward, inputs, [p.text for p in prompts], [p.row for p in prompts])
 
 
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
