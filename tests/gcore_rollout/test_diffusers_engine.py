@@ -13,7 +13,9 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from tiny_image_makers import stable_diffusion
 from tiny_pipelines import ddim_pipeline, flow_pipeline
+from transformers import CLIPImageProcessor
 
 from gcore_rollout import (
     DDIM,
@@ -98,6 +100,35 @@ async def test_latents_in_bfloat16_are_recorded_without_loss(flow: Path) -> None
         std = kernel(torch.zeros_like(x), x, *levels).std
         again = Transition(torch.from_numpy(t.means[step : step + 1]), std).log_prob(drawn)
         np.testing.assert_allclose(again, t.log_probs[step : step + 1], rtol=1e-6)
+    await engine.close()
+
+
+async def test_numbers_of_a_decoder_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """As uint8 they would be black pixels; a decoder in float16 overflows to them."""
+    engine = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path, with_vae=True))
+    engine.pipeline.vae.decoder.conv_out.bias.data[1] = torch.nan
+    with pytest.raises(RolloutError, match=r"2 of 2 images of StableDiffusion3Pipeline have pixels that are NaN"):
+        await made(engine, request("a", ImageSampling(num_inference_steps=2)))
+    await engine.close()
+
+
+class BlackingChecker(torch.nn.Module):
+    """A safety checker that finds something in every image."""
+
+    dtype = torch.float32
+
+    def forward(self, images: Any, clip_input: torch.Tensor) -> tuple[Any, list[bool]]:
+        return images * 0, [True] * len(clip_input)
+
+
+async def test_safety_checkers_are_left_out(tmp_path: Path) -> None:
+    """They replace images by black ones, and rewards of these say nothing of the policy."""
+    pipeline = stable_diffusion(tmp_path)
+    pipeline.register_modules(safety_checker=BlackingChecker(), feature_extractor=CLIPImageProcessor())
+    engine = DiffusersEngine(pipeline, size=(16, 16))
+    kernel = DDIM(eta=1.0)
+    [sample] = await made(engine, request("a", ImageSampling(num_inference_steps=2, kernel=kernel, size=(16, 16)), n=1))
+    assert sample.image.std() > 0
     await engine.close()
 
 

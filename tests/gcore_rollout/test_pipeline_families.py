@@ -315,6 +315,31 @@ def test_it_is_tried_in_the_size_that_will_be_used(tmp_path: Path) -> None:
     assert set(decoded) == {1}
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "num_frames", "message"),
+    [
+        ("FLUX.1 dev", (18, 16), None, r"size is \(18, 16\); expected .* it makes \(16, 16\) of this one"),
+        ("LTX", (32, 32), 10, "num_frames is 10; expected .* it makes 9 of this one"),
+        ("Wan 2.1", (16, 16), 7, "num_frames is 7; expected .* it makes 5 of this one"),
+    ],
+)
+def test_sizes_that_a_pipeline_rounds_are_refused(
+    name: str, size: tuple[int, int], num_frames: int | None, message: str, tmp_path: Path
+) -> None:
+    options = {**FAMILIES[name].options, **({"num_frames": num_frames} if num_frames else {})}
+    with pytest.raises(RequestError, match=message):
+        DiffusersEngine(FAMILIES[name].make(tmp_path), options=options, size=size)
+
+
+async def test_images_are_made_in_the_size_that_is_requested(tmp_path: Path) -> None:
+    """Sana's pipeline would make one of 512 pixels, and resize it."""
+    found = await measured_once("Sana", 1.0, tmp_path)
+    pipeline = found.engine.pipeline
+    factor = pipeline.vae_scale_factor
+    assert found.samples[0].image.shape == (32, 32, 3)
+    assert found.samples[0].latents.shape[1:] == (32 // factor, 32 // factor)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_work_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
     family = REFUSED[name]

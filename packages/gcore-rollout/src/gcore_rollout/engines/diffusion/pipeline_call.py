@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.types import ImageRequest
-from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.reward import import_pillow
 
 _SCALES_BELOW = {"ZImagePipeline": 1.0}
@@ -63,6 +63,9 @@ class PipelineCall:
             if "max_area" in self._accepted:
                 # FLUX.1 Kontext makes its images as large as this.
                 options |= {"max_area": math.prod(sampling.size)}
+            if "use_resolution_binning" in self._accepted:
+                # Sana and PixArt would make an image of a size that they were trained on, and resize it.
+                options |= {"use_resolution_binning": False}
         options |= self.options
         if self.takes_text:
             options |= self._text_of(prompts, has_images=bool(images))
@@ -78,7 +81,33 @@ class PipelineCall:
             output_type="pt" if has_decoder else "latent",
         )[0]
         pixels = made.float() if has_decoder else made.float() / 2 + 0.5
+        self._check_size(pixels, sampling.size)
+        self._check_finite(pixels)
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+
+    def _check_size(self, pixels: torch.Tensor, size: tuple[int, int] | None) -> None:
+        """Raise `RequestError` if images [B, 3, H, W] or videos [B, F, 3, H, W] are not as large as requested."""
+        made = tuple(pixels.shape[-2:])
+        if size is not None and made != size:
+            raise RequestError(
+                f"size is {size}; expected one that {self.kind} makes as it is: it makes {made} of this one"
+            )
+        num_frames = self.options.get("num_frames")
+        if num_frames is not None and pixels.shape[1] != num_frames:
+            raise RequestError(
+                f"num_frames is {num_frames}; expected a number that {self.kind} makes as it is: it makes "
+                f"{pixels.shape[1]} of this one"
+            )
+
+    def _check_finite(self, pixels: torch.Tensor) -> None:
+        """Raise `RolloutError` for pixels [B, ...] that would become black as uint8."""
+        num_wrong = int((~pixels.isfinite()).flatten(1).any(1).sum())
+        if num_wrong:
+            dtype = str(self._pipeline.dtype).removeprefix("torch.")
+            raise RolloutError(
+                f"{num_wrong} of {len(pixels)} images of {self.kind} have pixels that are NaN or infinite; expected "
+                f"finite ones: the decoder may overflow in its data type, {dtype}, or its weights are damaged"
+            )
 
     def _text_of(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
         """Return the arguments for the prompt of each image; the only prompt of a batch is encoded once."""
