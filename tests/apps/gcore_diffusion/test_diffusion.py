@@ -400,6 +400,10 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "actor.loss.kl_loss_type is 'flow_grpo'; expected 'gaussian' with rollout.kernel 'cps'",
     ),
     "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9; expected at most"),
+    "a window over a step without noise": (
+        lambda _: ["--rollout.kernel", "cps", "--rollout.window-size", "2", "--rollout.window-range", "1", "4"],
+        "rollout.window_range is (1, 4); expected steps with noise: step 3 of 4 has none with rollout.kernel 'cps'",
+    ),
     "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
     "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
     "too few scores": (
@@ -408,7 +412,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
     "size for a reward": (
-        lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
+        lambda _: ["--reward.held-out", "digit", "--rollout.size", "4", "4"],
         "rewards of digits score 8 x 8 pixels",
     ),
     "clip without weights": (

@@ -27,6 +27,7 @@ from gcore_diffusion.sampling.image_sampling import (
     Evaluation,
     Roles,
     SamplingRoles,
+    has_log_probs,
     image_request,
     images,
     inputs_of,
@@ -38,6 +39,7 @@ from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_fact
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import (
     DiffusersEngine,
+    ImageSample,
     ImageSampling,
     RolloutError,
     check_images,
@@ -126,9 +128,11 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     # A prompt of each number of images: pipelines may need images, or take none, or one.
     tried = {len(prompt.images): prompt for prompt in everyone}
     num_steps, window = 2, None
-    if config.actor.component:
-        # All windows must be of steps of this transformer.
-        num_steps, window = config.rollout.num_inference_steps, window_range(config)
+    if config.actor.component or has_log_probs(config):
+        # Windows must be of steps of this transformer, and of steps with noise.
+        window = window_range(config)
+    if window is not None:
+        num_steps = config.rollout.num_inference_steps
     sampling = ImageSampling(
         num_inference_steps=num_steps, window=window, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size
     )
@@ -139,6 +143,8 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
+    if has_log_probs(config):
+        _check_noise(config, made)
     if config.algorithm.name in ("nft", "dpo") and made.timestep_map is None:
         raise UserError(
             f"algorithm.name is {config.algorithm.name!r}; expected an algorithm of recorded steps, because the "
@@ -148,6 +154,17 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     grey = replace(made, image=np.full_like(made.image, 128))
     for reward in rewards:
         await evaluate_images(reward, inputs_of(reward, [grey] * 2), [first.text] * 2, [first.row] * 2)
+
+
+def _check_noise(config: DiffusionConfig, made: ImageSample) -> None:
+    """Raise `UserError` for an image with a recorded step that has no noise, and so no log-probability."""
+    trajectory, rollout = made.trajectory, config.rollout
+    noiseless = trajectory.steps[np.isnan(trajectory.log_probs)]
+    if len(noiseless):
+        raise UserError(
+            f"rollout.window_range is {rollout.range_of_window}; expected steps with noise: step {noiseless[0]} of "
+            f"{rollout.num_inference_steps} has none with rollout.kernel {rollout.kernel!r}"
+        )
 
 
 async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:

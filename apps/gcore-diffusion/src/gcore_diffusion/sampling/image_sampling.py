@@ -190,9 +190,14 @@ def kernel_of(config: DiffusionConfig) -> Kernel:
             return FlowODE()
 
 
+def has_log_probs(config: DiffusionConfig) -> bool:
+    """Return whether the algorithm trains on log-probabilities of the sampler's steps."""
+    return config.algorithm.name not in NOISELESS
+
+
 def has_reference_pass(config: DiffusionConfig) -> bool:
     """Return whether the reference's means are needed before the first update of a step."""
-    return bool(config.actor.loss.kl_loss_coef) and config.algorithm.name not in NOISELESS
+    return bool(config.actor.loss.kl_loss_coef) and has_log_probs(config)
 
 
 def has_old_pass(config: DiffusionConfig) -> bool:
@@ -200,7 +205,7 @@ def has_old_pass(config: DiffusionConfig) -> bool:
     setting = config.algorithm.old_log_probs
     # Engines have weights of their type, the trainer has float32 ones: two in bfloat16 differ, too.
     is_rounded = (config.rollout.dtype, config.actor.dtype) != ("float32", "float32")
-    return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_rounded))
+    return has_log_probs(config) and (setting == "trainer" or (setting == "auto" and is_rounded))
 
 
 def window_range(config: DiffusionConfig) -> tuple[int, int] | None:

@@ -54,12 +54,16 @@ class PipelineCall:
     def __call__(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
         """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
         prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
+        has_decoder = getattr(self._pipeline, "vae", None) is not None
         options: dict[str, Any] = {}
         if images:
             pictures = [import_pillow().fromarray(image) for image in images]
             options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
         if sampling.size is not None:
-            options |= dict(zip(("height", "width"), sampling.size, strict=True))
+            # Without a decoder latents are the images, and the pipeline counts as if there were one.
+            factor = 1 if has_decoder else getattr(self._pipeline, "vae_scale_factor", 1)
+            height, width = sampling.size
+            options |= {"height": height * factor, "width": width * factor}
             if "max_area" in self._accepted:
                 # FLUX.1 Kontext makes its images as large as this.
                 options |= {"max_area": math.prod(sampling.size)}
@@ -72,7 +76,6 @@ class PipelineCall:
         else:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
         options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
-        has_decoder = getattr(self._pipeline, "vae", None) is not None
         # The first field is called images or frames.
         made: torch.Tensor = self._pipeline(
             **options,
