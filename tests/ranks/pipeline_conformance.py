@@ -76,7 +76,7 @@ def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[Imag
         ImageRequest(
             request_id=prompt,
             prompt=prompt,
-            images=pictures(family.num_images, seed if family.size else 0),
+            images=pictures(family.num_images, seed),
             sampling=sampling,
             n=2,
             seed=3,

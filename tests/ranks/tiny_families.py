@@ -50,7 +50,7 @@ FAMILIES = {
     "Qwen-Image": Family(make=images.qwen_image, options=_LONG),
     "Qwen-Image-Edit": Family(make=edits.qwen_image_edit, options=_LONG, num_images=1),
     "Qwen-Image-Edit-Plus, with two images": Family(make=edits.qwen_image_edit_plus, options=_LONG, num_images=2),
-    "InstructPix2Pix": Family(make=edits.instruct_pix2pix, size=None, num_images=1, guidance_scales=(1.0,)),
+    "InstructPix2Pix": Family(make=edits.instruct_pix2pix, size=(64, 64), num_images=1, guidance_scales=(1.0,)),
     "Lumina 2": Family(make=images.lumina_2, options={"max_sequence_length": 64, "system_prompt": "a"}),
     "Z-Image": Family(make=images.z_image, options=_SHORT),
     "LTX": Family(make=videos.ltx, options={**_SHORT, "num_frames": 9}, size=(32, 32)),

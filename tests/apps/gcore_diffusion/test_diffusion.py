@@ -22,6 +22,7 @@ from tiny_pipelines import ddim_pipeline, flow_pipeline
 from tiny_vision_model import save_vision_model
 
 from gcore_ckpt import Checkpointer
+from gcore_diffusion.backend import starting_messages
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
@@ -29,7 +30,7 @@ from gcore_diffusion.demo.rewards import DigitReward, JudgeReward
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.grids import grid
 from gcore_diffusion.sampling.image_sampling import Evaluation
-from gcore_diffusion.sampling.prompts import load_prompts
+from gcore_diffusion.sampling.prompts import Prompt, PromptSets, load_prompts
 from gcore_rollout import RewardConfigError
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.parsing import merge, resolve, to_toml
@@ -205,6 +206,20 @@ def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
         # The weights of the first step are the same, and so is what sampler and trainer differ by.
         mismatches = [of_run[0]["training/rollout_ratio_dev"] for of_run in (rows, others)]
         assert mismatches[0] == pytest.approx(mismatches[1], rel=1e-3)
+
+
+def test_what_a_run_says_at_its_start(tmp_path: Path) -> None:
+    """Prompts that are longer than their text encoder reads, and a safety checker, which is left out."""
+    folder = flow_pipeline(tmp_path)
+    index = folder / "model_index.json"
+    components = json.loads(index.read_text())
+    index.write_text(json.dumps({**components, "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}))
+    texts = ["red 7", "a very long one", "one that is very long", "red 7"]
+    prompts = PromptSets(train=[Prompt(text=text, row={}) for text in texts], val=[Prompt(text="a", row={})])
+    assert starting_messages(DiffusionConfig(), folder, prompts) == [
+        "warning: the text encoders do not read the ends of 2 prompts: 'a very long one', 'one that is very long'",
+        "the pipeline's safety checker is left out: it would make images black",
+    ]
 
 
 def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str], tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from gcore_rollout import (
     RolloutError,
     check_images,
     check_prompts,
+    cut_prompts,
     evaluate_images,
 )
 from gcore_runs import (
@@ -54,6 +55,7 @@ from gcore_runs import (
     RunFolder,
     UserError,
     inline_backend,
+    json_object,
     logs_of,
     read_jsonl,
     shown,
@@ -64,6 +66,10 @@ from gcore_trainer import pipeline_component
 if TYPE_CHECKING:
     from gcore_controller import Handles
     from gcore_runs.on_ray import ControllerServices
+
+
+_NAMED_PROMPTS = 3
+"""Prompts that a warning names."""
 
 
 def checked_rewards(config: DiffusionConfig) -> Rewards | None:
@@ -88,6 +94,8 @@ async def start(
     display: Display,
 ) -> Backend[Job, DiffusionConfig]:
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
+    for message in starting_messages(config, model, prompts):
+        display.say(message)
     devices, is_on_ray = device_timers(config), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
@@ -117,6 +125,20 @@ async def start(
         checkpoints=checkpoints,
         announce=display.say,
     )
+
+
+def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets) -> list[str]:
+    """Return what a user should know of a pipeline's folder and prompts before a run."""
+    messages: list[str] = []
+    texts = [prompt.text for prompt in (*prompts.train, *prompts.val)]
+    cut = cut_prompts(model, texts, max_sequence_length=config.rollout.max_sequence_length)
+    if cut:
+        beginnings = ", ".join(f"{text!r:.60}" for text in cut[:_NAMED_PROMPTS])
+        messages.append(f"warning: the text encoders do not read the ends of {len(cut)} prompts: {beginnings}")
+    components = json_object((model / "model_index.json").read_text(), "model_index.json")
+    if None not in components.get("safety_checker", [None]):
+        messages.append("the pipeline's safety checker is left out: it would make images black")
+    return messages
 
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:

@@ -72,11 +72,24 @@ class Denoiser:
         self._sleeper = Sleeper(model)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, component: str = "", device: str = "cpu", **options: Any) -> Self:
-        """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`."""
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        component: str = "",
+        variant: str | None = None,
+        device: str = "cpu",
+        **options: Any,
+    ) -> Self:
+        """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`.
+
+        Args:
+            component: name of the model, if the pipeline has two.
+            variant: of the weights, as in ``diffusion_pytorch_model.fp16.safetensors``.
+        """
         name, kind = pipeline_component(path, component)
         load = getattr(diffusers, kind).from_pretrained
-        model = load(Path(path) / name, dtype=torch.float32, local_files_only=True)
+        model = load(Path(path) / name, dtype=torch.float32, variant=variant, local_files_only=True)
         return cls(model.to(device), **options)
 
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:

@@ -47,7 +47,7 @@ class PipelineCall:
             self._class_of(request.prompt)
         if request.images and not self.takes_images:
             raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
-        if request.sampling.size is not None and "height" not in self._accepted:
+        if request.sampling.size is not None and "height" not in self._accepted and not self.takes_images:
             raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
 
     @torch.no_grad()
@@ -58,8 +58,11 @@ class PipelineCall:
         options: dict[str, Any] = {}
         if images:
             pictures = [import_pillow().fromarray(image) for image in images]
+            if sampling.size is not None and "height" not in self._accepted:
+                # InstructPix2Pix makes its images as large as those of the prompt.
+                pictures = [picture.resize(sampling.size[::-1]) for picture in pictures]
             options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
-        if sampling.size is not None:
+        if sampling.size is not None and "height" in self._accepted:
             # Without a decoder latents are the images, and the pipeline counts as if there were one.
             factor = 1 if has_decoder else getattr(self._pipeline, "vae_scale_factor", 1)
             height, width = sampling.size
