@@ -14,6 +14,8 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from tiny_image_makers import flux_schnell, stable_diffusion
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 from transformers import CLIPImageProcessor
@@ -416,6 +418,14 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     with pytest.raises(UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"):
         DiffusersEngine(pipeline)
     pipeline = load_pipeline(flow)
+    for kind, options, advised in (
+        (EulerDiscreteScheduler, {}, r"DDIMScheduler.from_config\(pipeline.scheduler.config\)"),
+        (UniPCMultistepScheduler, {"use_flow_sigmas": True, "flow_shift": 3.0}, r"FlowMatchEuler.*\(shift=3.0\)"),
+        (FlowMatchHeunDiscreteScheduler, {"shift": 5.0}, r"FlowMatchEulerDiscreteScheduler\(shift=5.0\)"),
+    ):
+        pipeline.scheduler = kind(**options)
+        with pytest.raises(UnsupportedModelError, match=f"expected {advised}"):
+            DiffusersEngine(pipeline)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     with pytest.raises(UnsupportedModelError, match="stochastic_sampling"):
         DiffusersEngine(pipeline)

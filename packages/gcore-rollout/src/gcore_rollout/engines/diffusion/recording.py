@@ -358,8 +358,17 @@ def _recording(scheduler: Any) -> Any:
             if found := [name for name in unfit if scheduler.config.get(name)]:
                 raise UnsupportedModelError(f"the scheduler has {found[0]}: its steps have no log-probability then")
             return recording.from_config(scheduler.config)
-    known = ", ".join(kind.__name__ for kind in kinds)
     raise UnsupportedModelError(
-        f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected one of "
-        f"{known}"
+        f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected "
+        f"{_advised_scheduler(scheduler)}, saved in the pipeline's folder"
     )
+
+
+def _advised_scheduler(scheduler: Any) -> str:
+    """Return the scheduler that samples a model of another one, as code."""
+    config = scheduler.config
+    is_flow = type(scheduler).__name__.startswith("FlowMatch")
+    if is_flow or config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction":
+        shift = config.get("shift", config.get("flow_shift", 1.0))
+        return f"FlowMatchEulerDiscreteScheduler(shift={shift})"
+    return "DDIMScheduler.from_config(pipeline.scheduler.config)"
