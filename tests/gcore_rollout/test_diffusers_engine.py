@@ -418,12 +418,12 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     with pytest.raises(UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"):
         DiffusersEngine(pipeline)
     pipeline = load_pipeline(flow)
-    for kind, options, advised in (
-        (EulerDiscreteScheduler, {}, r"DDIMScheduler.from_config\(pipeline.scheduler.config\)"),
-        (UniPCMultistepScheduler, {"use_flow_sigmas": True, "flow_shift": 3.0}, r"FlowMatchEuler.*\(shift=3.0\)"),
-        (FlowMatchHeunDiscreteScheduler, {"shift": 5.0}, r"FlowMatchEulerDiscreteScheduler\(shift=5.0\)"),
+    for scheduler, advised in (
+        (EulerDiscreteScheduler(), r"DDIMScheduler.from_config\(pipeline.scheduler.config\)"),
+        (UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0), r"FlowMatchEuler.*\(shift=3.0\)"),
+        (FlowMatchHeunDiscreteScheduler(shift=5.0), r"FlowMatchEulerDiscreteScheduler\(shift=5.0\)"),
     ):
-        pipeline.scheduler = kind(**options)
+        pipeline.scheduler = scheduler
         with pytest.raises(UnsupportedModelError, match=f"expected {advised}"):
             DiffusersEngine(pipeline)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)

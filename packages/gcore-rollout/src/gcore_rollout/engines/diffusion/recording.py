@@ -327,10 +327,11 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     if (kind := getattr(diffusers, name or "", None)) is None:
         raise UnsupportedModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
     absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
-    variants = {weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()} - {None}
+    found = [weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()]
+    variants = sorted({variant for variant in found if variant is not None})
     if len(variants) > 1:
-        raise UnsupportedModelError(f"{path} has weights of the variants {sorted(variants)}; expected one")
-    variant = next(iter(variants), None)
+        raise UnsupportedModelError(f"{path} has weights of the variants {variants}; expected one")
+    variant = variants[0] if variants else None
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
