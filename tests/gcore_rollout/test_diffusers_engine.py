@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,11 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+from tiny_image_makers import flux_schnell, stable_diffusion
 from tiny_pipelines import ddim_pipeline, flow_pipeline
+from transformers import CLIPImageProcessor
 
 from gcore_rollout import (
     DDIM,
@@ -37,7 +42,9 @@ from gcore_rollout import (
 )
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine, image_generator
 from gcore_rollout.engines.diffusion.kernels import Transition
-from gcore_rollout.engines.diffusion.recording import load_pipeline
+from gcore_rollout.engines.diffusion.recording import load_pipeline, weight_variant
+from gcore_rollout.engines.diffusion.text_encoders import cut_prompts
+from gcore_trainer import Denoiser
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,71 @@ async def test_latents_in_bfloat16_are_recorded_without_loss(flow: Path) -> None
         again = Transition(torch.from_numpy(t.means[step : step + 1]), std).log_prob(drawn)
         np.testing.assert_allclose(again, t.log_probs[step : step + 1], rtol=1e-6)
     await engine.close()
+
+
+async def test_numbers_of_a_decoder_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """As uint8 they would be black pixels; a decoder in float16 overflows to them."""
+    engine = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path, with_vae=True))
+    engine.pipeline.vae.decoder.conv_out.bias.data[1] = torch.nan
+    with pytest.raises(RolloutError, match=r"2 of 2 images of StableDiffusion3Pipeline have pixels that are NaN"):
+        await made(engine, request("a", ImageSampling(num_inference_steps=2)))
+    await engine.close()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+async def test_weights_of_a_variant_are_found(flow: Path, tmp_path: Path, is_sharded: bool) -> None:
+    """Folders of which only the fp16 files were downloaded; one component has plain files."""
+    pipeline = load_pipeline(flow)
+    size = {"max_shard_size": "20kB"} if is_sharded else {}
+    pipeline.save_pretrained(tmp_path / "fp16", variant="fp16", **size)
+    shutil.rmtree(tmp_path / "fp16/text_encoder")
+    shutil.copytree(flow / "text_encoder", tmp_path / "fp16/text_encoder")
+    assert not (tmp_path / "fp16/transformer/diffusion_pytorch_model.safetensors").exists()
+    found = load_pipeline(tmp_path / "fp16")
+    for name in ("transformer", "text_encoder", "text_encoder_2"):
+        expected = getattr(pipeline, name).state_dict()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in getattr(found, name).state_dict().items())
+    denoiser = Denoiser.from_pretrained(tmp_path / "fp16", variant=weight_variant(tmp_path / "fp16/transformer"))
+    assert denoiser.parameters().keys() == dict(pipeline.transformer.named_parameters()).keys()
+    assert weight_variant(flow / "transformer") is None
+
+
+class BlackingChecker(torch.nn.Module):
+    """A safety checker that finds something in every image."""
+
+    dtype = torch.float32
+
+    def forward(self, images: Any, clip_input: torch.Tensor) -> tuple[Any, list[bool]]:
+        return images * 0, [True] * len(clip_input)
+
+
+async def test_safety_checkers_are_left_out(tmp_path: Path) -> None:
+    """They replace images by black ones, and rewards of these say nothing of the policy."""
+    pipeline = stable_diffusion(tmp_path)
+    pipeline.register_modules(safety_checker=BlackingChecker(), feature_extractor=CLIPImageProcessor())
+    engine = DiffusersEngine(pipeline, size=(16, 16))
+    kernel = DDIM(eta=1.0)
+    [sample] = await made(engine, request("a", ImageSampling(num_inference_steps=2, kernel=kernel, size=(16, 16)), n=1))
+    assert sample.image.std() > 0
+    await engine.close()
+
+
+async def test_prompts_that_are_cut(flow: Path, tmp_path: Path) -> None:
+    """A prompt is cut if another of the same beginning gives the model the same; of two encoders, one may read it."""
+    engine = DiffusersEngine.from_pretrained(flow)
+    one = ImageSampling(num_inference_steps=1)
+    for beginning, is_cut in (("red", False), ("a very long one", True)):
+        prompts = [f"{beginning} 7", f"{beginning} 8"]
+        first, second = await made(engine, *(request(text, one, n=1, prompt=text) for text in prompts))
+        embeddings = [sample.conditions["encoder_hidden_states"] for sample in (first, second)]
+        assert np.array_equal(*embeddings) == is_cut
+        assert cut_prompts(flow, prompts) == (prompts if is_cut else [])
+    await engine.close()
+    # CLIP reads 8 tokens of FLUX's prompts, and T5 as many as it is set to.
+    flux_schnell(tmp_path).save_pretrained(tmp_path / "flux")
+    prompts = ["red", "a long one", "a very long one"]
+    assert cut_prompts(tmp_path / "flux", prompts, max_sequence_length=12) == prompts[2:]
+    assert cut_prompts(tmp_path / "flux", prompts) == []
 
 
 async def test_text_encoders_are_elsewhere_while_images_are_denoised(flow: Path) -> None:
@@ -346,6 +418,14 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     with pytest.raises(UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"):
         DiffusersEngine(pipeline)
     pipeline = load_pipeline(flow)
+    for scheduler, advised in (
+        (EulerDiscreteScheduler(), r"DDIMScheduler.from_config\(pipeline.scheduler.config\)"),
+        (UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0), r"FlowMatchEuler.*\(shift=3.0\)"),
+        (FlowMatchHeunDiscreteScheduler(shift=5.0), r"FlowMatchEulerDiscreteScheduler\(shift=5.0\)"),
+    ):
+        pipeline.scheduler = scheduler
+        with pytest.raises(UnsupportedModelError, match=f"expected {advised}"):
+            DiffusersEngine(pipeline)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     with pytest.raises(UnsupportedModelError, match="stochastic_sampling"):
         DiffusersEngine(pipeline)

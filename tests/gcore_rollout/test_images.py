@@ -9,6 +9,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import PIL.Image
 import pytest
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, in_parts, until_sampled
 from safetensors.torch import load_file
@@ -275,3 +276,40 @@ def test_damaged_images_are_no_images() -> None:
     for damaged, message in cases.items():
         with pytest.raises(RequestError, match=message):
             decode_image(damaged)
+
+
+def test_images_of_16_bits_are_scaled(tmp_path: Path) -> None:
+    """A grey image of 16 bits has the pixels of the same one in 8; one of 32 bits is refused."""
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    for suffix in ("png", "tiff"):
+        file = tmp_path / f"grey.{suffix}"
+        PIL.Image.fromarray(grey.astype(np.uint16) * 257).save(file)
+        np.testing.assert_array_equal(decode_image(file.read_bytes()), np.stack([grey] * 3, axis=-1))
+    PIL.Image.fromarray(grey.astype(np.float32)).save(tmp_path / "float.tiff")
+    with pytest.raises(RequestError, match="has 32 bits for a pixel of grey; expected 8 or 16"):
+        decode_image((tmp_path / "float.tiff").read_bytes())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_as_the_camera_was_held(orientation: int, processor: VisionProcessor, tmp_path: Path) -> None:
+    """By EXIF's orientation; the oracle turns by its table."""
+    stored = np.arange(56 * 84 * 3, dtype=np.uint32).astype(np.uint8).reshape(56, 84, 3)
+    turned = {
+        1: stored,
+        2: stored[:, ::-1],
+        3: stored[::-1, ::-1],
+        4: stored[::-1],
+        5: stored.swapaxes(0, 1),
+        6: np.rot90(stored, -1),
+        7: stored[::-1, ::-1].swapaxes(0, 1),
+        8: np.rot90(stored, 1),
+    }
+    picture = PIL.Image.fromarray(stored)
+    exif = picture.getexif()
+    exif[0x0112] = orientation
+    picture.save(tmp_path / "turned.png", exif=exif)
+    file = (tmp_path / "turned.png").read_bytes()
+    np.testing.assert_array_equal(decode_image(file), turned[orientation])
+    _, height, width = processor.process([file]).grid_thw[0]
+    assert (height > width) == (orientation >= 5)
+    assert processor.num_tokens(file) == height * width // 4

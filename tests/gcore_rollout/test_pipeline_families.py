@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_conformance import (
     HEADER,
+    Measured,
     denoiser_of,
     in_training,
     kernel_of,
@@ -22,12 +24,14 @@ from pipeline_conformance import (
     row,
 )
 from tiny_families import FAMILIES, REFUSED
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gcore_rollout import DDIM, ImageRequest, ImageSampling, RequestError, UnsupportedModelError
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import (
     BatchError,
     DDPMProcess,
+    Denoiser,
     DenoisingPolicyConfig,
     DenoisingPolicyObjective,
     DiffusionDPOConfig,
@@ -42,7 +46,10 @@ from gcore_trainer import (
     NoiseProcess,
     OptimizerConfig,
 )
+from gcore_trainer.adamw import whole
+from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.objectives import model_timesteps
+from gcore_trainer.diffusion.sample import stacked
 
 # InstructPix2Pix warns that an image is repeated for all that are made of it.
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed:FutureWarning")
@@ -61,10 +68,48 @@ CASES = [
 ]
 
 
+_MEASURED: dict[tuple[str, float], Measured] = {}
+
+
+async def measured_once(name: str, guidance_scale: float, path: Path) -> Measured:
+    """Return what several tests share of a family."""
+    key = name, guidance_scale
+    if key not in _MEASURED:
+        _MEASURED[key] = await measured(FAMILIES[name], path, guidance_scale)
+    return _MEASURED[key]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """This process as the only one of a mesh."""
+    store = tmp_path_factory.mktemp("mesh") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def quick(*names: str) -> list[Any]:
+    """Families, of which all but these are slow tests."""
+    return [pytest.param(name, marks=[] if name in names else [pytest.mark.slow]) for name in FAMILIES]
+
+
 def process_of(engine: DiffusersEngine) -> NoiseProcess:
     scheduler = engine.pipeline.scheduler
     is_ddpm = isinstance(kernel_of(engine.pipeline), DDIM)
     return DDPMProcess(alphas_cumprod=scheduler.alphas_cumprod.tolist()) if is_ddpm else FlowProcess()
+
+
+def outputs_and_gradients(denoiser: Denoiser, samples: list[DiffusionSample]) -> list[torch.Tensor]:
+    """Return a model's outputs at the first recorded step, and the gradient of their mean square, as one vector."""
+    latents, timesteps = stacked(samples, denoiser.device, "latents", "timesteps", step=0)
+    outputs = denoiser(latents, timesteps, Conditioned.of(samples, denoiser.device))
+    outputs.square().mean().backward()
+    gradients = [whole(p.grad).flatten() for p in denoiser.parameters().values() if p.grad is not None]
+    return [outputs.detach(), torch.cat(gradients)]
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -87,7 +132,7 @@ def cells_of(line: str) -> list[str]:
 async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: float, tmp_path: Path) -> None:
     """The trainer's density of every step is the engine's, and so is the timestep of its level; as the page says."""
     family = FAMILIES[name]
-    found = await measured(family, tmp_path, guidance_scale)
+    found = await measured_once(name, guidance_scale, tmp_path)
     engine, made = found.engine, found.samples
     samples = [in_training(each) for each in made]
     assert samples[0].num_steps >= 2
@@ -105,6 +150,37 @@ async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: flo
         times = FlowProcess().timesteps(torch.from_numpy(made[0].trajectory.levels))
         mapped = model_timesteps([samples[0]] * len(times), times)
         np.testing.assert_allclose(mapped, made[0].trajectory.timesteps, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", quick("Qwen-Image", "Lumina 2", "Sana", "LTX"))
+async def test_an_image_of_a_mixed_batch_is_the_one_made_alone(name: str, tmp_path: Path) -> None:
+    """Two images of each of two prompts of different lengths, in one batch and one at a time, with guidance or not.
+
+    Ratios between trainer and engine do not show a prompt with the attention mask of another: both have it.
+    """
+    for guidance_scale in FAMILIES[name].guidance_scales:
+        mixed = await measured_once(name, guidance_scale, tmp_path / f"mixed-{guidance_scale}")
+        alone = await measured(FAMILIES[name], tmp_path / f"alone-{guidance_scale}", guidance_scale, max_num_images=1)
+        for one, other in zip(mixed.samples, alone.samples, strict=True):
+            np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("name", quick("FLUX.2 dev", "PixArt-Sigma"))
+async def test_a_sharded_model_in_bfloat16_gives_what_a_whole_one_gives(
+    name: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    """Up to the rounding of parameters; timesteps and positions are not rounded. Errors are distances from float32."""
+    found = await measured_once(name, FAMILIES[name].guidance_scales[-1], tmp_path)
+    samples = [in_training(each) for each in found.samples]
+    exact = outputs_and_gradients(denoiser_of(found.model), samples)
+    autocast = outputs_and_gradients(denoiser_of(found.model, compute_dtype=torch.bfloat16), samples)
+    denoiser = denoiser_of(found.model, compute_dtype=torch.bfloat16)
+    denoiser.shard(mesh)
+    sharded = outputs_and_gradients(denoiser, samples)
+    for of_exact, of_autocast, of_sharded in zip(exact, autocast, sharded, strict=True):
+        assert relative_error(of_sharded, of_exact) <= 2 * relative_error(of_autocast, of_exact)
 
 
 @pytest.mark.parametrize("name", ["Z-Image", "Qwen-Image", "FLUX.1 dev"])
@@ -168,7 +244,7 @@ async def test_images_that_a_pipeline_does_not_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "guidance_scale"), [(n, s) for n, f in FAMILIES.items() for s in f.guidance_scales])
 async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | None, tmp_path: Path) -> None:
     """Flow-GRPO and NFT train every family of flow matching, DDPO and DPO those of DDPM's kind."""
-    found = await measured(FAMILIES[name], tmp_path, guidance_scale)
+    found = await measured_once(name, guidance_scale, tmp_path)
     engine, samples = found.engine, [in_training(each, index) for index, each in enumerate(found.samples)]
     process, policy = process_of(engine), DenoisingPolicyConfig(clip_ratio=0.01)
     objectives: list[DiffusionObjective] = [DenoisingPolicyObjective(policy, kernel_of(engine.pipeline))]
@@ -237,6 +313,31 @@ def test_it_is_tried_in_the_size_that_will_be_used(tmp_path: Path) -> None:
     DiffusersEngine(pipeline, size=(8, 16))
     assert {tuple(shape[1:]) for shape in seen} == {(4, 4, 8)}
     assert set(decoded) == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "num_frames", "message"),
+    [
+        ("FLUX.1 dev", (18, 16), None, r"size is \(18, 16\); expected .* it makes \(16, 16\) of this one"),
+        ("LTX", (32, 32), 10, "num_frames is 10; expected .* it makes 9 of this one"),
+        ("Wan 2.1", (16, 16), 7, "num_frames is 7; expected .* it makes 5 of this one"),
+    ],
+)
+def test_sizes_that_a_pipeline_rounds_are_refused(
+    name: str, size: tuple[int, int], num_frames: int | None, message: str, tmp_path: Path
+) -> None:
+    options = {**FAMILIES[name].options, **({"num_frames": num_frames} if num_frames else {})}
+    with pytest.raises(RequestError, match=message):
+        DiffusersEngine(FAMILIES[name].make(tmp_path), options=options, size=size)
+
+
+async def test_images_are_made_in_the_size_that_is_requested(tmp_path: Path) -> None:
+    """Sana's pipeline would make one of 512 pixels, and resize it."""
+    found = await measured_once("Sana", 1.0, tmp_path)
+    pipeline = found.engine.pipeline
+    factor = pipeline.vae_scale_factor
+    assert found.samples[0].image.shape == (32, 32, 3)
+    assert found.samples[0].latents.shape[1:] == (32 // factor, 32 // factor)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -76,7 +76,7 @@ def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[Imag
         ImageRequest(
             request_id=prompt,
             prompt=prompt,
-            images=pictures(family.num_images, seed if family.size else 0),
+            images=pictures(family.num_images, seed),
             sampling=sampling,
             n=2,
             seed=3,
@@ -110,9 +110,9 @@ async def measured(
     )
 
 
-def denoiser_of(model: Any, lora: LoRAConfig | None = None) -> Denoiser:
+def denoiser_of(model: Any, lora: LoRAConfig | None = None, compute_dtype: torch.dtype = torch.float32) -> Denoiser:
     """Return an engine's model in training."""
-    return Denoiser(copy.deepcopy(model).requires_grad_(lora is None), lora=lora)
+    return Denoiser(copy.deepcopy(model).requires_grad_(lora is None), lora=lora, compute_dtype=compute_dtype)
 
 
 def in_training(made: ImageSample, index: int = 0) -> DiffusionSample:

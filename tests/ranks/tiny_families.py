@@ -31,7 +31,6 @@ class Family:
 _SHORT = {"max_sequence_length": 16}
 _LAYERS = {**_SHORT, "text_encoder_out_layers": (0, 1)}
 _LONG = {"max_sequence_length": 400}
-_UNBINNED = {**_SHORT, "use_resolution_binning": False}
 FAMILIES = {
     "Stable Diffusion 1": Family(make=images.stable_diffusion),
     "Stable Diffusion 3 and 3.5": Family(make=images.stable_diffusion_3),
@@ -44,14 +43,14 @@ FAMILIES = {
     "FLUX.2 dev, with two images": Family(make=images.flux_2_dev, options=_LAYERS, num_images=2),
     "FLUX.2 klein": Family(make=images.flux_2_klein, options=_SHORT),
     "FLUX.2 klein, with an image": Family(make=images.flux_2_klein, options=_SHORT, num_images=1),
-    "PixArt-alpha": Family(make=images.pixart_alpha, options=_UNBINNED),
-    "PixArt-Sigma": Family(make=images.pixart_sigma, options=_UNBINNED),
-    "Sana": Family(make=images.sana, options={**_UNBINNED, "complex_human_instruction": None}, size=(32, 32)),
+    "PixArt-alpha": Family(make=images.pixart_alpha, options=_SHORT),
+    "PixArt-Sigma": Family(make=images.pixart_sigma, options=_SHORT),
+    "Sana": Family(make=images.sana, options={**_SHORT, "complex_human_instruction": None}, size=(32, 32)),
     "AuraFlow": Family(make=images.aura_flow, options=_SHORT),
     "Qwen-Image": Family(make=images.qwen_image, options=_LONG),
     "Qwen-Image-Edit": Family(make=edits.qwen_image_edit, options=_LONG, num_images=1),
     "Qwen-Image-Edit-Plus, with two images": Family(make=edits.qwen_image_edit_plus, options=_LONG, num_images=2),
-    "InstructPix2Pix": Family(make=edits.instruct_pix2pix, size=None, num_images=1, guidance_scales=(1.0,)),
+    "InstructPix2Pix": Family(make=edits.instruct_pix2pix, size=(64, 64), num_images=1, guidance_scales=(1.0,)),
     "Lumina 2": Family(make=images.lumina_2, options={"max_sequence_length": 64, "system_prompt": "a"}),
     "Z-Image": Family(make=images.z_image, options=_SHORT),
     "LTX": Family(make=videos.ltx, options={**_SHORT, "num_frames": 9}, size=(32, 32)),

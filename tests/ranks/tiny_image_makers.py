@@ -239,7 +239,8 @@ def lumina_2(_: Path) -> Any:
         axes_lens=(300, 64, 64),
         cap_feat_dim=WIDTH,
     )
-    parts: dict[str, Any] = {"transformer": transformer, "vae": vae(), "scheduler": flow(6.0)}
+    # The pipeline expects a factor of 8.
+    parts: dict[str, Any] = {"transformer": transformer, "vae": vae(num_blocks=4), "scheduler": flow(6.0)}
     return kinds.Lumina2Pipeline(tokenizer=letters(), text_encoder=gemma(), **parts)
 
 

@@ -94,14 +94,15 @@ def mistral() -> Any:
     return seeded(transformers.Mistral3ForConditionalGeneration, config=config)
 
 
-def vae(channels: int = 4, **more: Any) -> Any:
+def vae(channels: int = 4, *, num_blocks: int = 2, **more: Any) -> Any:
+    """An image is 2 ** (num_blocks - 1) times as large as its latents."""
     return seeded(
         kinds.AutoencoderKL,
         in_channels=3,
         out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(4, 4),
+        down_block_types=("DownEncoderBlock2D",) * num_blocks,
+        up_block_types=("UpDecoderBlock2D",) * num_blocks,
+        block_out_channels=(4,) * num_blocks,
         layers_per_block=1,
         latent_channels=channels,
         norm_num_groups=2,

@@ -22,6 +22,7 @@ from tiny_pipelines import ddim_pipeline, flow_pipeline
 from tiny_vision_model import save_vision_model
 
 from gcore_ckpt import Checkpointer
+from gcore_diffusion.backend import starting_messages
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
@@ -29,7 +30,7 @@ from gcore_diffusion.demo.rewards import DigitReward, JudgeReward
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.grids import grid
 from gcore_diffusion.sampling.image_sampling import Evaluation
-from gcore_diffusion.sampling.prompts import load_prompts
+from gcore_diffusion.sampling.prompts import Prompt, PromptSets, load_prompts
 from gcore_rollout import RewardConfigError
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.parsing import merge, resolve, to_toml
@@ -207,15 +208,33 @@ def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
         assert mismatches[0] == pytest.approx(mismatches[1], rel=1e-3)
 
 
-def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str]) -> None:
+def test_what_a_run_says_at_its_start(tmp_path: Path) -> None:
+    """Prompts that are longer than their text encoder reads, and a safety checker, which is left out."""
+    folder = flow_pipeline(tmp_path)
+    index = folder / "model_index.json"
+    components = json.loads(index.read_text())
+    index.write_text(json.dumps({**components, "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}))
+    texts = ["red 7", "a very long one", "one that is very long", "red 7"]
+    prompts = PromptSets(train=[Prompt(text=text, row={}) for text in texts], val=[Prompt(text="a", row={})])
+    assert starting_messages(DiffusionConfig(), folder, prompts) == [
+        "warning: the text encoders do not read the ends of 2 prompts: 'a very long one', 'one that is very long'",
+        "the pipeline's safety checker is left out: it would make images black",
+    ]
+
+
+def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
+    """Images are scored by what is differentiated, latents, of a pipeline with a VAE too."""
     args = option_set(
         own_args, "--reward.kind", own_args[own_args.index("--reward.kind") + 1].replace(":red", ":differentiable")
     )
     args = option_set(args, "--trainer.total-training-steps", "6")
-    cli.ok(*args, "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode", "--actor.optim.lr", "3e-3")
-    rows = [
-        row["val/score/mean"] for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "val/score/mean" in row
-    ]
+    args = option_set(args, "--model", str(flow_pipeline(tmp_path, with_vae=True)))
+    args = [*args, "--actor.num-updates", "1", "--actor.optim.lr", "3e-3"]
+    cli.ok(*args, "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode")
+    run = cli.cwd / "runs/default"
+    for row in step_rows(run):
+        assert row["critic/score/mean"] == pytest.approx(row["actor/reward"], rel=1e-4)
+    rows = [row["val/score/mean"] for row in read_rows(run / "metrics.jsonl") if "val/score/mean" in row]
     assert rows[-1] > rows[0]
 
 
@@ -398,6 +417,10 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "actor.loss.kl_loss_type is 'flow_grpo'; expected 'gaussian' with rollout.kernel 'cps'",
     ),
     "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9; expected at most"),
+    "a window over a step without noise": (
+        lambda _: ["--rollout.kernel", "cps", "--rollout.window-size", "2", "--rollout.window-range", "1", "4"],
+        "rollout.window_range is (1, 4); expected steps with noise: step 3 of 4 has none with rollout.kernel 'cps'",
+    ),
     "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
     "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
     "too few scores": (
@@ -406,7 +429,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
     "size for a reward": (
-        lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
+        lambda _: ["--reward.held-out", "digit", "--rollout.size", "4", "4"],
         "rewards of digits score 8 x 8 pixels",
     ),
     "clip without weights": (

@@ -27,8 +27,10 @@ from gcore_diffusion.sampling.image_sampling import (
     Evaluation,
     Roles,
     SamplingRoles,
+    has_log_probs,
     image_request,
     images,
+    inputs_of,
     kernel_of,
     window_range,
 )
@@ -37,10 +39,12 @@ from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_fact
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import (
     DiffusersEngine,
+    ImageSample,
     ImageSampling,
     RolloutError,
     check_images,
     check_prompts,
+    cut_prompts,
     evaluate_images,
 )
 from gcore_runs import (
@@ -51,6 +55,7 @@ from gcore_runs import (
     RunFolder,
     UserError,
     inline_backend,
+    json_object,
     logs_of,
     read_jsonl,
     shown,
@@ -61,6 +66,10 @@ from gcore_trainer import pipeline_component
 if TYPE_CHECKING:
     from gcore_controller import Handles
     from gcore_runs.on_ray import ControllerServices
+
+
+_NAMED_PROMPTS = 3
+"""Prompts that a warning names."""
 
 
 def checked_rewards(config: DiffusionConfig) -> Rewards | None:
@@ -93,6 +102,8 @@ async def start(
     display: Display,
 ) -> Backend[Job, DiffusionConfig]:
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
+    for message in starting_messages(config, model, prompts):
+        display.say(message)
     devices, is_on_ray = device_timers(config), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
@@ -125,6 +136,20 @@ async def start(
     )
 
 
+def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets) -> list[str]:
+    """Return what a user should know of a pipeline's folder and prompts before a run."""
+    messages: list[str] = []
+    texts = [prompt.text for prompt in (*prompts.train, *prompts.val)]
+    cut = cut_prompts(model, texts, max_sequence_length=config.rollout.max_sequence_length)
+    if cut:
+        beginnings = ", ".join(f"{text!r:.60}" for text in cut[:_NAMED_PROMPTS])
+        messages.append(f"warning: the text encoders do not read the ends of {len(cut)} prompts: {beginnings}")
+    components = json_object((model / "model_index.json").read_text(), "model_index.json")
+    if None not in components.get("safety_checker", [None]):
+        messages.append("the pipeline's safety checker is left out: it would make images black")
+    return messages
+
+
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     rewards = [reward for reward in (sampler.rewards.trained, sampler.rewards.held_out) if reward]
@@ -134,9 +159,11 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     # A prompt of each number of images: pipelines may need images, or take none, or one.
     tried = {len(prompt.images): prompt for prompt in everyone}
     num_steps, window = 2, None
-    if config.actor.component:
-        # All windows must be of steps of this transformer.
-        num_steps, window = config.rollout.num_inference_steps, window_range(config)
+    if config.actor.component or has_log_probs(config):
+        # Windows must be of steps of this transformer, and of steps with noise.
+        window = window_range(config)
+    if window is not None:
+        num_steps = config.rollout.num_inference_steps
     sampling = ImageSampling(
         num_inference_steps=num_steps, window=window, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size
     )
@@ -147,15 +174,28 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
+    if has_log_probs(config):
+        _check_noise(config, made)
     if config.algorithm.name in ("nft", "dpo") and made.timestep_map is None:
         raise UserError(
             f"algorithm.name is {config.algorithm.name!r}; expected an algorithm of recorded steps, because the "
             "pipeline gives its model timesteps that are not a multiple of the time or of the time left"
         )
-    grey = np.full((2, *made.image.shape), 128, np.uint8)
     check_images(rewards, *made.image.shape[-3:-1])
+    grey = replace(made, image=np.full_like(made.image, 128))
     for reward in rewards:
-        await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
+        await evaluate_images(reward, inputs_of(reward, [grey] * 2), [first.text] * 2, [first.row] * 2)
+
+
+def _check_noise(config: DiffusionConfig, made: ImageSample) -> None:
+    """Raise `UserError` for an image with a recorded step that has no noise, and so no log-probability."""
+    trajectory, rollout = made.trajectory, config.rollout
+    noiseless = trajectory.steps[np.isnan(trajectory.log_probs)]
+    if len(noiseless):
+        raise UserError(
+            f"rollout.window_range is {rollout.range_of_window}; expected steps with noise: step {noiseless[0]} of "
+            f"{rollout.num_inference_steps} has none with rollout.kernel {rollout.kernel!r}"
+        )
 
 
 async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:

@@ -13,7 +13,7 @@ from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTra
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.services import reward_gradient
-from gcore_rollout import Kernel, suited
+from gcore_rollout import Kernel, suited, weight_variant
 from gcore_runs import BaseTrainerWorker, UserError, keep_free_memory
 from gcore_trainer import (
     DDPMProcess,
@@ -49,6 +49,7 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         denoiser = Denoiser.from_pretrained(
             model,
             component=config.actor.component,
+            variant=weight_variant(model / self._component),
             device=config.device,
             compute_dtype=getattr(torch, config.actor.dtype),
             lora=config.actor.lora,

@@ -9,7 +9,12 @@ from .engines.diffusion.kernels import (
     Kernel as Kernel,
     Transition as Transition,
 )
-from .engines.diffusion.recording import load_pipeline as load_pipeline, suited as suited
+from .engines.diffusion.recording import (
+    load_pipeline as load_pipeline,
+    suited as suited,
+    weight_variant as weight_variant,
+)
+from .engines.diffusion.text_encoders import cut_prompts as cut_prompts
 from .engines.diffusion.types import (
     ImageRequest as ImageRequest,
     ImageSample as ImageSample,

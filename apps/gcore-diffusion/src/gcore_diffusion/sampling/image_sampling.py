@@ -190,9 +190,14 @@ def kernel_of(config: DiffusionConfig) -> Kernel:
             return FlowODE()
 
 
+def has_log_probs(config: DiffusionConfig) -> bool:
+    """Return whether the algorithm trains on log-probabilities of the sampler's steps."""
+    return config.algorithm.name not in NOISELESS
+
+
 def has_reference_pass(config: DiffusionConfig) -> bool:
     """Return whether the reference's means are needed before the first update of a step."""
-    return bool(config.actor.loss.kl_loss_coef) and config.algorithm.name not in NOISELESS
+    return bool(config.actor.loss.kl_loss_coef) and has_log_probs(config)
 
 
 def has_old_pass(config: DiffusionConfig) -> bool:
@@ -200,7 +205,7 @@ def has_old_pass(config: DiffusionConfig) -> bool:
     setting = config.algorithm.old_log_probs
     # Engines have weights of their type, the trainer has float32 ones: two in bfloat16 differ, too.
     is_rounded = (config.rollout.dtype, config.actor.dtype) != ("float32", "float32")
-    return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_rounded))
+    return has_log_probs(config) and (setting == "trainer" or (setting == "auto" and is_rounded))
 
 
 def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
@@ -243,15 +248,23 @@ async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[I
     return sorted(found, key=lambda s: (order[s.request_id], s.index))
 
 
+def inputs_of(reward: Callable[..., Any], samples: Sequence[ImageSample]) -> NDArray[Any]:
+    """Return what a reward scores: images [B, H, W, 3] or videos [B, F, H, W, 3], or latents [B, ...]."""
+    if getattr(reward, "takes_latents", False):
+        return np.stack([sample.latents for sample in samples])
+    return np.stack([sample.image for sample in samples])
+
+
 async def scored(
     ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
 ) -> list[Scored]:
     """Score images of some prompts."""
-    pixels, roles = np.stack([s.image for s in samples]), ctx.roles
+    roles = ctx.roles
     # The engines of a judge time their own work.
     names = [] if getattr(reward, "uses_engine", False) else [f"reward {ctx.rank if roles.owns_process else 0}"]
+    inputs = inputs_of(reward, samples)
     with roles.devices.stage("reward", *names):
-        return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
+        return await evaluate_images(reward, inputs, [p.text for p in prompts], [p.row for p in prompts])
 
 
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:

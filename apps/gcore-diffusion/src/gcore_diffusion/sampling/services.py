@@ -1,11 +1,14 @@
 """Engines of images and of a judge, and the rewards that a config names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.reward_config import DEMO_REWARDS
@@ -138,7 +141,7 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
             return rewards[labels[0]]
         return ImageCompositeReward(rewards, weights=dict(zip(labels, terms.values(), strict=True)))
 
-    trained = _score_of(gradient) if gradient else build("reward.kind", settings.trained or {"digit": 1.0})
+    trained = LatentsReward(gradient) if gradient else build("reward.kind", settings.trained or {"digit": 1.0})
     held_out = build("reward.held_out", settings.measured) if settings.measured else None
     return Rewards(trained=trained, held_out=held_out)
 
@@ -225,14 +228,19 @@ def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     )
 
 
-def _score_of(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the differentiable reward to score finished images."""
-    import torch
+class LatentsReward:
+    """Scores final latents by a differentiable reward: the input by which training differentiates it."""
 
-    def score(pixels: Any, prompts: Any, rows: Any) -> Any:
+    takes_latents = True
+
+    def __init__(self, gradient: Callable[..., Any]) -> None:
+        self._gradient = gradient
+        self.__name__ = getattr(gradient, "__name__", "reward")
+
+    def __call__(self, latents: NDArray[np.float32], prompts: Sequence[str], rows: Any) -> NDArray[np.float64]:
+        """Return scores [B] of latents [B, ...]."""
+        import torch
+
         del rows
-        latents = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
         with torch.no_grad():
-            return gradient(latents, prompts).double().numpy()
-
-    return score
+            return self._gradient(torch.from_numpy(latents), prompts).double().numpy()

@@ -13,7 +13,42 @@ _DAMAGED = (OSError, SyntaxError, ValueError)
 """Errors that Pillow raises for damaged files."""
 
 
-def opened(image: bytes) -> Any:
+_ORIENTATION = 0x0112
+"""EXIF's tag of how a camera was held; from 5 on, height and width are exchanged."""
+_MAX_16_BIT = 65535
+
+
+def image_size(image: bytes) -> tuple[int, int]:
+    """Return the height and width of an encoded image, as its camera was held, without decoding its pixels."""
+    opened = _open(image)
+    width, height = opened.size
+    if opened.getexif().get(_ORIENTATION, 1) >= 5:
+        return width, height
+    return height, width
+
+
+def decoded(image: bytes) -> Any:
+    """Return an image of Pillow in RGB, turned as its camera was held; 16 bits are scaled to 8."""
+    opened = _open(image)
+    try:
+        upright = import_pillow("ImageOps").exif_transpose(opened)
+        if upright.mode.startswith("I;16"):
+            upright = _scale_to_8_bits(upright)
+        if upright.mode in ("I", "F"):
+            raise RequestError(f"an image of {len(image)} bytes has 32 bits for a pixel of grey; expected 8 or 16")
+        return upright.convert("RGB")
+    except _DAMAGED as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"an image of {len(image)} bytes does not decode: {error}") from None
+
+
+def decode_image(image: bytes) -> NDArray[np.uint8]:
+    """Return the pixels [H, W, 3] of an encoded image; `RequestError` if it is none that Pillow reads."""
+    return np.asarray(decoded(image))
+
+
+def _open(image: bytes) -> Any:
     """Open an image with Pillow, which reads its size and leaves its pixels encoded."""
     pillow = import_pillow()
     try:
@@ -22,15 +57,8 @@ def opened(image: bytes) -> Any:
         raise RequestError(f"an image of {len(image)} bytes is no image file that Pillow reads: {error}") from None
 
 
-def decoded(image: bytes) -> Any:
-    """Return an image of Pillow in RGB."""
-    found = opened(image)
-    try:
-        return found.convert("RGB")
-    except _DAMAGED as error:
-        raise RequestError(f"an image of {len(image)} bytes does not decode: {error}") from None
-
-
-def decode_image(image: bytes) -> NDArray[np.uint8]:
-    """Return the pixels [H, W, 3] of an encoded image; `RequestError` if it is none that Pillow reads."""
-    return np.asarray(decoded(image))
+def _scale_to_8_bits(image: Any) -> Any:
+    """Return a grey image of 16 bits in 8; Pillow's own conversion makes all values above 255 white."""
+    pixels = np.asarray(image).astype(np.float32)
+    scaled = np.rint(pixels * (255 / _MAX_16_BIT))
+    return import_pillow().fromarray(scaled.astype(np.uint8))

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -150,13 +151,12 @@ def _parts(extra: Mapping[str, Any], num_images: int) -> dict[str, list[float]]:
     return found
 
 
-def import_pillow() -> Any:
-    """Import Pillow's module of images; raise `MissingExtraError` if it is not installed."""
+def import_pillow(module: str = "Image") -> Any:
+    """Import a module of Pillow; raise `MissingExtraError` if it is not installed."""
     try:
-        import PIL.Image
+        return import_module(f"PIL.{module}")
     except ImportError:
         raise MissingExtraError("PIL", "images") from None
-    return PIL.Image
 
 
 def png(image: Any) -> bytes:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError, UnsupportedModelError
-from gcore_rollout.images.decoding import decoded, opened
+from gcore_rollout.images.decoding import decoded, image_size
 from gcore_rollout.images.reward import import_pillow
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -62,7 +62,7 @@ class VisionProcessor:
 
     def num_tokens(self, image: bytes) -> int:
         """Return the number of tokens that an encoded image takes in a prompt; `RequestError` if it is no image."""
-        width, height = opened(image).size
+        height, width = image_size(image)
         return self._processor.get_number_of_image_patches(height, width) // self._merge**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:

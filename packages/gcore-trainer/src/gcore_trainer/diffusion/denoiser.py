@@ -72,11 +72,24 @@ class Denoiser:
         self._sleeper = Sleeper(model)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, component: str = "", device: str = "cpu", **options: Any) -> Self:
-        """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`."""
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        component: str = "",
+        variant: str | None = None,
+        device: str = "cpu",
+        **options: Any,
+    ) -> Self:
+        """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`.
+
+        Args:
+            component: name of the model, if the pipeline has two.
+            variant: of the weights, as in ``diffusion_pytorch_model.fp16.safetensors``.
+        """
         name, kind = pipeline_component(path, component)
         load = getattr(diffusers, kind).from_pretrained
-        model = load(Path(path) / name, dtype=torch.float32, local_files_only=True)
+        model = load(Path(path) / name, dtype=torch.float32, variant=variant, local_files_only=True)
         return cls(model.to(device), **options)
 
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
@@ -92,13 +105,12 @@ class Denoiser:
 
     def _called(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         dtype = self._compute_dtype
-        is_cast = dtype != torch.float32 and not self._is_sharded
         given, others = with_appended(latents, arguments)
         if self._is_of_lists:
             given = [each.unsqueeze(1) for each in given]
         arguments = {self._latents: given, self._timesteps: timesteps, **others}
         adapters = nullcontext() if self._adapters is None else self._adapters.used(self._adapter)
-        with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
+        with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
             output = torch.stack(output).squeeze(2)
@@ -118,10 +130,6 @@ class Denoiser:
         twin.model = copy.deepcopy(self.model).requires_grad_(False)
         twin._sleeper = Sleeper(twin.model)
         return twin
-
-    @property
-    def _is_sharded(self) -> bool:
-        return isinstance(self.model, FSDPModule)
 
     def _with_adapter(self, name: str | None) -> "Denoiser":
         twin = copy.copy(self)

@@ -102,12 +102,15 @@ class TorchParallel:
 
 
 def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
-    """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters.
+    """Shard modules, the outer ones last; ``dtype`` is that of gathered parameters, None: their own.
 
-    Gradients are added up over ranks in float32, or in float64 where parameters are.
+    Inputs of modules stay as they are: rounded to bfloat16, timesteps and positions would be others. Gradients are
+    added up over ranks in float32, or in float64 where parameters are.
     """
     wide = any(p.dtype == torch.float64 for module in modules for p in module.parameters())
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if wide else torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=None if wide else torch.float32, cast_forward_inputs=False
+    )
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 

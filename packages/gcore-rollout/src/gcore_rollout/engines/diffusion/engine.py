@@ -45,7 +45,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     none of its images is wanted any more. Aborted images start again if they are requested again.
 
     Args:
-        pipeline: a pipeline of diffusers; its scheduler is replaced.
+        pipeline: a pipeline of diffusers; its scheduler is replaced, and its safety checker is left out.
         max_num_images: largest batch.
         options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
         size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
@@ -80,6 +80,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
         super().__init__()
         pipeline.set_progress_bar_config(disable=True)
+        if getattr(pipeline, "safety_checker", None) is not None:
+            # It makes images black, whose rewards would say nothing of the policy.
+            pipeline.safety_checker = None
         for part in pipeline.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)

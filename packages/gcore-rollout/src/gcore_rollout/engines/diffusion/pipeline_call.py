@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.types import ImageRequest
-from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.reward import import_pillow
 
 _SCALES_BELOW = {"ZImagePipeline": 1.0}
@@ -47,39 +47,38 @@ class PipelineCall:
             self._class_of(request.prompt)
         if request.images and not self.takes_images:
             raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
-        if request.sampling.size is not None and "height" not in self._accepted:
+        if request.sampling.size is not None and "height" not in self._accepted and not self.takes_images:
             raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
         """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
         prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
+        has_decoder = getattr(self._pipeline, "vae", None) is not None
         options: dict[str, Any] = {}
         if images:
             pictures = [import_pillow().fromarray(image) for image in images]
+            if sampling.size is not None and "height" not in self._accepted:
+                # InstructPix2Pix makes its images as large as those of the prompt.
+                pictures = [picture.resize(sampling.size[::-1]) for picture in pictures]
             options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
-        if sampling.size is not None:
-            options |= dict(zip(("height", "width"), sampling.size, strict=True))
+        if sampling.size is not None and "height" in self._accepted:
+            # Without a decoder latents are the images, and the pipeline counts as if there were one.
+            factor = 1 if has_decoder else getattr(self._pipeline, "vae_scale_factor", 1)
+            height, width = sampling.size
+            options |= {"height": height * factor, "width": width * factor}
             if "max_area" in self._accepted:
                 # FLUX.1 Kontext makes its images as large as this.
                 options |= {"max_area": math.prod(sampling.size)}
+            if "use_resolution_binning" in self._accepted:
+                # Sana and PixArt would make an image of a size that they were trained on, and resize it.
+                options |= {"use_resolution_binning": False}
         options |= self.options
         if self.takes_text:
-            # Each prompt is encoded once.
-            unique = list(dict.fromkeys(prompts))
-            repeats = len(prompts) // len(unique)
-            is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
-            # Wan repeats an image for each prompt, not for each video.
-            names = ("num_images_per_prompt", *(() if images else ("num_videos_per_prompt",)))
-            count = next((name for name in names if name in self._accepted), None)
-            if is_even and count is not None:
-                options |= {"prompt": unique, count: repeats}
-            else:
-                options |= {"prompt": list(prompts)}
+            options |= self._text_of(prompts, has_images=bool(images))
         else:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
         options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
-        has_decoder = getattr(self._pipeline, "vae", None) is not None
         # The first field is called images or frames.
         made: torch.Tensor = self._pipeline(
             **options,
@@ -88,7 +87,45 @@ class PipelineCall:
             output_type="pt" if has_decoder else "latent",
         )[0]
         pixels = made.float() if has_decoder else made.float() / 2 + 0.5
+        self._check_size(pixels, sampling.size)
+        self._check_finite(pixels)
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+
+    def _check_size(self, pixels: torch.Tensor, size: tuple[int, int] | None) -> None:
+        """Raise `RequestError` if images [B, 3, H, W] or videos [B, F, 3, H, W] are not as large as requested."""
+        made = tuple(pixels.shape[-2:])
+        if size is not None and made != size:
+            raise RequestError(
+                f"size is {size}; expected one that {self.kind} makes as it is: it makes {made} of this one"
+            )
+        num_frames = self.options.get("num_frames")
+        if num_frames is not None and pixels.shape[1] != num_frames:
+            raise RequestError(
+                f"num_frames is {num_frames}; expected a number that {self.kind} makes as it is: it makes "
+                f"{pixels.shape[1]} of this one"
+            )
+
+    def _check_finite(self, pixels: torch.Tensor) -> None:
+        """Raise `RolloutError` for pixels [B, ...] that would become black as uint8."""
+        num_wrong = int((~pixels.isfinite()).flatten(1).any(1).sum())
+        if num_wrong:
+            dtype = str(self._pipeline.dtype).removeprefix("torch.")
+            raise RolloutError(
+                f"{num_wrong} of {len(pixels)} images of {self.kind} have pixels that are NaN or infinite; expected "
+                f"finite ones: the decoder may overflow in its data type, {dtype}, or its weights are damaged"
+            )
+
+    def _text_of(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
+        """Return the arguments for the prompt of each image; the only prompt of a batch is encoded once."""
+        names = ["num_images_per_prompt"]
+        if not has_images:
+            # Wan repeats an image for each prompt, not for each video.
+            names.append("num_videos_per_prompt")
+        counts = [name for name in names if name in self._accepted]
+        if counts and len(set(prompts)) == 1:
+            return {"prompt": list(prompts[:1]), counts[0]: len(prompts)}
+        # With a count, some pipelines order embeddings p0 p0 p1 p1, and attention masks p0 p1 p0 p1.
+        return {"prompt": list(prompts)}
 
     def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
         """Return the arguments of guidance; models that are given their scale as an input have no second pass."""

@@ -6,6 +6,7 @@ denoiser.
 
 import inspect
 import json
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,10 @@ except ImportError:
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
 """Names that pipelines have for the models that are called at their steps."""
+_WEIGHTS = re.compile(
+    r"(diffusion_pytorch_model|pytorch_model|model)(-\d+-of-\d+)?(\.(?P<variant>\w+?))?(-\d+-of-\d+)?\.(safetensors|bin)"
+)
+"""Names of weight files in the folder of a model."""
 
 
 class StepAbortedError(Exception):
@@ -297,8 +302,19 @@ def suited(kernel: Kernel, scheduler: Any) -> Kernel:
     return replace(kernel, prediction_type=config.prediction_type, clip_sample_range=clip)
 
 
+def weight_variant(folder: str | Path) -> str | None:
+    """Return the variant of a model's folder, such as fp16, if it has no weights without one; None: it has some."""
+    matches = [_WEIGHTS.fullmatch(file.name) for file in Path(folder).iterdir()]
+    variants = {match["variant"] for match in matches if match}
+    if not variants or None in variants:
+        return None
+    return min(variants)
+
+
 def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """Load a local pipeline folder; optional components that it lacks, such as a VAE, are None.
+
+    Weights of a variant, such as fp16, are loaded if a component has no others.
 
     Raises:
         UnsupportedModelError: it is not the folder of a pipeline that diffusers knows, or its weights lack tensors.
@@ -311,10 +327,15 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     if (kind := getattr(diffusers, name or "", None)) is None:
         raise UnsupportedModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
     absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
+    found = [weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()]
+    variants = sorted({variant for variant in found if variant is not None})
+    if len(variants) > 1:
+        raise UnsupportedModelError(f"{path} has weights of the variants {variants}; expected one")
+    variant = variants[0] if variants else None
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        pipeline = kind.from_pretrained(path, dtype=dtype, local_files_only=True, **absent)
+        pipeline = kind.from_pretrained(path, dtype=dtype, local_files_only=True, variant=variant, **absent)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{path} does not load: {error}") from error
     finally:
@@ -338,8 +359,17 @@ def _recording(scheduler: Any) -> Any:
             if found := [name for name in unfit if scheduler.config.get(name)]:
                 raise UnsupportedModelError(f"the scheduler has {found[0]}: its steps have no log-probability then")
             return recording.from_config(scheduler.config)
-    known = ", ".join(kind.__name__ for kind in kinds)
     raise UnsupportedModelError(
-        f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected one of "
-        f"{known}"
+        f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected "
+        f"{_advised_scheduler(scheduler)}, saved in the pipeline's folder"
     )
+
+
+def _advised_scheduler(scheduler: Any) -> str:
+    """Return the scheduler that samples a model of another one, as code."""
+    config = scheduler.config
+    is_flow = type(scheduler).__name__.startswith("FlowMatch")
+    if is_flow or config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction":
+        shift = config.get("shift", config.get("flow_shift", 1.0))
+        return f"FlowMatchEulerDiscreteScheduler(shift={shift})"
+    return "DDIMScheduler.from_config(pipeline.scheduler.config)"

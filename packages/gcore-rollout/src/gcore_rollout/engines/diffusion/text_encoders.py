@@ -1,5 +1,9 @@
-"""Text encoders that are on the device only while prompts are encoded."""
+"""Text encoders of pipelines: what they read of prompts, and memory of a device only while they work."""
 
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,3 +42,33 @@ class HostedEncoders:
             return self._encode(*args, **kwargs)
         finally:
             self._weights.leave(version=0)
+
+
+def cut_prompts(path: str | Path, prompts: Sequence[str], *, max_sequence_length: int = 0) -> list[str]:
+    """Return the prompts of which no text encoder of a pipeline's folder reads the end.
+
+    Templates that a pipeline writes around its prompts are not counted.
+
+    Args:
+        path: a pipeline's folder; only its tokenizers are loaded.
+        prompts: the texts.
+        max_sequence_length: the argument of the pipeline's call; 0: its own value.
+    """
+    import diffusers
+    from transformers import AutoTokenizer
+
+    components = json.loads((Path(path) / "model_index.json").read_text())
+    names = [name for name in components if name.startswith("tokenizer") and None not in components[name]]
+    if not names:
+        return []
+    call = inspect.signature(getattr(diffusers, components["_class_name"]).__call__)
+    if not max_sequence_length and "max_sequence_length" in call.parameters:
+        max_sequence_length = call.parameters["max_sequence_length"].default
+    remaining = list(dict.fromkeys(prompts))
+    for name in names:
+        tokenizer: Any = AutoTokenizer.from_pretrained(Path(path) / name, local_files_only=True)
+        is_clip = components[name][1].startswith("CLIP")
+        limit = tokenizer.model_max_length if is_clip else max_sequence_length or tokenizer.model_max_length
+        token_ids = tokenizer(remaining, verbose=False)["input_ids"] if remaining else []
+        remaining = [prompt for prompt, ids in zip(remaining, token_ids, strict=True) if len(ids) > limit]
+    return remaining
