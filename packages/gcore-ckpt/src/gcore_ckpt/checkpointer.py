@@ -182,9 +182,9 @@ class Checkpointer:
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values, None and empty dicts are replaced by what was saved; an object's `load_state_dict` gets all that was saved
-                for it, after its own tensors are filled. Named tuples, dataclasses and members of an Enum come back as
-                such. None loads everything, every tensor whole.
+                values, None and empty dicts are replaced by what was saved; an object's `load_state_dict` gets all
+                that was saved for it, after its own tensors are filled. Named tuples, dataclasses and members of an
+                Enum come back as such. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: dotted paths to load, or patterns, whose `*` matches dots: `["model.*.bias"]`.
             device: Where new tensors are made.
