@@ -16,17 +16,13 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from gcore_runs.errors import UserError
-<<<<<<< HEAD
 from gcore_runs.settings.fingerprints import take_fingerprints
+from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_trainer import ConfigError
 
 if TYPE_CHECKING:
     import torch
-=======
-from gcore_runs.settings.readers import conditional_settings, default_settings
-from gcore_runs.settings.run_config import BaseRunConfig
-from gcore_trainer import ConfigError
->>>>>>> settings
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
