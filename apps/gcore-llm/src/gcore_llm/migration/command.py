@@ -8,7 +8,8 @@ from typing import Literal, TypeVar
 import tyro
 
 from gcore_llm.migration.conversion import Conversion, Line
-from gcore_llm.migration.inputs import Given, is_override, is_trainer, overrides_of, read_config
+from gcore_llm.migration.hydra_files import is_override, read_command
+from gcore_llm.migration.inputs import Given, read_config
 from gcore_runs import Checked, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
@@ -25,6 +26,9 @@ class FromVerlArgs(Checked):
     not run. Without one, the arguments are those of verl.trainer.main_ppo."""
     out: str = ""
     """File of settings to write, with a table of all keys next to it (.md); empty: the config's name with .toml, in
+    this folder."""
+    root: str = ""
+    """Folder in which a script is started, such as a clone of verl, for the files that its --config-path names; empty:
     this folder."""
     force: bool = False
     """Replace files that are there already."""
@@ -60,13 +64,12 @@ def from_trl(args: Sequence[str]) -> None:
 
 
 def _read(kind: type[ArgsT], args: Sequence[str], prog: str) -> tuple[ArgsT, Given]:
-    words = list(args)
-    start = next((place + 1 for place, word in enumerate(words) if is_trainer(word)), 0)
-    others = [word for word in words[start:] if not is_override(word)]
-    if start or (words and is_override(words[0])):
+    command = read_command(args)
+    others = list(command.others)
+    if command.trainer or (args and is_override(args[0])):
         others.insert(0, "")
     parsed = parse_arguments(kind, others, prog=prog)
-    return parsed, read_config(parsed.config, overrides_of(words))
+    return parsed, read_config(parsed.config, args, parsed.root)
 
 
 def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:

@@ -1,6 +1,6 @@
 """A config of another library, the settings that follow from it, and what is said of every key."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -44,6 +44,10 @@ class Conversion:
     keys: Mapping[str, Key]
     given: Mapping[str, Any]
     """Values by dotted name."""
+    trainer: str = ""
+    """The trainer of the other library that the settings are for."""
+    cautions: Sequence[str] = ()
+    """What may differ from the config's meaning, in sentences."""
     explicit: Collection[str] = ()
     """Names that were given on a command line, and not in a file of all settings."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -150,8 +154,10 @@ class Conversion:
         """Return the settings as a TOML file, each line with the keys that it follows from, after what is missing."""
         head = [
             f"# Written by gcore-llm from-{self.library.lower()} from {origin}.",
+            f"# Converted as {self.trainer}.",
             f"# gcore-llm {self.command} --config FILE",
         ]
+        head += [f"# caution: {_shown(caution)}" for caution in self.cautions]
         lost = [line for line in self.lines() if line.verdict == "missing"]
         head += [f"# missing here: {line.key} = {_shown(line.value)}: {line.text}" for line in lost]
         written = self.written()

@@ -19,6 +19,13 @@ _CONFIGS = {
     "sft": ("sft", SFTRunConfig),
     "reward": ("reward-model", RewardModelRunConfig),
 }
+_TRAINERS = {
+    "grpo": "trl.GRPOTrainer",
+    "rloo": "trl.RLOOTrainer",
+    "dpo": "trl.DPOTrainer",
+    "sft": "trl.SFTTrainer",
+    "reward": "trl.RewardTrainer",
+}
 _AGGREGATIONS = {
     **dict.fromkeys(("dapo", "bnpo", "cispo"), "token-mean"),
     **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
@@ -51,7 +58,14 @@ def convert_trl_config(given: Given, method: str) -> Conversion:
     if "env" in given.values:
         flat |= flattened({"env": given.values["env"] or {}})
     conversion = Conversion(
-        library="TRL", command=command, config=kind(), keys=TRL, given=flat, defaults=DEFAULTS[found]
+        library="TRL",
+        command=command,
+        config=kind(),
+        keys=TRL,
+        given=flat,
+        trainer=_TRAINERS[found],
+        cautions=given.cautions,
+        defaults=DEFAULTS[found],
     )
     run(conversion)
     if command == "train":

@@ -33,6 +33,8 @@ def convert_verl_config(given: Given) -> Conversion:
         config=TrainConfig(),
         keys=VERL,
         given=flattened(given.values),
+        trainer=given.trainer or "verl.trainer.main_ppo",
+        cautions=given.cautions,
         explicit=given.explicit,
     )
     data(conversion)
