@@ -18,7 +18,7 @@ TRACKERS = get_args(TrackerName)
 WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
 
-Verdict = Literal["mapped", "no meaning", "missing"]
+Verdict = Literal["mapped", "no meaning", "missing", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class Conversion:
         if is_class or (key is None and value is None):
             return "no meaning", "not set, or a name of a class"
         if key is None:
-            return "missing", f"no key of {self.library} that is known here"
+            return "unknown", f"no key of {self.library} that is known here: check whether it changes training"
         if key.ours:
             return "no meaning", f"without effect with these settings; see {key.ours[0]}"
         if key.off is None:
@@ -158,8 +158,9 @@ class Conversion:
             f"# gcore-llm {self.command} --config FILE",
         ]
         head += [f"# caution: {_shown(caution)}" for caution in self.cautions]
-        lost = [line for line in self.lines() if line.verdict == "missing"]
-        head += [f"# missing here: {line.key} = {_shown(line.value)}: {line.text}" for line in lost]
+        for line in self.lines():
+            if line.verdict in ("missing", "unknown"):
+                head.append(f"# {line.verdict} here: {line.key} = {_shown(line.value)}: {line.text}")
         written = self.written()
         sections: dict[str, list[str]] = {}
         for setting in sorted(written, key=lambda own: (own.rpartition(".")[0], own)):
@@ -201,5 +202,5 @@ def number_of(conversion: Conversion, name: str) -> float:
     """Return the number of a key; `UserError` if it is none."""
     value = conversion.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} is {value!r}; expected a number")
+        raise UserError(f"{name} is {value!r}; expected a number, such as by {name}=NUMBER after the config's name")
     return value

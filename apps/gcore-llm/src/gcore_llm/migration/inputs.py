@@ -74,7 +74,10 @@ def _script(text: str, file: Path, root: str) -> Given:
         commands = script.commands()
     except (ValueError, IndexError):
         raise UserError(f"CONFIG is {file}; expected a shell script whose quotes and brackets are closed") from None
-    found = [words for words in commands if any(is_trainer(word) for word in words)]
+    found = _find_trainers(commands)
+    is_skipped = not found
+    if is_skipped:
+        found = _find_trainers(script.skipped_commands)[:1]
     if not found:
         raise UserError(f"CONFIG is {file}; expected a command with verl.trainer.main_ppo in it")
     command = read_command(found[0])
@@ -82,7 +85,13 @@ def _script(text: str, file: Path, root: str) -> Given:
     parents = file.absolute().parents
     given = _command(command, [Path(root), *parents], file.name)
     cautions = [*_script_cautions(script, found), *given.cautions]
+    if is_skipped:
+        cautions.append("the trainer's command is in a branch that the script does not take with these values")
     return replace(given, cautions=tuple(cautions))
+
+
+def _find_trainers(commands: Sequence[list[str]]) -> list[list[str]]:
+    return [words for words in commands if any(is_trainer(word) for word in words)]
 
 
 def _script_cautions(script: ShellScript, found: Sequence[Sequence[str]]) -> list[str]:
@@ -125,12 +134,28 @@ def _with(given: Given, overrides: Sequence[str]) -> Given:
 
     plain = [word.lstrip("+") for word in overrides if not word.startswith("~")]
     try:
-        merged = OmegaConf.merge(OmegaConf.create(given.values), OmegaConf.from_dotlist(plain))
+        merged: Any = OmegaConf.create(given.values)
+        for word in plain:
+            merged = OmegaConf.merge(merged, _parse_override(word))
         values: Any = _followed(merged, OmegaConf.to_container(merged, resolve=False))
     except (YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"CONFIG is {given.origin}: {' '.join(str(error).split())}") from None
     explicit = given.explicit | {word.partition("=")[0] for word in plain}
     return replace(given, values=values, explicit=explicit)
+
+
+def _parse_override(word: str) -> Any:
+    """Return an override as a config; a value that is of Hydra's grammar and not YAML stays a text."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        return OmegaConf.from_dotlist([word])
+    except YAMLError:
+        name, _, value = word.partition("=")
+        config = OmegaConf.create()
+        OmegaConf.update(config, name, value)
+        return config
 
 
 def _followed(config: Any, values: Any, name: str = "") -> Any:

@@ -41,6 +41,8 @@ class ShellScript:
         """Variables that conditions ask for and the script does not set."""
         self.undecided: list[str] = []
         """Conditions that could not be decided, with their lines."""
+        self.skipped_commands: list[list[str]] = []
+        """Words of the commands of branches that are not taken."""
         self.exits: list[int] = []
         """Lines at which the script would end before its last command."""
 
@@ -120,6 +122,7 @@ class ShellScript:
         has_effect = words.variables != variables or len(self._commands) > num_commands
         if not is_taken:
             words.variables = variables
+            self.skipped_commands += self._commands[num_commands:]
             del self._commands[num_commands:]
             del words.unset[num_unset:]
             del self._printed[num_printed:]
