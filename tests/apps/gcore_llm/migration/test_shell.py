@@ -85,3 +85,15 @@ def test_what_cannot_be_decided_is_named() -> None:
     assert script.undecided == ["line 1: nvidia-smi | grep -q H100", "line 6: nvidia-smi", "line 7: $(hostname)"]
     assert script.taken_as_empty == ["$WANDB"]
     assert script.exits == [8]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *('x="a', "x='a", 'show "a\\', "x=$(a", "x=${a", "x=$((1", "`a", "a=(b", "[[ a", "((a", "{ a", "(a"),
+        *("if a", "if a; then b", "case a", "case a in b", "for", "for x in a; do b", "while a", "f() {"),
+    ],
+)
+def test_a_script_that_is_not_closed_is_refused(script: str) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        ShellScript(script).commands()

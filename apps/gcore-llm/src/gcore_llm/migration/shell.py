@@ -346,6 +346,8 @@ class ShellScript:
         found: list[str] = []
         words.skip_blanks()
         while self._peek() != "]]":
+            if words.at >= len(words.text):
+                raise ValueError("[[")
             sign = next((sign for sign in ("&&", "||", "(", ")", "<", ">", "\n") if words.startswith(sign)), "")
             if sign:
                 words.at += len(sign)

@@ -80,6 +80,8 @@ class ShellWords:
         has_text = False
         quote = ""
         while True:
+            if quote and self.at >= len(self.text):
+                raise ValueError(quote)
             char = self.text[self.at] if self.at < len(self.text) else "\n"
             if not quote and (char.isspace() or char in ";&|<>()"):
                 if char in "<>" and words[-1].isdigit() and not has_text:
