@@ -429,7 +429,7 @@ python3 -m recipe.dapo.main_dapo data.train_batch_size=$train_batch_size actor_r
 
 
 def test_a_script_s_branches_are_decided(tmp_path: Path) -> None:
-    """The values are those of the default device; what is not certain stands in the TOML, and which trainer it is for."""
+    """The values are those of the default device; the TOML names the trainer and what is not certain."""
     (tmp_path / "run.sh").write_text(DEVICES)
     conversion = from_verl(config=str(tmp_path / "run.sh"))
     assert settings(conversion)["data.train_batch_size"] == 1024

@@ -26,7 +26,8 @@ SCRIPTS = {
     "unset variables": 'if [ -n "$NO_SUCH" ]; then show x; fi; if [[ -z "${NO_SUCH:-}" ]]; then show y; fi',
     "case": 'D=gpu\ncase "${D}" in\n  gpu | npu) ;;\n  *) show x; exit 1 ;;\nesac\n'
     'case $D in npu) A+=(x) ;; g*) A+=(y z) ;; *) A+=(v) ;; esac\nshow "${A[@]}"',
-    "nested": 'D=npu; B=vllm\ncase $D in\nnpu)\n  n=16\n  if [ "$B" = vllm ]; then n=17; A=(u); fi\n  ;;\ngpu) n=3 ;;\nesac\nshow $n $A',
+    "nested": "D=npu; B=vllm\ncase $D in\n"
+    'npu)\n  n=16\n  if [ "$B" = vllm ]; then n=17; A=(u); fi\n  ;;\ngpu) n=3 ;;\nesac\nshow $n $A',
     "and, or": 'p=1; [ "$p" -gt 1 ] && v=2 || v=null; [ $p = 1 ] && { w=3; }; show $v $w',
     "groups in conditions": 'A=vllm; if [ "${U:-1}" != 0 ] && { [ "$A" = x ] || [ "$A" = vllm ]; }; then show y; fi',
     "arithmetic conditions": "n=9; if (( n % 4 != 0 )); then show a; fi; (( n > 10 )) || show b; ((n == 9)) && show c",
@@ -39,7 +40,8 @@ SCRIPTS = {
     "status of an import": "D=$(python3 -c 'import no_such_module' 2>/dev/null && echo npu || echo gpu); show $D",
     "here-documents": "show a <<EOF\nshow b\nEOF\nshow c <<'X'\nx=$(\nX\nshow d",
     "declarations": 'declare -a L=(a b); export E=1 F=2; readonly R=3; show "${L[@]}" $E $F $R ${L[0]}',
-    "negation": 'if ! [ a = b ]; then show y; fi; if [[ ! -n "" ]]; then show z; fi; if [[ gpt-4 =~ ^gpt-[0-9]$ ]]; then show r; fi',
+    "negation": 'if ! [ a = b ]; then show y; fi; if [[ ! -n "" ]]; then show z; fi\n'
+    "if [[ gpt-4 =~ ^gpt-[0-9]$ ]]; then show r; fi",
     "several commands": "x=1; show $x && show two | cat; show three > /dev/null 2>&1",
 }
 

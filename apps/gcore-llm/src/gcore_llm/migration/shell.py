@@ -110,7 +110,7 @@ class ShellScript:
         return self._words.text.count("\n", 0, self._words.at) + 1
 
     def _run_branch(self, run: Callable[[], None], *, is_taken: bool, undecided: str = "") -> None:
-        """Run commands, and undo what they set unless they are taken; ``undecided`` is reported if they set anything."""
+        """Run commands, and undo what they set unless they are taken; ``undecided`` is reported if they do anything."""
         words = self._words
         variables = {name: list(values) for name, values in words.variables.items()}
         num_commands = len(self._commands)
@@ -407,7 +407,7 @@ class ShellScript:
             words.skip_blanks()
             char = words.text[words.at : words.at + 1]
             assignment = _ASSIGNMENT.match(words.text, words.at)
-            if char in "<>" and char or words.startswith("&>"):
+            if (char in "<>" and char) or words.startswith("&>"):
                 self._skip_redirection()
             elif not char or char in "\n;&|)#":
                 break
@@ -418,7 +418,7 @@ class ShellScript:
                 raise ValueError(char)
             else:
                 found += words.read_word()
-                declares = declares or found[:1] != [] and found[0] in _DECLARATIONS
+                declares = declares or (found[:1] != [] and found[0] in _DECLARATIONS)
         if words.startswith("#"):
             words.at = words.text.index("\n", words.at)
         if declares or not found:

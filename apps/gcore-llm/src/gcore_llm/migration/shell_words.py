@@ -170,7 +170,7 @@ class ShellWords:
             return [self._leave(f"${{{inner}}}")]
         counts, name, subscript, change = found.groups()
         default = _DEFAULT.fullmatch(change)
-        is_set = name in self.variables or (name in "@*#" or name.isdigit()) and bool(self._value(name))
+        is_set = name in self.variables or ((name in "@*#" or name.isdigit()) and bool(self._value(name)))
         if default is not None:
             values = self._value(name, subscript) if is_set else []
             is_filled = is_set and (not change.startswith(":") or values not in ([], [""]))
