@@ -47,7 +47,7 @@ class Conversion:
     trainer: str = ""
     """The trainer of the other library that the settings are for."""
     cautions: Sequence[str] = ()
-    """What may differ from the config's meaning, in sentences."""
+    """Sentences on what may differ from the config's meaning."""
     explicit: Collection[str] = ()
     """Names that were given on a command line, and not in a file of all settings."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -22,7 +22,7 @@ class Given:
     explicit: frozenset[str] = frozenset()
     """Dotted names of the overrides."""
     cautions: tuple[str, ...] = ()
-    """What may differ from the config's meaning, in sentences."""
+    """Sentences on what may differ from the config's meaning."""
     trainer: str = ""
     """The module that a script starts."""
 

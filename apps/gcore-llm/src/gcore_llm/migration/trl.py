@@ -88,6 +88,9 @@ def _recognise(values: Mapping[str, Any], origin: str) -> str:
         raise UserError(
             "method is 'auto' and no key of the config says which; expected --method grpo, rloo, dpo, sft or reward"
         )
+    if "loss_type" in values:
+        # Of the two, RLOO has none.
+        return "grpo"
     names = f"{origin} {values.get('output_dir')} {values.get('run_name')}".lower()
     named = [method for method in candidates if method in names]
     if len(named) != 1:

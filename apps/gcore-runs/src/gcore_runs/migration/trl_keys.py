@@ -278,7 +278,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 MARKS: Mapping[str, tuple[str, ...]] = {
     "rloo": ("normalize_advantages", "reward_clip_range"),
     "grpo": (
-        *("loss_type", "scale_rewards", "delta", "entropy_coef", "importance_sampling_level", "use_bias_correction_kl"),
+        *("scale_rewards", "delta", "entropy_coef", "importance_sampling_level", "use_bias_correction_kl"),
         *("sapo_temperature_pos", "sapo_temperature_neg", "top_entropy_quantile", "max_tool_calling_iterations"),
         *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "off_policy_mask_threshold"),
         *("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
