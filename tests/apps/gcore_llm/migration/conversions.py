@@ -32,8 +32,8 @@ def verdicts(conversion: Conversion) -> dict[str, Line]:
     return {line.key: line for line in conversion.lines()}
 
 
-def missing(conversion: Conversion) -> set[str]:
-    return {line.key for line in conversion.lines() if line.verdict == "missing"}
+def missing(conversion: Conversion, verdict: str = "missing") -> set[str]:
+    return {line.key for line in conversion.lines() if line.verdict == verdict}
 
 
 def settings(conversion: Conversion) -> dict[str, Any]:

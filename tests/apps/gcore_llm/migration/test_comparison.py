@@ -13,7 +13,7 @@ from gcore_llm.migration.fixed_batch import FixedBatch, computed_here
 
 from .conversions import N8, from_trl, from_verl, train_config
 
-ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,16 @@ TRL = {
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
+def test_a_bound_below_one_of_cispo_differs() -> None:
+    """TRL bounds the weight itself, which settings here cannot say below 1."""
+    conversion = from_trl("grpo", "loss_type=cispo", "epsilon_high=0.5")
+    config = train_config(conversion)
+    batch = FixedBatch.of(config, seed=0)
+    here, there = computed_here(config, batch), computed_by_trl(config, batch, conversion.given)
+    assert differences(here, there)[2][3] > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
 @pytest.mark.parametrize("name", TRL)
 def test_converted_settings_mean_what_they_mean_in_trl(name: str) -> None:
     config = train_config(from_trl("grpo", *TRL[name]))
@@ -89,4 +99,11 @@ def test_the_command(cli: Cli) -> None:
     out = cli.ok("compare-with", "verl", "run.toml")
     assert out.count("equal") == 3
     assert "differs" not in out
+    # The library's own config shows what a conversion leaves out, and is computed with its own values.
+    words = " ".join([N8, *VERL["grpo"], f"{ROLLOUT}.top_p=0.9", "a.b=1"])
+    (cli.cwd / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words}\n")
+    out = cli.ok("compare-with", "verl", "run.sh")
+    assert out.count("equal") == 3
+    assert f"{ROLLOUT}.top_p" in out
+    assert "unknown" in out
     assert "library is 'slime'; expected 'verl' or 'trl'" in cli.refused("compare-with", "slime", "run.toml")

@@ -12,7 +12,7 @@ from command_line import Cli, metrics_of, write_rows
 from gcore_runs import UserError
 from gcore_runs.migration.trl_keys import DEFAULTS, TRL
 
-from .conversions import HERE, from_trl, missing, settings, verdicts
+from .conversions import HERE, from_trl, missing, settings, train_config, verdicts
 
 CONFIG = str(HERE / "grpo.yaml")
 CLASSES = {
@@ -66,7 +66,7 @@ def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict
     assert set(theirs) <= set(TRL), "keys of the trainer that the table does not know"
     assert all(line.text for line in lines.values())
     lost = {name for name in missing(conversion) if name in theirs}
-    assert lost <= {"beta"}
+    assert lost <= {"beta", "assistant_only_loss"}
 
 
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
@@ -223,7 +223,9 @@ LOST = {
     "optim": ("grpo", "adafactor"),
     "beta": ("rloo", "0.1"),
     "assistant_only_loss": ("sft", "True"),
-    "quux": ("sft", "1"),
+    "packing": ("sft", "True"),
+    "epsilon": ("grpo", "0.2 loss_type=cispo"),
+    "epsilon_high": ("grpo", "0.5 loss_type=cispo"),
 }
 
 
@@ -231,6 +233,44 @@ LOST = {
 def test_what_is_missing_is_named(name: str) -> None:
     method, value = LOST[name]
     assert name in missing(from_trl(method, *f"{name}={value}".split()))
+
+
+@pytest.mark.parametrize(("given", "tokens"), [((), "whole conversation"), (("assistant_only_loss=True",), "answers")])
+def test_the_tokens_that_supervised_training_learns_are_named(given: tuple[str, ...], tokens: str) -> None:
+    line = verdicts(from_trl("sft", "packing=False", *given))["assistant_only_loss"]
+    assert line.verdict == "missing"
+    assert tokens in line.text
+    assert "packing" not in missing(from_trl("sft", "packing=False"))
+
+
+def test_a_key_that_is_not_known_is_to_be_checked() -> None:
+    assert "quux" in missing(from_trl("sft", "quux=1"), "unknown")
+
+
+COMMON = "num_generations: 4\nreward_funcs: [a.b]\nper_device_train_batch_size: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "method"),
+    [
+        ("rloo.yaml", COMMON, "rloo"),
+        ("run.yaml", COMMON + "output_dir: out/rloo-qwen\n", "rloo"),
+        ("run.yaml", COMMON + "normalize_advantages: true\n", "rloo"),
+        ("grpo_config.yaml", COMMON, "grpo"),
+        ("rloo.yaml", COMMON + "scale_rewards: group\n", "grpo"),
+    ],
+)
+def test_grpo_and_rloo_are_distinguished(tmp_path: Path, name: str, text: str, method: str) -> None:
+    (tmp_path / name).write_text(text)
+    conversion = from_trl("auto", config=str(tmp_path / name))
+    assert train_config(conversion).algorithm.adv_estimator == method
+    assert f"# Converted as trl.{method.upper()}Trainer." in conversion.toml(name)
+
+
+def test_a_config_of_either_trainer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(COMMON)
+    with pytest.raises(UserError, match=r"^method is 'auto' and the keys .* expected --method grpo or rloo$"):
+        from_trl("auto", config=str(tmp_path / "run.yaml"))
 
 
 def test_batches_that_are_not_of_whole_groups() -> None:

@@ -85,6 +85,7 @@ def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
     assert set(conversion.given) <= lines.keys()
     assert len(lines) > 500
     assert all(line.text for line in lines.values())
+    assert not missing(conversion, "unknown")
     # Of the defaults, only what a run has to be given is missing.
     allowed = {"custom_reward_function.path", f"{ACTOR}.strategy"}
     assert missing(conversion) <= allowed
@@ -189,6 +190,18 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.2"),
         {"actor.loss.loss_agg_mode": "seq-mean-token-mean", "actor.loss.tau_neg": 1.2},
     ),
+    "SAPO in the section of the loss": (
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", f"+{ACTOR}.policy_loss.tau_neg=1.2"),
+        {"actor.loss.tau_neg": 1.2},
+    ),
+    "routes replayed in Megatron": (
+        ("model_engine=megatron", f"{ACTOR}.megatron.router_replay.mode=R2"),
+        {"actor.router_replay": "R2"},
+    ),
+    "ranks of a sequence in the section of FSDP": (
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",),
+        {"trainer.parallel.ulysses_sequence_parallel_size": 2},
+    ),
     "Dr. GRPO": (
         (
             *(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo=False"),
@@ -237,6 +250,20 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ),
         {"algorithm.overlong.buffer_len": 128, "algorithm.overlong.penalty_factor": 0.5},
     ),
+    "overlong responses in the older section": (
+        (
+            *("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "reward_model.reward_manager=dapo"),
+            *(
+                "+reward_model.reward_kwargs.overlong_buffer_cfg.len=64",
+                "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+            ),
+        ),
+        {"algorithm.overlong.buffer_len": 64, "algorithm.overlong.penalty_factor": 0.5},
+    ),
+    "truncated importance sampling under its older name": (
+        (f"+{ACTOR}.tis_imp_ratio_cap=3.0",),
+        {"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
+    ),
     "truncated importance sampling": (
         (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=3.0"),
         {"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
@@ -247,6 +274,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "algorithm.rollout_correction.rollout_is_threshold": 2.0,
             "algorithm.rollout_correction.rollout_is_threshold_lower": 0.5,
         },
+    ),
+    "ratios to the engine under another name": (
+        (f"{ACTOR}.use_rollout_log_probs=True",),
+        {"algorithm.old_log_probs": "rollout"},
     ),
     "ratios to the engine": ((f"{CORRECTION}.bypass_mode=True",), {"algorithm.old_log_probs": "rollout"}),
     # The rest.
@@ -269,6 +300,25 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "held-out responses": (
         (f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.n=16", f"{ROLLOUT}.val_kwargs.temperature=0.6"),
         {"rollout.val_kwargs.n": 16, "rollout.val_kwargs.temperature": 0.6},
+    ),
+    "a critic's schedule": (
+        (
+            *("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", "critic.optim.lr_warmup_steps=10"),
+            "critic.optim.lr_scheduler_type=cosine",
+        ),
+        {"critic.optim.lr_warmup_steps": 40, "critic.optim.lr_scheduler_type": "cosine"},
+    ),
+    "several teachers": (
+        (
+            *("distillation.enabled=True", "algorithm.adv_estimator=grpo", "distillation.teacher_key=kind"),
+            *("+distillation.teacher_models.a.model_path=/models/a", "+distillation.teacher_models.a.key=gsm8k"),
+            *("+distillation.teacher_models.b.model_path=/models/b", "+distillation.teacher_models.b.key=geo3k"),
+        ),
+        {
+            "distillation.teachers": ["/models/a", "/models/b"],
+            "distillation.sources": ["gsm8k", "geo3k"],
+            "distillation.source_key": "kind",
+        },
     ),
     "a teacher": (
         (
@@ -303,7 +353,27 @@ MISSING = {
     "algorithm.adv_estimator": "opo",
     f"{ROLLOUT}.multi_turn.enable": "True",
     "trainer.device": "npu",
+    f"{ACTOR}.megatron.router_replay.mode": "R3",
+    f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": "0.01",
+    f"{ACTOR}.megatron.override_transformer_config.fp8": "hybrid",
+    f"{ACTOR}.optim.override_optimizer_config.fp8_recipe": "blockwise",
+    f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8",
+    f"{ROLLOUT}.quantization": "fp8",
+    "data.apply_chat_template_kwargs.enable_thinking": "False",
+    "data.sampler.class_name": "CurriculumSampler",
+    "actor_rollout_ref.model.override_config.attention_dropout": "0.1",
+    "custom_reward_function.reward_kwargs.threshold": "2",
+    "reward.reward_kwargs.max_resp_len": "100",
+    "critic.ppo_epochs": "2",
+}
+UNKNOWN = {
     "quux.frob": "1",
+    f"{ACTOR}.policy_loss.new_option": "3",
+    f"{ACTOR}.optim.new_option": "3",
+    f"{ROLLOUT}.val_kwargs.new_option": "3",
+    "data.new_option": "3",
+    "algorithm.filter_groups.new_option": "3",
+    "trainer.new_option": "3",
 }
 
 
@@ -314,15 +384,120 @@ def test_what_is_missing_is_named(name: str) -> None:
     assert name in missing(conversion)
 
 
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_key_that_is_not_known_is_to_be_checked(name: str) -> None:
+    conversion = from_verl(N8, f"+{name}={UNKNOWN[name]}")
+    assert name in missing(conversion, "unknown")
+    assert f"# unknown here: {name} = {UNKNOWN[name]}: no key of verl that is known here" in conversion.toml("x")
+
+
+def test_the_same_option_in_two_sections_has_one_verdict() -> None:
+    """Two teachers' options are those of verl's only one."""
+    other = "distillation.teacher_models.a.inference.max_model_len"
+    assert (
+        verdicts(from_verl(N8, f"+{other}=7", "+distillation.teacher_models.a.quux=7"))[other].verdict == "no meaning"
+    )
+
+
 def test_a_value_of_several_lines_stays_a_comment() -> None:
     conversion = from_verl(N8, 'quux="a\\nmodel = 3"')
     assert tomllib.loads(conversion.toml("x")).get("model") is None
-    assert "quux" in missing(conversion)
+    assert "quux" in missing(conversion, "unknown")
 
 
 def test_a_setting_that_the_command_refuses() -> None:
     with pytest.raises(Exception, match=r"converted from verl: rollout\.n is 1; expected at least 2 for algorithm"):
         from_verl("algorithm.adv_estimator=grpo").result()
+
+
+DEVICES = """
+DEVICE=${DEVICE:-$(python3 -c 'import no_such_accelerator' 2>/dev/null && echo npu || echo gpu)}
+train_batch_size=1024
+EXTRA=()
+case "${DEVICE}" in
+    gpu) ;;
+    npu)
+        train_batch_size=16
+        EXTRA+=(trainer.device=npu)
+        ;;
+esac
+if [ "$WITH_KL" = 1 ]; then EXTRA+=(actor_rollout_ref.actor.use_kl_loss=True); fi
+if nvidia-smi | grep -q H100; then EXTRA+=(trainer.nnodes=2); fi
+python3 -m recipe.dapo.main_dapo data.train_batch_size=$train_batch_size actor_rollout_ref.rollout.n=8 \\
+    trainer.experiment_name=$NAME "${EXTRA[@]}" \\
+"""
+
+
+def test_a_script_s_branches_are_decided(tmp_path: Path) -> None:
+    """The values are those of the default device; the TOML names the trainer and what is not certain."""
+    (tmp_path / "run.sh").write_text(DEVICES)
+    conversion = from_verl(config=str(tmp_path / "run.sh"))
+    assert settings(conversion)["data.train_batch_size"] == 1024
+    assert not conversion.given.keys() & {"trainer.device", "trainer.nnodes", f"{ACTOR}.use_kl_loss"}
+    comments = [line for line in conversion.toml("run.sh").splitlines() if line.startswith("#")]
+    for part in (
+        "# Converted as recipe.dapo.main_dapo.",
+        "# caution: the script does not set $NAME: replace it in the TOML, or give the key again",
+        "# caution: the script does not set $WITH_KL: conditions take it as empty",
+        "# caution: not decided, and taken as false: line 13: nvidia-smi | grep -q H100",
+    ):
+        assert part in comments
+
+
+def test_a_command_of_a_branch_that_is_not_taken(tmp_path: Path) -> None:
+    script = f'if [ "$1" = train ]; then python3 -m verl.trainer.main_ppo {N8}; else echo "run.sh train"; exit 1; fi'
+    (tmp_path / "run.sh").write_text(script)
+    given = read_config(str(tmp_path / "run.sh"), [])
+    assert given.values["actor_rollout_ref"]["rollout"]["n"] == 8
+    assert "the trainer's command is in a branch that the script does not take with these values" in given.cautions
+
+
+@pytest.mark.parametrize("root", ["clone", "elsewhere"])
+def test_config_files_that_a_script_names_are_read(tmp_path: Path, root: str) -> None:
+    """Found below the folder that a script is started in, or below one of those that the script is in."""
+    examples = tmp_path / "clone/examples/multi_turn"
+    (examples / "config").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (examples / "config/base.yaml").write_text("data: {train_batch_size: 64, max_prompt_length: 300}\n")
+    (examples / "config/games.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [ppo_megatron_trainer, base, _self_]\n"
+        "data: {max_prompt_length: 400}\n"
+        "actor_rollout_ref: {rollout: {n: 4, multi_turn: {enable: True}}}\n"
+    )
+    (examples / "run.sh").write_text(
+        'CONFIG="$(pwd)/examples/multi_turn/config"\n'
+        "python3 -m verl.trainer.main_ppo --config-path=$CONFIG --config-name games actor_rollout_ref.rollout.n=8\n"
+    )
+    given = read_config(str(examples / "run.sh"), ["data.seed=3"], str(tmp_path / root))
+    assert given.cautions == ()
+    assert given.values == {
+        "model_engine": "megatron",
+        "data": {"train_batch_size": 64, "max_prompt_length": 400, "seed": 3},
+        "actor_rollout_ref": {"rollout": {"n": 8, "multi_turn": {"enable": True}}},
+    }
+    assert "data.max_prompt_length" in given.explicit
+
+
+def test_config_files_that_are_not_found(tmp_path: Path) -> None:
+    words = ["main_ppo", "--config-path=config", "--config-name=games.yaml", N8]
+    (caution,) = read_config("", words, str(tmp_path)).cautions
+    assert caution == (
+        "--config-name games.yaml is in no folder config: its settings are missing here; give --root FOLDER, where the "
+        "script is started"
+    )
+    own = read_config("", ["main_ppo", "--config-path=./config", "--config-name=ppo_megatron_trainer", N8])
+    assert own.values["model_engine"] == "megatron"
+    assert own.cautions == ()
+
+
+def test_a_script_that_is_not_closed_is_one_line(cli: Cli) -> None:
+    for name, text in {"quote": "main_ppo a='b\n", "end": "main_ppo a=b \\", "if": "if true; then main_ppo"}.items():
+        (cli.cwd / f"{name}.sh").write_text(text)
+    for name in ("quote", "if"):
+        error = cli.refused("from-verl", f"{name}.sh")
+        assert "expected a shell script whose quotes and brackets are closed" in error
+    assert "converted as main_ppo" in cli.ok("from-verl", "end.sh", N8)
 
 
 def test_references_in_yaml_follow_overrides(tmp_path: Path) -> None:

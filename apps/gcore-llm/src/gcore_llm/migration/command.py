@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import tyro
 
-from gcore_llm.migration.conversion import Conversion, Line
-from gcore_llm.migration.inputs import Given, is_override, is_trainer, overrides_of, read_config
+from gcore_llm.migration.conversion import Conversion, Line, Verdict
+from gcore_llm.migration.hydra_files import is_override, read_command
+from gcore_llm.migration.inputs import Given, read_config
 from gcore_runs import Checked, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
@@ -25,6 +26,9 @@ class FromVerlArgs(Checked):
     not run. Without one, the arguments are those of verl.trainer.main_ppo."""
     out: str = ""
     """File of settings to write, with a table of all keys next to it (.md); empty: the config's name with .toml, in
+    this folder."""
+    root: str = ""
+    """Folder in which a script is started, such as a clone of verl, for the files that its --config-path names; empty:
     this folder."""
     force: bool = False
     """Replace files that are there already."""
@@ -60,17 +64,16 @@ def from_trl(args: Sequence[str]) -> None:
 
 
 def _read(kind: type[ArgsT], args: Sequence[str], prog: str) -> tuple[ArgsT, Given]:
-    words = list(args)
-    start = next((place + 1 for place, word in enumerate(words) if is_trainer(word)), 0)
-    others = [word for word in words[start:] if not is_override(word)]
-    if start or (words and is_override(words[0])):
+    command = read_command(args)
+    others = list(command.others)
+    if command.trainer or (args and is_override(args[0])):
         others.insert(0, "")
     parsed = parse_arguments(kind, others, prog=prog)
-    return parsed, read_config(parsed.config, overrides_of(words))
+    return parsed, read_config(parsed.config, args, parsed.root)
 
 
 def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:
-    """Check the settings, write them and the table, and print what is mapped, without meaning, and missing."""
+    """Check the settings, write them and the table, and print what is mapped, without meaning, missing, and unknown."""
     conversion.result()
     toml = Path(args.out or f"{Path(args.config).stem or conversion.library.lower()}.toml")
     table = toml.with_suffix(".md")
@@ -80,17 +83,14 @@ def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:
     lines = conversion.lines()
     toml.write_text(conversion.toml(given.origin))
     table.write_text(_markdown(lines, given))
-    shown = {
-        verdict: [line for line in lines if line.verdict == verdict] for verdict in ("mapped", "no meaning", "missing")
-    }
-    if len(shown["no meaning"]) > _MOST_SHOWN:
-        print(f"{len(shown['no meaning'])} keys have no meaning here; {table} says why")
-        shown["no meaning"] = []
-    rows = {verdict: [(line.key, str(line.value), line.text) for line in own] for verdict, own in shown.items()}
-    for verdict, own in rows.items():
-        if own:
-            print_table(f"{verdict} ({len(own)})", ("key", "value", "here"), [own])
-    for caution in given.cautions:
+    print(f"converted as {conversion.trainer}")
+    for verdict in get_args(Verdict):
+        rows = [(line.key, str(line.value), line.text) for line in lines if line.verdict == verdict]
+        if verdict == "no meaning" and len(rows) > _MOST_SHOWN:
+            print(f"{len(rows)} keys have no meaning here; {table} says why")
+        elif rows:
+            print_table(f"{verdict} ({len(rows)})", ("key", "value", "here"), [rows])
+    for caution in conversion.cautions:
         print(f"caution: {caution}")
     print(f"settings: {toml}\nall keys: {table}\nnext: gcore-llm {conversion.command} --config {toml}")
 

@@ -1,7 +1,7 @@
 """Advantages, loss and gradient of one batch, computed by the installed verl or TRL for the settings of a run."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,12 +14,16 @@ import torch
 import tyro
 
 from gcore_llm.config import TrainConfig
+from gcore_llm.migration.conversion import Conversion
 from gcore_llm.migration.fixed_batch import NUM_PROMPTS, FixedBatch, Result, computed_here
 from gcore_runs import Checked, NonNegative, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
 _EQUAL = 1e-5
 """Largest difference, relative to the largest entry, of what is called equal: ours is float32 in part."""
+_VERL_ACTOR = "actor_rollout_ref.actor."
+_TRL_LOSS = ("loss_type", "scale_rewards", "beta", "entropy_coef", "epsilon", "epsilon_high", "delta")
+"""Options of TRL's loss that are taken from its own config."""
 _LOSS_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 
 
@@ -30,7 +34,10 @@ class CompareArgs(Checked):
     library: tyro.conf.Positional[Literal["verl", "trl"]]
     """verl or trl, which has to be installed."""
     config: tyro.conf.Positional[str]
-    """Settings of gcore-llm train, such as from-verl and from-trl write."""
+    """A config of the library, as from-verl and from-trl take it, which is then computed with its own values; or
+    settings of gcore-llm train."""
+    root: str = ""
+    """Folder in which a script is started, as for from-verl."""
     seed: NonNegative = 0
     """Seed of the batch."""
 
@@ -40,16 +47,45 @@ def compare_with(args: Sequence[str], parse: Callable[[Sequence[str]], TrainConf
     parsed = parse_arguments(CompareArgs, args, prog="gcore-llm compare-with")
     if find_spec(parsed.library) is None:
         raise UserError(f"{parsed.library} is not installed: pip install {parsed.library}")
-    config = parse(["--config", parsed.config])
+    original: Mapping[str, Any] = {}
+    if Path(parsed.config).suffix == ".toml":
+        config = parse(["--config", parsed.config])
+    else:
+        conversion = _convert(parsed)
+        config = conversion.result()
+        original = conversion.given
+        _print_remainder(conversion)
+    if not isinstance(config, TrainConfig):
+        raise UserError(f"config is {parsed.config}; expected settings of gcore-llm train")
     batch = FixedBatch.of(config, seed=parsed.seed)
     ours = computed_here(config, batch)
-    theirs = computed_by_verl(config, batch) if parsed.library == "verl" else computed_by_trl(config, batch)
+    compute = computed_by_verl if parsed.library == "verl" else computed_by_trl
+    theirs = compute(config, batch, original)
     rows = [
         (name, f"{np.abs(here).max():.6g}", f"{np.abs(there).max():.6g}", f"{gap:.1e}", _verdict(gap))
         for name, here, there, gap in differences(ours, theirs)
     ]
     columns = ("of one batch", "largest here", f"largest in {parsed.library}", "largest difference", "")
     print_table(f"{len(batch.lengths)} responses, {sum(batch.lengths)} tokens", columns, [rows])
+
+
+def _convert(args: CompareArgs) -> Conversion:
+    """Convert the library's own config."""
+    from gcore_llm.migration.inputs import read_config
+    from gcore_llm.migration.trl import convert_trl_config
+    from gcore_llm.migration.verl import convert_verl_config
+
+    given = read_config(args.config, (), args.root)
+    return convert_verl_config(given) if args.library == "verl" else convert_trl_config(given, "auto")
+
+
+def _print_remainder(conversion: Conversion) -> None:
+    """Print what the settings of the run do not have of the config: no batch shows all of it."""
+    for line in conversion.lines():
+        if line.verdict in ("missing", "unknown"):
+            print(f"{line.verdict}: {line.key} = {line.value}: {line.text}")
+    for caution in conversion.cautions:
+        print(f"caution: {caution}")
 
 
 def _verdict(gap: float) -> str:
@@ -66,8 +102,12 @@ def differences(ours: Result, theirs: Result) -> list[tuple[str, Any, Any, float
     return found
 
 
-def computed_by_verl(config: TrainConfig, batch: FixedBatch) -> Result:
-    """Return what verl's own functions make of the batch, called as its trainer calls them."""
+def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> Result:
+    """Return what verl's own functions make of the batch, called as its trainer calls them.
+
+    Values of the loss are those of ``original``, verl's own by dotted name, where it has them.
+    """
+    theirs = {name.removeprefix(_VERL_ACTOR): value for name, value in (original or {}).items()}
     algos: Any = import_module("verl.trainer.ppo.core_algos")
     own, loss, mask = config.algorithm, config.actor.loss, batch.mask
     old, rollout, reference = (batch.padded(array) for array in (batch.old, batch.rollout, batch.reference))
@@ -80,20 +120,21 @@ def computed_by_verl(config: TrainConfig, batch: FixedBatch) -> Result:
     if own.rollout_correction.is_active:
         weights, mask = _verl_correction(config, old, rollout, mask)
     current = batch.padded(batch.current).requires_grad_()
-    mode, count = loss.loss_agg_mode, len(batch.lengths)
+    count = len(batch.lengths)
+    mode = theirs.get("loss_agg_mode", loss.loss_agg_mode)
     scale = {"loss_scale_factor": loss.max_response_length or config.data.max_response_length}
     actor: Any = import_module("verl.workers.config.actor").ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         use_dynamic_bsz=True,
-        clip_ratio_low=loss.clip_ratio_low,
-        clip_ratio_high=loss.clip_ratio_high,
-        clip_ratio_c=loss.clip_ratio_c or 1e6,
-        tau_pos=loss.tau_pos,
-        tau_neg=loss.tau_neg,
+        clip_ratio_low=theirs.get("clip_ratio_low", loss.clip_ratio_low),
+        clip_ratio_high=theirs.get("clip_ratio_high", loss.clip_ratio_high),
+        clip_ratio_c=theirs.get("clip_ratio_c", loss.clip_ratio_c or 1e6),
+        tau_pos=theirs.get("tau_pos", loss.tau_pos),
+        tau_neg=theirs.get("tau_neg", loss.tau_neg),
     )
     actor.global_batch_info.update(global_batch_size=count, **scale)
-    policy = algos.get_policy_loss_fn(loss.loss_mode)
+    policy = algos.get_policy_loss_fn(theirs.get("policy_loss.loss_mode", loss.loss_mode))
     total, _ = policy(old, current, advantages, mask, mode, actor, weights)
     divergence = algos.kl_penalty(current, reference, loss.kl_loss_type)
     for weight, term in ((loss.kl_loss_coef, divergence), (-loss.entropy_coeff, batch.padded(batch.entropies))):
@@ -144,9 +185,17 @@ def _verl_correction(
     return None if weights is None else weights.batch["rollout_is_weights"], kept
 
 
-def computed_by_trl(config: TrainConfig, batch: FixedBatch) -> Result:
-    """Return what TRL's `GRPOTrainer` makes of the batch: a real one on a tiny model, given the log-probabilities."""
+def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> Result:
+    """Return what TRL's `GRPOTrainer` makes of the batch: a real one on a tiny model, given the log-probabilities.
+
+    Options of the loss are those of ``original``, TRL's own by name, where it has them.
+    """
     options = _trl_options(config)
+    if original:
+        if "epsilon_high" not in original:
+            # Without it, TRL takes epsilon.
+            options.pop("epsilon_high", None)
+        options |= {name: original[name] for name in _TRL_LOSS if name in original}
     trl = _trl_without_vllm()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

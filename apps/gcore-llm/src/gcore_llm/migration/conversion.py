@@ -1,6 +1,6 @@
 """A config of another library, the settings that follow from it, and what is said of every key."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ TRACKERS = get_args(TrackerName)
 WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
 
-Verdict = Literal["mapped", "no meaning", "missing"]
+Verdict = Literal["mapped", "no meaning", "missing", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,10 @@ class Conversion:
     keys: Mapping[str, Key]
     given: Mapping[str, Any]
     """Values by dotted name."""
+    trainer: str = ""
+    """The trainer of the other library that the settings are for."""
+    cautions: Sequence[str] = ()
+    """Sentences on what may differ from the config's meaning."""
     explicit: Collection[str] = ()
     """Names that were given on a command line, and not in a file of all settings."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -143,7 +147,7 @@ class Conversion:
         if is_class or (key is None and value is None):
             return "no meaning", "not set, or a name of a class"
         if key is None:
-            return "missing", f"no key of {self.library} that is known here"
+            return "unknown", f"no key of {self.library} that is known here: check whether it changes training"
         if key.ours:
             return "no meaning", f"without effect with these settings; see {key.ours[0]}"
         if key.off is None:
@@ -154,10 +158,13 @@ class Conversion:
         """Return the settings as a TOML file, each line with the keys that it follows from, after what is missing."""
         head = [
             f"# Written by gcore-llm from-{self.library.lower()} from {origin}.",
+            f"# Converted as {self.trainer}.",
             f"# gcore-llm {self.command} --config FILE",
         ]
-        lost = [line for line in self.lines() if line.verdict == "missing"]
-        head += [f"# missing here: {line.key} = {_shown(line.value)}: {line.text}" for line in lost]
+        head += [f"# caution: {_shown(caution)}" for caution in self.cautions]
+        for line in self.lines():
+            if line.verdict in ("missing", "unknown"):
+                head.append(f"# {line.verdict} here: {line.key} = {_shown(line.value)}: {line.text}")
         written = self.written()
         sections: dict[str, list[str]] = {}
         for setting in sorted(written, key=lambda own: (own.rpartition(".")[0], own)):
@@ -199,5 +206,5 @@ def number_of(conversion: Conversion, name: str) -> float:
     """Return the number of a key; `UserError` if it is none."""
     value = conversion.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} is {value!r}; expected a number")
+        raise UserError(f"{name} is {value!r}; expected a number, such as by {name}=NUMBER after the config's name")
     return value

@@ -1,200 +1,508 @@
-"""The words of a shell script's commands, with its own variables put in; nothing of it is run."""
+"""The commands of a shell script, with its own variables put in and its conditions decided; nothing of it is run."""
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+from gcore_llm.migration.shell_tests import compute_arithmetic, evaluate_test
+from gcore_llm.migration.shell_words import ShellWords
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_EXPANSION = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?::?([-=])(.*))?", re.DOTALL)
-_KEYWORDS = ("if", "then", "else", "elif", "fi", "do", "done", "while", "until", "for", "case", "esac", "{", "}", "!")
+_FUNCTION = re.compile(r"(?:function\s+)?([\w-]+)\s*\(\)\s*|function\s+([\w-]+)\s*")
+_BARE_WORD = re.compile(r"[^\s;&|()<>]*")
+_HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_IMPORT = re.compile(r"import (\w+)[\w.]*;?")
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
-_CONDITIONS = ("if", "elif", "else", "while", "until", "for", "case")
-_OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_MOST_ROUNDS = 100
+_MOST_CALLS = 20
 
 
 class ShellScript:
     """The commands of a script for a POSIX shell or bash, as far as the launch scripts of training runs need it.
 
-    Variables that the script does not set stay as they are written, but for HOME, and so do substituted commands.
-    Conditions are not decided: of several assignments to a variable the last one before a command counts.
+    Conditions are decided as bash decides them where the variables that they ask for have values here. A variable that
+    the script does not set counts as empty in a condition. The status of a program is not known: ``if`` takes it as a
+    failure, ``&&`` and ``||`` as a success, and ``undecided`` has the conditions whose commands would set something.
     """
 
-    def __init__(self, text: str) -> None:
-        self._text = text.replace("\\\n", " ") + "\n"
-        self._at = 0
-        self._variables: dict[str, list[str]] = {"HOME": [str(Path.home())]}
-        self.unset: list[str] = []
-        """Names of variables and commands that could not be put in."""
-        self.has_conditions = False
+    def __init__(self, text: str, *, path: str = "", folder: str = "") -> None:
+        self._words = ShellWords(text, script=path, folder=folder or str(Path.cwd()), substitute=self._substitute)
+        self._status: int | None = 0
+        self._commands: list[list[str]] = []
+        self._functions: dict[str, int] = {}
+        self._here_documents: list[str] = []
+        self._printed: list[str] = []
+        self._num_calls = 0
+        self.unset = self._words.unset
+        """Variables and commands that could not be put in, as they are written."""
+        self.taken_as_empty: list[str] = []
+        """Variables that conditions ask for and the script does not set."""
+        self.undecided: list[str] = []
+        """Conditions that could not be decided, with their lines."""
+        self.skipped_commands: list[list[str]] = []
+        """Words of the commands of branches that are not taken."""
+        self.exits: list[int] = []
+        """Lines at which the script would end before its last command."""
 
-    def commands(self) -> Iterator[list[str]]:
-        """Yield the words of each command, without keywords and assignments."""
-        words: list[str] = []
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char in " \t":
-                self._at += 1
-            elif char == "#":
-                self._at = self._text.index("\n", self._at)
-            elif char in "<>":
-                self._skip_redirection()
-            elif char in "\n;&|()":
-                self._at += 1
-                if words:
-                    yield words
-                    words = []
-            elif not words and (found := _ASSIGNMENT.match(self._text, self._at)):
-                self._assign(found)
+    def commands(self) -> list[list[str]]:
+        """Return the words of each command that the script runs, without keywords and assignments."""
+        while self._words.at < len(self._words.text):
+            before = self._words.at
+            self._run_list(())
+            if self._words.at == before:
+                # A bracket or keyword without its counterpart.
+                self._words.at += 1
+        return self._commands
+
+    def _run_list(self, ends: Collection[str]) -> None:
+        """Run commands until one of some keywords, which is not read, or a closing bracket or ``;;``."""
+        words = self._words
+        while True:
+            self._skip_separators()
+            if words.at >= len(words.text) or words.startswith(")") or words.startswith(";;"):
+                return
+            if self._peek() in ends:
+                return
+            before = words.at
+            self._run_and_or()
+            if words.at == before:
+                return
+
+    def _skip_separators(self) -> None:
+        words = self._words
+        while words.at < len(words.text):
+            words.skip_blanks()
+            if words.startswith(";;") or words.at >= len(words.text):
+                return
+            if words.startswith("#"):
+                words.at = words.text.index("\n", words.at)
+            elif words.startswith("\n"):
+                words.at += 1
+                self._skip_here_documents()
+            elif words.text[words.at] in ";&":
+                words.at += 1
             else:
-                start = self._at
-                new = self._word()
-                bare = self._text[start : self._at]
-                self.has_conditions |= not words and bare in _CONDITIONS
-                if words or bare not in (*_KEYWORDS, *_DECLARATIONS):
-                    words += new
+                return
+
+    def _skip_here_documents(self) -> None:
+        words = self._words
+        for end in self._here_documents:
+            line = ""
+            while line.strip() != end and words.at < len(words.text):
+                newline = words.text.index("\n", words.at)
+                line = words.text[words.at : newline]
+                words.at = newline + 1
+        self._here_documents = []
+
+    def _peek(self) -> str:
+        found = _BARE_WORD.match(self._words.text, self._words.at)
+        return found[0] if found else ""
+
+    def _read_keyword(self, keyword: str) -> None:
+        self._skip_separators()
+        if self._peek() != keyword:
+            raise ValueError(keyword)
+        self._words.at += len(keyword)
+
+    def _line(self) -> int:
+        return self._words.text.count("\n", 0, self._words.at) + 1
+
+    def _run_branch(self, run: Callable[[], None], *, is_taken: bool, undecided: str = "") -> None:
+        """Run commands, and undo what they set unless they are taken; ``undecided`` is reported if they do anything."""
+        words = self._words
+        variables = {name: list(values) for name, values in words.variables.items()}
+        num_commands = len(self._commands)
+        num_unset = len(words.unset)
+        num_printed = len(self._printed)
+        reports = (list(self.exits), list(self.taken_as_empty), list(self.undecided))
+        status = self._status
+        run()
+        has_effect = words.variables != variables or len(self._commands) > num_commands
+        if not is_taken:
+            words.variables = variables
+            self.skipped_commands += self._commands[num_commands:]
+            del self._commands[num_commands:]
+            del words.unset[num_unset:]
+            del self._printed[num_printed:]
+            self.exits, self.taken_as_empty, self.undecided = reports
+            self._status = status
+        if undecided and has_effect:
+            self.undecided.append(undecided)
+
+    def _run_and_or(self) -> None:
+        words = self._words
+        start = words.at
+        self._run_pipeline()
+        words.skip_blanks()
+        while words.startswith("&&") or words.startswith("||"):
+            is_and = words.startswith("&&")
+            condition = "" if self._status is not None else self._quote(start)
+            words.at += 2
+            self._skip_separators()
+            is_success = self._status in (0, None)
+            # Of a program that succeeds in `program && more`, more is what a reader expects to run.
+            is_reported = condition and not is_and
+            self._run_branch(
+                self._run_pipeline, is_taken=is_success == is_and, undecided=condition if is_reported else ""
+            )
+            words.skip_blanks()
+
+    def _quote(self, start: int) -> str:
+        text = " ".join(self._words.text[start : self._words.at].split())
+        line = self._words.text.count("\n", 0, start) + 1
+        return f"line {line}: {text.removesuffix(';').strip()}"
+
+    def _run_pipeline(self) -> None:
+        words = self._words
+        is_negated = self._peek() == "!"
+        if is_negated:
+            words.at += 1
+            words.skip_blanks()
+        self._run_command()
+        words.skip_blanks()
+        while words.startswith("|") and not words.startswith("||"):
+            words.at += 2 if words.startswith("|&") else 1
+            self._skip_separators()
+            self._run_command()
+            self._status = None
+            words.skip_blanks()
+        if is_negated and self._status is not None:
+            self._status = int(not self._status)
+
+    def _run_command(self) -> None:
+        words = self._words
+        compound: dict[str, Callable[[], None]] = {
+            "if": self._run_if,
+            "case": self._run_case,
+            "for": self._run_for,
+            "while": self._run_while,
+            "until": self._run_while,
+            "{": self._run_group,
+            "[[": self._run_double_brackets,
+        }
+        keyword = self._peek()
+        function = _FUNCTION.match(words.text, words.at)
+        if keyword in compound:
+            compound[keyword]()
+        elif function is not None:
+            words.at = function.end()
+            self._functions[function[1] or function[2]] = words.at
+            self._run_branch(self._run_command, is_taken=False)
+        elif words.startswith("(("):
+            self._run_arithmetic()
+        elif words.startswith("("):
+            self._run_subshell()
+        else:
+            self._run_simple()
+            return
+        words.skip_blanks()
+        while words.text[words.at : words.at + 1] in ("<", ">", "2") and self._peek() in ("", "2"):
+            words.at += len(self._peek())
+            self._skip_redirection()
+            words.skip_blanks()
+
+    def _run_if(self) -> None:
+        words = self._words
+        is_decided = False
+        keyword = "if"
+        while keyword in ("if", "elif"):
+            self._read_keyword(keyword)
+            start = words.at
+            self._run_branch(lambda: self._run_list(("then",)), is_taken=not is_decided)
+            is_true = not is_decided and self._status == 0
+            undecided = "" if is_decided or self._status is not None else self._quote(start)
+            self._read_keyword("then")
+            self._run_branch(lambda: self._run_list(("elif", "else", "fi")), is_taken=is_true, undecided=undecided)
+            is_decided = is_decided or is_true
+            self._skip_separators()
+            keyword = self._peek()
+        if keyword == "else":
+            self._read_keyword("else")
+            self._run_branch(lambda: self._run_list(("fi",)), is_taken=not is_decided)
+        self._read_keyword("fi")
+
+    def _run_case(self) -> None:
+        words = self._words
+        self._read_keyword("case")
+        words.skip_blanks()
+        start = words.at
+        value = self._fill("".join(words.read_word(splits=False)))
+        undecided = self._quote(start) if value is None else ""
+        self._read_keyword("in")
+        self._skip_separators()
+        is_decided = False
+        while self._peek() != "esac":
+            patterns = self._read_patterns()
+            is_match = value is not None and any(fnmatchcase(value, pattern) for pattern in patterns)
+            self._run_branch(
+                lambda: self._run_list(("esac",)), is_taken=is_match and not is_decided, undecided=undecided
+            )
+            is_decided = is_decided or is_match
+            if words.startswith(";;"):
+                words.at += 2
+            self._skip_separators()
+        self._read_keyword("esac")
+
+    def _read_patterns(self) -> list[str]:
+        words = self._words
+        if words.startswith("("):
+            words.at += 1
+        patterns: list[str] = []
+        while not words.startswith(")"):
+            words.skip_blanks()
+            patterns.append("".join(words.read_word(splits=False)))
+            words.skip_blanks()
+            if words.startswith("|"):
+                words.at += 1
+            elif not words.startswith(")"):
+                raise ValueError(words.text[words.at])
+        words.at += 1
+        return patterns
+
+    def _run_for(self) -> None:
+        words = self._words
+        self._read_keyword("for")
+        words.skip_blanks()
+        start = words.at
+        name = self._peek()
+        words.at += len(name)
+        self._skip_separators()
+        values = list(words.arguments)
+        undecided = ""
+        if words.startswith("(("):
+            words.read_balanced("(", ")")
+            undecided = self._quote(start)
+        elif self._peek() == "in":
+            self._read_keyword("in")
+            values = self._read_values()
+            if any("$(" in value for value in values):
+                undecided = self._quote(start)
+        self._read_keyword("do")
+        body = words.at
+        rounds = [] if undecided else values[:_MOST_ROUNDS]
+        for value in rounds:
+            words.at = body
+            words.variables[name] = [value]
+            self._run_list(("done",))
+        if not rounds:
+            self._run_branch(lambda: self._run_list(("done",)), is_taken=False, undecided=undecided)
+        self._read_keyword("done")
+
+    def _read_values(self) -> list[str]:
+        words = self._words
+        values: list[str] = []
+        words.skip_blanks()
+        while words.text[words.at] not in ";\n":
+            before = words.at
+            values += words.read_word()
+            words.skip_blanks()
+            if words.at == before:
+                raise ValueError(words.text[before])
+        return values
+
+    def _run_while(self) -> None:
+        words = self._words
+        keyword = self._peek()
+        self._read_keyword(keyword)
+        start = words.at
+        for _ in range(_MOST_ROUNDS):
+            words.at = start
+            self._run_list(("do",))
+            undecided = self._quote(start) if self._status is None else ""
+            is_true = self._status is not None and (self._status == 0) == (keyword == "while")
+            self._read_keyword("do")
+            self._run_branch(lambda: self._run_list(("done",)), is_taken=is_true, undecided=undecided)
+            if not is_true:
+                break
+        self._read_keyword("done")
+
+    def _run_group(self) -> None:
+        self._read_keyword("{")
+        self._run_list(("}",))
+        self._read_keyword("}")
+
+    def _run_subshell(self) -> None:
+        words = self._words
+        variables = {name: list(values) for name, values in words.variables.items()}
+        words.at += 1
+        self._run_list(())
+        if not words.startswith(")"):
+            raise ValueError(")")
+        words.at += 1
+        words.variables = variables
+
+    def _run_arithmetic(self) -> None:
+        inner = self._words.read_balanced("(", ")")[1:-1]
+        try:
+            self._status = int(not compute_arithmetic(inner, self._words.variables))
+        except ValueError:
+            self._status = None
+
+    def _run_double_brackets(self) -> None:
+        words = self._words
+        words.at += 2
+        found: list[str] = []
+        words.skip_blanks()
+        while self._peek() != "]]":
+            if words.at >= len(words.text):
+                raise ValueError("[[")
+            sign = next((sign for sign in ("&&", "||", "(", ")", "<", ">", "\n") if words.startswith(sign)), "")
+            if sign:
+                words.at += len(sign)
+                found += [sign] if sign != "\n" else []
+            elif found[-1:] == ["=~"]:
+                end = words.text.index("]]", words.at)
+                found.append(words.text[words.at : end].strip().strip("\"'"))
+                words.at = end
+            else:
+                found.append("".join(words.read_word(splits=False)))
+            words.skip_blanks()
+        words.at += 2
+        self._decide(found)
+
+    def _decide(self, found: list[str]) -> None:
+        """Set the status to that of a test."""
+        filled = [self._fill(word) for word in found]
+        if found[:1] == ["-v"]:
+            self._status = int(found[1] not in self._words.variables)
+        elif None in filled:
+            self._status = None
+        else:
+            value = evaluate_test([word for word in filled if word is not None])
+            self._status = None if value is None else int(not value)
+
+    def _fill(self, word: str) -> str | None:
+        """Return a word of a condition, with variables that are not set as empty; None if a command is left in it."""
+        for text in sorted(set(self._words.unset), key=len, reverse=True):
+            if text not in word:
+                continue
+            if text.startswith(("$(", "${")):
+                return None
+            word = word.replace(text, "")
+            if text not in self.taken_as_empty:
+                self.taken_as_empty.append(text)
+        return word
 
     def _skip_redirection(self) -> None:
         """Skip a redirection and the file or descriptor that it names."""
-        while self._text[self._at] in "<>&|":
-            self._at += 1
-        while self._text[self._at] in " \t":
-            self._at += 1
-        self._word()
+        words = self._words
+        document = _HERE_DOCUMENT.match(words.text, words.at)
+        if document is not None:
+            self._here_documents.append(document[2])
+            words.at = document.end()
+            return
+        while words.text[words.at] in "<>&|":
+            words.at += 1
+        words.skip_blanks()
+        words.read_word()
 
-    def _assign(self, found: re.Match[str]) -> None:
-        self._at = found.end()
-        name, adds = found.groups()
-        values: list[str] = []
-        if self._text[self._at] == "(":
-            self._at += 1
-            while self._text[self._at] != ")":
-                if self._text[self._at].isspace():
-                    self._at += 1
-                elif self._text[self._at] == "#":
-                    self._at = self._text.index("\n", self._at)
-                else:
-                    values += self._word()
-            self._at += 1
-        else:
-            values = ["".join(self._word(splits=False))]
-        self._variables[name] = [*self._variables.get(name, []), *values] if adds else values
-
-    def _word(self, *, splits: bool = True) -> list[str]:
-        """Read a word; it is none, or several, where it is an array, or has a value with spaces and no quotes."""
-        words, has_text, quote = [""], False, ""
+    def _run_simple(self) -> None:
+        words = self._words
+        found: list[str] = []
+        declares = False
+        num_unset = len(words.unset)
         while True:
-            char = self._text[self._at] if self._at < len(self._text) else "\n"
-            if not quote and (char.isspace() or char in ";&|<>()"):
-                if char in "<>" and words[-1].isdigit() and not has_text:
-                    # The descriptor that is redirected.
-                    return []
-                return words if has_text or words != [""] else []
-            self._at += 1
-            if char == quote:
-                quote = ""
-            elif char in "'\"" and not quote:
-                quote, has_text = char, True
-                if char == "'":
-                    end = self._text.index("'", self._at)
-                    words[-1] += self._text[self._at : end]
-                    quote, self._at = "", end + 1
-            elif char == "\\":
-                is_escape = not quote or self._text[self._at] in '"\\$`'
-                words[-1] += self._text[self._at] if is_escape else f"\\{self._text[self._at]}"
-                self._at += 1
-            elif char == "$":
-                values = self._expansion()
-                if splits and not quote:
-                    is_left = values[:1] and values[0].startswith("$")
-                    values = values if is_left else [part for value in values for part in value.split()]
-                if values:
-                    words[-1] += values[0]
-                    words += values[1:]
-                elif quote:
-                    # "${EMPTY[@]}" and "$@" are no word at all.
-                    has_text = False
+            words.skip_blanks()
+            char = words.text[words.at : words.at + 1]
+            assignment = _ASSIGNMENT.match(words.text, words.at)
+            if (char in "<>" and char) or words.startswith("&>"):
+                self._skip_redirection()
+            elif not char or char in "\n;&|)#":
+                break
+            elif assignment is not None and (declares or not found):
+                words.at = assignment.end()
+                words.assign(assignment[1], adds=bool(assignment[2]))
+            elif char == "(":
+                raise ValueError(char)
             else:
-                words[-1] += char
+                found += words.read_word()
+                declares = declares or (found[:1] != [] and found[0] in _DECLARATIONS)
+        if words.startswith("#"):
+            words.at = words.text.index("\n", words.at)
+        if declares or not found:
+            is_known = not any(text.startswith("$(") for text in words.unset[num_unset:])
+            self._status = 0 if is_known else None
+        else:
+            self._execute(found)
 
-    def _expansion(self) -> list[str]:
-        """Return the values of what follows a dollar sign."""
-        text = self._text
-        if text.startswith("((", self._at):
-            inner = self._balanced("(", ")")
-            return [self._number(inner[1:-1])]
-        if text.startswith("(", self._at):
-            return [self._left(f"$({self._balanced('(', ')')})")]
-        if text.startswith("{", self._at):
-            inner = self._balanced("{", "}")
-            found = _EXPANSION.fullmatch(inner)
-            if found is None and inner[:1] in "@*":
-                return []
-            if found is None:
-                return [self._left(f"${inner}")]
-            name, _, how, default = found.groups()
-            if name in self._variables and (self._variables[name] != [""] or default is None):
-                return self._variables[name]
-            if default is not None:
-                values = list(self._inside(default))
-                if how == "=":
-                    self._variables[name] = values
-                return values
-            return [] if name in "@*" or name.isdigit() else [self._left(f"${name}")]
-        if text[self._at] in "@*" or text[self._at].isdigit():
-            self._at += 1
-            return []
-        found = _NAME.match(text, self._at)
-        if found is None:
-            return ["$"]
-        self._at = found.end()
-        return self._variables.get(found[0]) or [self._left(f"${found[0]}")]
+    def _execute(self, found: list[str]) -> None:
+        """Do what a command of the shell does to its variables; other commands are kept."""
+        name = found[0]
+        words = self._words
+        if name in ("[", "test"):
+            self._decide(found[1:-1] if name == "[" else found[1:])
+        elif name in self._functions and self._num_calls < _MOST_CALLS:
+            self._call(name, found[1:])
+        elif name in ("true", ":", "false"):
+            self._status = int(name == "false")
+        elif name == "unset":
+            for variable in found[1:]:
+                words.variables.pop(variable, None)
+        elif name == "shift":
+            words.arguments = words.arguments[int(found[1]) if len(found) > 1 else 1 :]
+        elif name == "cd" and len(found) > 1:
+            words.variables["PWD"] = [str(Path(words.variables["PWD"][0], found[-1]))]
+            self._status = 0
+        elif name == "exit":
+            self.exits.append(self._line())
+        elif found[1:2] == ["-c"] and len(found) > 2 and (module := _IMPORT.fullmatch(found[2].strip())):
+            self._status = int(find_spec(module[1]) is None)
+        else:
+            printed = _print(found, words.variables["PWD"][0])
+            if printed is not None:
+                self._printed.append(printed)
+            else:
+                self._commands.append(found)
+            self._status = None if printed is None else 0
 
-    def _inside(self, text: str) -> list[str]:
-        """Expand the text of a default value."""
-        outer, self._text, self._at = (self._text, self._at), f'"{text.replace(chr(34), "")}"', 0
+    def _call(self, name: str, arguments: list[str]) -> None:
+        words = self._words
+        outer = words.at
+        outer_arguments = words.arguments
+        words.at = self._functions[name]
+        words.arguments = arguments
+        self._num_calls += 1
+        self._run_command()
+        self._num_calls -= 1
+        words.at = outer
+        words.arguments = outer_arguments
+
+    def _substitute(self, command: str) -> str | None:
+        """Return what a command prints, if it is made of such as echo, dirname and pwd alone."""
+        words = self._words
+        outer = (words.text, words.at, self._commands, self._printed, self._functions, self._status)
+        variables = {name: list(values) for name, values in words.variables.items()}
+        words.text = command + "\n"
+        words.at = 0
+        self._commands = []
+        self._printed = []
+        self._functions = {}
+        unset = len(words.unset)
         try:
-            return self._word()
+            self._run_list(())
+            is_known = not self._commands and len(words.unset) == unset
+            return "\n".join(self._printed) if is_known else None
+        except (ValueError, IndexError):
+            return None
         finally:
-            self._text, self._at = outer
+            words.text, words.at, self._commands, self._printed, self._functions, self._status = outer
+            words.variables = variables
 
-    def _balanced(self, opening: str, closing: str) -> str:
-        start, depth = self._at + 1, 0
-        while True:
-            depth += {opening: 1, closing: -1}.get(self._text[self._at], 0)
-            self._at += 1
-            if not depth:
-                return self._text[start : self._at - 1]
 
-    def _left(self, text: str) -> str:
-        self.unset.append(text)
-        return text
-
-    def _number(self, text: str) -> str:
-        """Compute an arithmetic expression of whole numbers and variables."""
-        plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
-        try:
-            return str(self._computed(ast.parse(plain.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
-            return self._left(f"$(({text}))")
-
-    def _computed(self, node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(value)):
-                return value
-            case ast.Name(id=name):
-                return int(self._variables[name][0])
-            case ast.BinOp(left=left, op=op, right=right):
-                return _OPERATORS[type(op)](self._computed(left), self._computed(right))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._computed(operand)
-            case _:
-                raise ValueError(node)
+def _print(found: list[str], folder: str) -> str | None:
+    """Return what a command prints; None for a command that is not known."""
+    name = found[0]
+    if name == "echo":
+        return " ".join(word for word in found[1:] if word not in ("-n", "-e"))
+    arguments = [word for word in found[1:] if not word.startswith("-")]
+    if name == "pwd":
+        return folder
+    if name == "dirname" and arguments:
+        return str(PurePosixPath(arguments[0]).parent)
+    if name == "basename" and arguments:
+        return PurePosixPath(arguments[0]).name.removesuffix("".join(arguments[1:2]))
+    if name in ("realpath", "readlink") and arguments:
+        return str(Path(folder, arguments[0]).resolve())
+    return None

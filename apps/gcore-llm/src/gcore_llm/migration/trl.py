@@ -10,7 +10,7 @@ from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRun
 from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
 from gcore_runs import UserError
-from gcore_runs.migration.trl_keys import DEFAULTS, MARKS, TRL
+from gcore_runs.migration.trl_keys import DEFAULTS, MARKS, MASKED, SAMPLING_MARKS, TRL
 
 _CONFIGS = {
     "grpo": ("train", TrainConfig),
@@ -18,6 +18,13 @@ _CONFIGS = {
     "dpo": ("dpo", DPORunConfig),
     "sft": ("sft", SFTRunConfig),
     "reward": ("reward-model", RewardModelRunConfig),
+}
+_TRAINERS = {
+    "grpo": "trl.GRPOTrainer",
+    "rloo": "trl.RLOOTrainer",
+    "dpo": "trl.DPOTrainer",
+    "sft": "trl.SFTTrainer",
+    "reward": "trl.RewardTrainer",
 }
 _AGGREGATIONS = {
     **dict.fromkeys(("dapo", "bnpo", "cispo"), "token-mean"),
@@ -40,18 +47,21 @@ _SMALLEST = 1e-9
 def convert_trl_config(given: Given, method: str) -> Conversion:
     """Return the conversion of a config of one of TRL's trainers; `UserError` if it is not clear of which."""
     values = {name: value for name, value in given.values.items() if name != "env"}
-    found = method if method != "auto" else next((own for own in MARKS if any(key in values for key in MARKS[own])), "")
-    if not found:
-        raise UserError(
-            "method is 'auto' and no key of the config says which; expected --method grpo, rloo, dpo, sft or reward"
-        )
+    found = method if method != "auto" else _recognise(values, given.origin)
     command, kind = _CONFIGS[found]
     # A mapping is the value of a key, not a section.
     flat = dict(values)
     if "env" in given.values:
         flat |= flattened({"env": given.values["env"] or {}})
     conversion = Conversion(
-        library="TRL", command=command, config=kind(), keys=TRL, given=flat, defaults=DEFAULTS[found]
+        library="TRL",
+        command=command,
+        config=kind(),
+        keys=TRL,
+        given=flat,
+        trainer=_TRAINERS[found],
+        cautions=given.cautions,
+        defaults=DEFAULTS[found],
     )
     run(conversion)
     if command == "train":
@@ -65,6 +75,29 @@ def convert_trl_config(given: Given, method: str) -> Conversion:
     optimizer(conversion)
     frequencies(conversion, updates)
     return conversion
+
+
+def _recognise(values: Mapping[str, Any], origin: str) -> str:
+    """Return the trainer that a config is for, by keys that others have not, or else by the names of file and run."""
+    samples = any(key in values for key in SAMPLING_MARKS)
+    candidates = ("rloo", "grpo") if samples else tuple(MARKS)
+    for method in candidates:
+        if any(key in values for key in MARKS[method]):
+            return method
+    if not samples:
+        raise UserError(
+            "method is 'auto' and no key of the config says which; expected --method grpo, rloo, dpo, sft or reward"
+        )
+    if "loss_type" in values:
+        # Of the two, RLOO has none.
+        return "grpo"
+    names = f"{origin} {values.get('output_dir')} {values.get('run_name')}".lower()
+    named = [method for method in candidates if method in names]
+    if len(named) != 1:
+        raise UserError(
+            "method is 'auto' and the keys of the config are those of GRPO and of RLOO; expected --method grpo or rloo"
+        )
+    return named[0]
 
 
 def run(c: Conversion) -> None:
@@ -212,6 +245,9 @@ def rows(c: Conversion, method: str) -> None:
             c.missing["loss_type"] = "there are sigmoid, ipo and hinge, one of them; sigmoid is written"
     if method == "reward" and c.has("center_rewards_coefficient"):
         c.copy("center_rewards_coefficient")
+    if method == "sft":
+        tokens = "of all the assistant's answers" if c.get("assistant_only_loss") else "of the whole conversation"
+        c.missing["assistant_only_loss"] = f"with a column messages TRL trains on the tokens {tokens}; {MASKED}"
     if method == "sft" and c.get("loss_type") != "nll":
         c.missing["loss_type"] = "the negative log-likelihood"
 
@@ -289,7 +325,11 @@ def policy_loss(c: Conversion, method: str) -> None:
     if kind == "cispo":
         # TRL bounds the weight itself, and gcore its distance from 1.
         c.put("actor.loss.clip_ratio_low", 1.0, "loss_type")
-        c.put("actor.loss.clip_ratio_high", max(0.0, (low if high is None else high) - 1), "epsilon_high", "epsilon")
+        bound = low if high is None else float(high)
+        c.put("actor.loss.clip_ratio_high", max(0.0, bound - 1), "epsilon_high", "epsilon")
+        if bound < 1:
+            name = "epsilon" if high is None else "epsilon_high"
+            c.missing[name] = f"in TRL a weight is at most {bound:g}; here the bound is 1 or more, and 1 is written"
     if kind == "sapo":
         c.copy("sapo_temperature_pos", "sapo_temperature_neg")
     if c.has("delta") and kind not in ("cispo", "sapo") and level == "token":

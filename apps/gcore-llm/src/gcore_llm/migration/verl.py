@@ -1,13 +1,14 @@
 """The settings of `gcore-llm train` that follow from those of verl's PPO trainer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
+from gcore_runs.migration.key import Key, find_key
 from gcore_runs.migration.verl_keys import VERL
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -21,18 +22,29 @@ _ESTIMATORS = {
 _LOSSES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo")}
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
+_CORRECTION = "algorithm.rollout_correction"
+_BYPASSES = (f"{_CORRECTION}.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
+_OVERLONG_BUFFERS = (
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.overlong_buffer",
+)
+_TEACHERS = "distillation.teacher_models"
 _BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
 _BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a file that imports default_compute_score"
 
 
 def convert_verl_config(given: Given) -> Conversion:
     """Return the conversion of a config of verl's PPO trainer."""
+    values = flattened(given.values)
     conversion = Conversion(
         library="verl",
         command="train",
         config=TrainConfig(),
-        keys=VERL,
-        given=flattened(given.values),
+        keys=VERL | _teacher_keys(values),
+        given=values,
+        trainer=given.trainer or "verl.trainer.main_ppo",
+        cautions=given.cautions,
         explicit=given.explicit,
     )
     data(conversion)
@@ -43,11 +55,23 @@ def convert_verl_config(given: Given) -> Conversion:
     algorithm(conversion)
     policy_loss(conversion)
     optimizer(conversion, f"{ACTOR}.optim", "actor.optim", updates)
-    critic(conversion)
+    critic(conversion, updates)
     reward(conversion)
     distillation(conversion)
     run(conversion)
     return conversion
+
+
+def _teacher_keys(values: Iterable[str]) -> dict[str, Key]:
+    """Return the keys of teachers by the names that the config gives them: they are those of verl's only teacher."""
+    keys: dict[str, Key] = {}
+    for name in values:
+        if name.startswith(f"{_TEACHERS}."):
+            _, _, option = name.removeprefix(f"{_TEACHERS}.").partition(".")
+            key = find_key(VERL, f"{_TEACHERS}.teacher_model.{option}")
+            if key is not None:
+                keys[name] = key
+    return keys
 
 
 def data(c: Conversion) -> None:
@@ -70,7 +94,7 @@ def batches(c: Conversion) -> int:
     prompts, mini, epochs = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs"
     c.copy(mini, epochs)
     longest = int(number_of(c, "data.max_prompt_length") + number_of(c, "data.max_response_length"))
-    ranks = int(number_of(c, f"{ACTOR}.ulysses_sequence_parallel_size"))
+    ranks = int(number_of(c, _ulysses(c)))
     names = [f"{ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")]
     tokens = f"{ACTOR}.ppo_max_token_len_per_gpu"
     if c.get(f"{ACTOR}.use_dynamic_bsz") or not c.has(*names):
@@ -116,7 +140,8 @@ def layout(c: Conversion) -> None:
         c.put("trainer.parallel.sequence_parallel", bool(c.get(parallel)) and is_split, parallel)
         c.copy(f"{ACTOR}.megatron.override_transformer_config.recompute_granularity")
         return
-    ranks = int(number_of(c, name := f"{ACTOR}.ulysses_sequence_parallel_size"))
+    name = _ulysses(c)
+    ranks = int(number_of(c, name))
     if ranks > 1:
         c.put("trainer.parallel.context_parallel_size", ranks, name)
         c.put("trainer.parallel.ulysses_sequence_parallel_size", ranks, name)
@@ -127,6 +152,12 @@ def layout(c: Conversion) -> None:
     dtype = f"{ACTOR}.fsdp_config.dtype"
     if c.get(dtype) not in ("bfloat16", "bf16"):
         c.put("dtype", c.one_of(dtype, {"float32": "float32", "fp32": "float32"}, "float32"), dtype)
+
+
+def _ulysses(c: Conversion) -> str:
+    """Return the key of the sequence's ranks that counts: verl takes the older one where it is above 1."""
+    older = f"{ACTOR}.ulysses_sequence_parallel_size"
+    return older if number_of(c, older) > 1 else f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 
 
 def rollout(c: Conversion) -> None:
@@ -178,21 +209,25 @@ def algorithm(c: Conversion) -> None:
     c.put("algorithm.filter_groups", bool(c.get(filters)), filters)
     if c.get(filters):
         c.put("algorithm.max_num_gen_batches", int(number_of(c, waves)) or NEVER, waves)
-    bypass = "algorithm.rollout_correction.bypass_mode"
+    bypass = next((name for name in _BYPASSES if c.get(name)), _BYPASSES[0])
     c.put("algorithm.old_log_probs", "rollout" if c.get(bypass) else "trainer", bypass)
     correction(c)
+    cap = f"{ACTOR}.tis_imp_ratio_cap"
+    if number_of(c, cap) > 0 and f"{_CORRECTION}.rollout_is" not in c.settings:
+        c.put(f"{_CORRECTION}.rollout_is", "token", cap)
+        c.put(f"{_CORRECTION}.rollout_is_threshold", number_of(c, cap), cap)
 
 
 def correction(c: Conversion) -> None:
     """Convert the correction of a batch for the engine's own log-probs."""
-    own = "algorithm.rollout_correction"
+    own = _CORRECTION
     for rule, threshold in (
         ("rollout_is", f"{own}.rollout_is_threshold"),
         ("rollout_rs", f"{own}.rollout_rs_threshold"),
     ):
         if not c.get(f"{own}.{rule}"):
             continue
-        if c.get(f"{own}.bypass_mode"):
+        if c.settings["algorithm.old_log_probs"] == "rollout":
             c.missing[f"{own}.{rule}"] = (
                 "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
             )
@@ -222,7 +257,8 @@ def policy_loss(c: Conversion) -> None:
     if kind == "vanilla":
         c.copy(f"{ACTOR}.clip_ratio_c")
     if kind == "sapo":
-        c.copy(f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
+        for name in ("tau_pos", "tau_neg"):
+            c.copy(f"{ACTOR}.policy_loss.{name}" if c.has(f"{ACTOR}.policy_loss.{name}") else f"{ACTOR}.{name}")
         c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", f"{ACTOR}.policy_loss.loss_mode")
     else:
         mode = f"{ACTOR}.loss_agg_mode"
@@ -243,22 +279,22 @@ def policy_loss(c: Conversion) -> None:
         c.notes[weight] = "use_kl_loss is false"
     else:
         c.put("actor.loss.kl_loss_type", c.one_of(estimate, _KL_IN_LOSS, "k3"), estimate)
-    replay = f"{ACTOR}.router_replay.mode"
-    if c.has(replay):
-        c.put("actor.router_replay", c.one_of(replay, {"disabled": "disabled", "R2": "R2"}, "R2"), replay)
+    replays = [f"{ACTOR}.{section}router_replay.mode" for section in ("megatron.", "veomni.", "")]
+    for replay in replays:
+        if c.get(replay) not in (None, "disabled"):
+            c.put("actor.router_replay", c.one_of(replay, {"R2": "R2"}, "R2"), replay)
 
 
 def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     """Convert an optimizer's settings; verl's schedule counts steps, gcore's the updates in them."""
     for own in ("lr", "weight_decay", "betas"):
         c.put(f"{ours}.{own}", c.get(f"{theirs}.{own}"), f"{theirs}.{own}")
-    old = f"{ACTOR}.grad_clip"
-    clip = (
-        old if theirs.startswith(ACTOR) and c.has(old) and not c.has(f"{theirs}.clip_grad") else f"{theirs}.clip_grad"
-    )
+    role = theirs.removesuffix(".optim")
+    older = f"{role}.grad_clip"
+    clip = older if c.has(older) and not c.has(f"{theirs}.clip_grad") else f"{theirs}.clip_grad"
     c.put(f"{ours}.grad_clip", c.get(clip), clip)
-    if not theirs.startswith(ACTOR):
-        return
+    if c.has(f"{theirs}.eps"):
+        c.copy(f"{theirs}.eps")
     names = ("AdamW", "adam", "adamw", "AdamW8bit")
     chosen = c.one_of(f"{theirs}.optimizer", {n: "adamw_8bit" if n == "AdamW8bit" else "adamw" for n in names}, "adamw")
     c.put(f"{ours}.name", chosen, f"{theirs}.optimizer")
@@ -270,7 +306,7 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     elif c.get(share) and total:
         c.put(f"{ours}.lr_warmup_steps", int(c.get(share) * total) * updates, share, "trainer.total_training_steps")
     elif c.get(share):
-        c.missing[share] = "set actor.optim.lr_warmup_steps, in updates: the run's length follows from its data"
+        c.missing[share] = f"set {ours}.lr_warmup_steps, in updates: the run's length follows from its data"
     kinds = [f"{theirs}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type")]
     kind = next((name for name in kinds if c.has(name)), kinds[-1])
     c.put(f"{ours}.lr_scheduler_type", c.one_of(kind, _SCHEDULES, "constant"), kind)
@@ -285,11 +321,14 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
         c.put(f"{ours}.min_lr_ratio", c.get(f"{theirs}.min_lr_ratio"), f"{theirs}.min_lr_ratio")
 
 
-def critic(c: Conversion) -> None:
+def critic(c: Conversion, updates: int) -> None:
     """Convert the critic's settings, where there is one."""
     if c.settings["algorithm.adv_estimator"] != "gae":
         return
-    optimizer(c, "critic.optim", "critic.optim", 1)
+    optimizer(c, "critic.optim", "critic.optim", updates)
+    for name in ("ppo_epochs", "ppo_mini_batch_size"):
+        if c.get(f"critic.{name}") == c.get(f"{ACTOR}.{name}"):
+            c.notes[f"critic.{name}"] = "as the actor's"
     c.copy("critic.cliprange_value", "critic.loss_agg_mode", "trainer.critic_warmup")
     if c.has("critic.model.path"):
         c.put("critic.model", _expanded(c.get("critic.model.path")), "critic.model.path")
@@ -310,18 +349,34 @@ def reward(c: Conversion) -> None:
             c.copy(path)
     if not {"reward", "reward_model.kind"} & c.settings.keys():
         c.missing["custom_reward_function.path"] = _BUILT_IN_SCORERS
-    for own in ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+    for own in _OVERLONG_BUFFERS:
         if c.get(f"{own}.enable"):
             c.put("algorithm.overlong.buffer_len", c.get(f"{own}.len"), f"{own}.len", f"{own}.enable")
             c.copy(f"{own}.penalty_factor")
+        longest = own.replace("overlong_buffer_cfg", "max_resp_len")
+        if longest in c.given and c.get(longest) == c.get("data.max_response_length"):
+            c.notes[longest] = "data.max_response_length"
 
 
 def distillation(c: Conversion) -> None:
-    """Convert a teacher, whose reverse KL is here an advantage, as k1 with a policy gradient is in verl."""
-    own, path = "distillation.distillation_loss", "distillation.teacher_models.teacher_model.model_path"
-    if not (c.get("distillation.enabled") and c.has(path)):
+    """Convert teachers, whose reverse KL is here an advantage, as k1 with a policy gradient is in verl."""
+    own = "distillation.distillation_loss"
+    suffix = ".model_path"
+    names = [
+        name.removesuffix(suffix) for name in c.given if name.startswith(f"{_TEACHERS}.") and name.endswith(suffix)
+    ]
+    if len(names) > 1:
+        # Where there are others, verl leaves out the teacher of its defaults.
+        names = [name for name in names if name != f"{_TEACHERS}.teacher_model"]
+    names = [name for name in names if c.has(f"{name}{suffix}")]
+    if not (c.get("distillation.enabled") and names):
         return
-    c.put("distillation.teachers", [_expanded(c.get(path))], path, "distillation.enabled")
+    paths = [f"{name}{suffix}" for name in names]
+    c.put("distillation.teachers", [_expanded(c.get(path)) for path in paths], *paths, "distillation.enabled")
+    if len(names) > 1:
+        sources = [f"{name}.key" for name in names]
+        c.put("distillation.sources", [str(c.get(source)) for source in sources], *sources)
+        c.copy("distillation.teacher_key")
     c.copy(f"{own}.distillation_loss_coef")
     if not c.get(f"{own}.use_task_rewards"):
         c.put("algorithm.adv_estimator", "distillation", f"{own}.use_task_rewards")

@@ -12,7 +12,8 @@ _EVERY_STEP = "every step is written to metrics.jsonl"
 _HUB = "nothing is sent to the Hub; the run's folder has export/"
 _STEPS = ("trainer.total_training_steps", "steps")
 _BATCH = to("data.train_batch_size", "train_batch_size", default=8)
-_MASKED = "loss on the answer alone: of messages the last answer, of prompts with completions the completion"
+MASKED = "here on the answer alone: of messages the last answer, of prompts with completions the completion"
+"""Tokens that supervised training learns."""
 _OPTIM = "AdamW, with options of its own"
 _SAVING = "checkpoints hold everything, and the last ones are kept"
 _LOADER = "rows are read in the controllers"
@@ -154,8 +155,12 @@ TRL: dict[str, Key] = {
     "ld_alpha": lacks("no weighting by length"),
     "f_divergence_type": lacks("the reverse KL", "reverse_kl"),
     "use_weighting": lacks("pairs have equal weights", False),
-    "completion_only_loss": lacks(_MASKED, True),
-    "assistant_only_loss": lacks(_MASKED, False),
+    "completion_only_loss": lacks(MASKED, True),
+    "assistant_only_loss": lacks(MASKED),
+    "packing": lacks(
+        "a batch counts rows, and in TRL packs of max_length tokens: raise data.train_batch_size by the rows of a pack",
+        False,
+    ),
     "truncation_mode": nothing("longer rows are left out, counted and reported"),
     "chat_template_path": lacks("the chat template is the tokenizer's"),
     "eos_token": lacks("the end token is the tokenizer's", "<EOS_TOKEN>"),
@@ -163,7 +168,7 @@ TRL: dict[str, Key] = {
     "dataset_text_field": lacks("text is in the column text", "text"),
     "dataset_kwargs": lacks("no arguments of a data set", {}),
     **dict.fromkeys(
-        ("packing", "packing_strategy", "padding_free", "eval_packing"),
+        ("packing_strategy", "padding_free", "eval_packing"),
         nothing("rows are always packed without padding, and do not see each other"),
     ),
     **dict.fromkeys(("dataset_num_proc", "f_alpha_divergence_coef", "discopop_tau"), nothing("of an option not here")),
@@ -272,9 +277,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 MARKS: Mapping[str, tuple[str, ...]] = {
     "rloo": ("normalize_advantages", "reward_clip_range"),
-    "grpo": ("num_generations", "max_completion_length", "reward_funcs", "use_vllm", "scale_rewards", "epsilon"),
+    "grpo": (
+        *("scale_rewards", "delta", "entropy_coef", "importance_sampling_level", "use_bias_correction_kl"),
+        *("sapo_temperature_pos", "sapo_temperature_neg", "top_entropy_quantile", "max_tool_calling_iterations"),
+        *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "off_policy_mask_threshold"),
+        *("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+        *("multi_objective_aggregation", "cast_lm_head_to_fp32", "use_adaptive_entropy"),
+    ),
     "dpo": ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "use_weighting"),
     "sft": ("packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"),
     "reward": ("center_rewards_coefficient",),
 }
 """Keys by which a trainer is recognised, the first one that has any."""
+
+SAMPLING_MARKS = ("num_generations", "max_completion_length", "reward_funcs", "use_vllm", "num_iterations", "epsilon")
+"""Keys of both trainers that sample, GRPO and RLOO."""

@@ -1,6 +1,7 @@
 """The settings of verl 0.9.1's PPO trainer (`verl.trainer.main_ppo`), and of versions before it."""
 
 from gcore_runs.migration.key import Key, lacks, nothing, to
+from gcore_runs.migration.verl_unused_keys import UNUSED
 
 VERSION = "0.9.1"
 
@@ -11,10 +12,10 @@ _ON_POLICY = "responses are sampled from the policy's whole distribution, whose 
 _FILTERED = "longer prompts are always left out, counted and reported"
 _PACKED = "rows are always packed without padding, and micro-batches filled by tokens"
 _REPORTED = "samples are always in the run's folder and report"
-_ENGINE = "the engine's own default is used"
-_PLACED = "the placement follows from the numbers of processes"
 _OFTEN = "the run's own frequency, which a resumed run may change"
 _REF_SAME = "the reference model is computed as the actor, in no more memory"
+_OPTIMIZER = "no further options of the optimizer"
+_CRITIC_SAME = "the critic's updates are those of the actor"
 _PROFILER = "no profiler's settings: each run has a timeline and stage times"
 
 
@@ -22,10 +23,22 @@ def _section(prefix: str, keys: dict[str, Key]) -> dict[str, Key]:
     return {f"{prefix}.{name}": key for name, key in keys.items()}
 
 
+def _overlong_buffer(prefix: str) -> dict[str, Key]:
+    return _section(
+        prefix,
+        {
+            "enable": to("algorithm.overlong.buffer_len", default=False),
+            "len": to("algorithm.overlong.buffer_len", default=0),
+            "penalty_factor": to("algorithm.overlong.penalty_factor", default=1.0),
+            "log": nothing(_REPORTED),
+        },
+    )
+
+
 MICRO_BATCH = to("actor.ppo_max_token_len", "max_token_len", "actor.micro_batch_size", "ppo_max_token_len")
 """Key of the size of a micro-batch."""
 
-VERL: dict[str, Key] = {
+_USED: dict[str, Key] = {
     **_section(
         _DATA,
         {
@@ -44,6 +57,13 @@ VERL: dict[str, Key] = {
             "val_max_samples": lacks("all held-out rows are used", -1),
             "trust_remote_code": lacks("code of a model's folder is not run", False),
             "apply_chat_template_kwargs": lacks("chat templates get no arguments", {}),
+            "apply_chat_template_kwargs.*": lacks("chat templates get no arguments"),
+            "mm_processor_kwargs": lacks("the processor of images has the model's settings", {}),
+            "mm_processor_kwargs.*": lacks("the processor of images has the model's settings"),
+            **dict.fromkeys(
+                ("sampler.class_path", "sampler.class_name", "datagen.path", "datagen.name"),
+                lacks("no curriculum: rows are shuffled, and data.weights mixes files"),
+            ),
             "custom_cls.path": lacks("no data set class of your own"),
             "custom_cls.name": lacks("no data set class of your own"),
             "tokenizer": lacks("the tokenizer is the model folder's"),
@@ -56,7 +76,6 @@ VERL: dict[str, Key] = {
             "gen_batch_size": nothing("a wave of sampling has as many prompts as are missing"),
             "val_batch_size": nothing("held-out prompts are sampled together, as the engine has capacity"),
             "dataloader_num_workers": nothing("rows are read in the controllers; see data.num_workers"),
-            "*": nothing("rows reach the reward as they are, and prompts go through the chat template"),
         },
     ),
     **_section(
@@ -72,12 +91,12 @@ VERL: dict[str, Key] = {
             "target_modules": to("actor.target_modules", default="all-linear"),
             "lora.rank": to("actor.lora_rank", default=0),
             "lora.alpha": to("actor.lora_alpha", default=32),
-            "lora.*": nothing("adapters have a rank, an alpha and target_modules"),
             "exclude_modules": lacks("name the layers with adapters in actor.target_modules"),
             "lora_adapter_path": to("actor.lora_adapter_path"),
             "trust_remote_code": lacks("code of a model's folder is not run", False),
             "external_lib": lacks("no module is imported for a model"),
             "override_config": lacks("the model folder's config.json is taken as it is", {}),
+            "override_config.*": lacks("the model folder's config.json is taken as it is"),
             "custom_chat_template": lacks("the chat template is the tokenizer's"),
             "hf_config_path": lacks("the config is the model folder's"),
             "tokenizer_path": lacks("the tokenizer is the model folder's"),
@@ -86,7 +105,6 @@ VERL: dict[str, Key] = {
             "use_remove_padding": nothing(_PACKED),
             "use_liger": nothing("the loss's kernels are gcore's own"),
             "use_fused_kernels": nothing("the loss's kernels are gcore's own"),
-            "*": nothing("an option of verl's own kernels and loading"),
         },
     ),
     **_section(
@@ -113,11 +131,24 @@ VERL: dict[str, Key] = {
             "kl_loss_coef": to("actor.loss.kl_loss_coef", "kl_loss_coef", default=0.001),
             "kl_loss_type": to("actor.loss.kl_loss_type", default="low_var_kl"),
             "grad_clip": to("actor.optim.grad_clip", "optim.grad_clip"),
-            "ulysses_sequence_parallel_size": to(
-                "trainer.parallel.context_parallel_size", "trainer.parallel.ulysses_sequence_parallel_size", default=1
+            **dict.fromkeys(
+                ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"),
+                to(
+                    "trainer.parallel.context_parallel_size",
+                    "trainer.parallel.ulysses_sequence_parallel_size",
+                    default=1,
+                ),
             ),
-            "router_replay.mode": to("actor.router_replay", default="disabled"),
+            **dict.fromkeys(
+                ("router_replay.mode", "megatron.router_replay.mode", "veomni.router_replay.mode"),
+                to("actor.router_replay", default="disabled"),
+            ),
+            "tis_imp_ratio_cap": to("algorithm.rollout_correction.rollout_is_threshold", default=-1),
+            "use_rollout_log_probs": to("algorithm.old_log_probs", default=False),
+            "policy_loss.tau_pos": to("actor.loss.tau_pos"),
+            "policy_loss.tau_neg": to("actor.loss.tau_neg"),
             "optim.lr": to("actor.optim.lr", "optim.lr", default=1e-6),
+            "optim.eps": to("actor.optim.eps", default=1e-8),
             "optim.weight_decay": to("actor.optim.weight_decay", "optim.weight_decay", default=0.01),
             "optim.betas": to("actor.optim.betas", "optim.betas", default=[0.9, 0.999]),
             "optim.clip_grad": to("actor.optim.grad_clip", "optim.grad_clip", default=1.0),
@@ -131,14 +162,13 @@ VERL: dict[str, Key] = {
             "optim.optimizer": to("actor.optim.name", "optim.name", default="AdamW"),
             "optim.total_training_steps": nothing("the run's own length"),
             "optim.num_cycles": lacks("half a cosine", 0.5),
-            "optim.override_optimizer_config": lacks("no further options of the optimizer", {}),
-            "optim.*": nothing("AdamW, with options of its own"),
+            "optim.override_optimizer_config": lacks(_OPTIMIZER, {}),
+            "optim.override_optimizer_config.*": lacks(_OPTIMIZER),
             "fsdp_config.param_offload": to("actor.offload", default=False),
             "fsdp_config.optimizer_offload": to("actor.offload", default=False),
             "fsdp_config.fsdp_size": to("trainer.parallel.fsdp_size", default=-1),
             "fsdp_config.dtype": to("dtype", "actor.dtype", default="bfloat16"),
             "fsdp_config.model_dtype": nothing("in bfloat16, updates are made to float32 copies of the weights"),
-            "fsdp_config.*": nothing("an option of verl's sharding"),
             "megatron.tensor_model_parallel_size": to("trainer.parallel.tensor_model_parallel_size", default=1),
             "megatron.pipeline_model_parallel_size": to("trainer.parallel.pipeline_model_parallel_size", default=1),
             "megatron.virtual_pipeline_model_parallel_size": to(
@@ -151,14 +181,11 @@ VERL: dict[str, Key] = {
             "megatron.param_offload": lacks("no offload with Megatron; see rollout.colocated", False),
             "megatron.optimizer_offload": lacks("no offload with Megatron; see rollout.colocated", False),
             "megatron.override_transformer_config.recompute_granularity": to("trainer.megatron.recompute_granularity"),
-            "megatron.*": nothing("options of Megatron-Core are in trainer.megatron"),
-            "policy_loss.*": nothing("of policy losses that are not offered"),
             "shuffle": lacks("samples of a step keep their order over its updates", False),
             "freeze_vision_tower": lacks("all parameters are trained, or adapters", False),
             "qat.enable": lacks("no training for quantization", False),
             "profiler.*": nothing(_PROFILER),
             "checkpoint.*": nothing("checkpoints hold models, optimizer and every controller's state"),
-            "*": nothing("an option of verl's own computation"),
         },
     ),
     **_section(
@@ -184,9 +211,6 @@ VERL: dict[str, Key] = {
             "val_kwargs.do_sample": to("rollout.val_kwargs.n", default=False),
             "val_kwargs.top_p": lacks(_ON_POLICY, 1),
             "val_kwargs.top_k": lacks(_ON_POLICY, -1, 0),
-            "val_kwargs.*": nothing(
-                "an evaluation has a greedy response a prompt, and rollout.val_kwargs.n sampled ones"
-            ),
             "multi_turn.enable": lacks("several turns are of an environment: rollout.multi_turn.environment", False),
             "multi_turn.*": nothing("several turns are of an environment: rollout.multi_turn.environment"),
             "over_sample_rate": lacks("see rollout.partial_rollout, which finishes the others later", 0),
@@ -194,7 +218,6 @@ VERL: dict[str, Key] = {
             "disaggregation.enabled": lacks("an engine prefills and decodes", False),
             "agent.default_agent_loop": lacks("several turns are of an environment", "single_turn_agent"),
             "agent.agent_loop_config_path": lacks("several turns are of an environment"),
-            "agent.*": nothing("no agent loop's workers: controllers are tasks"),
             "mtp": lacks("no multi-token prediction", {}),
             "mtp.enable": lacks("no multi-token prediction", False),
             "mtp.*": nothing("no multi-token prediction"),
@@ -204,7 +227,6 @@ VERL: dict[str, Key] = {
             "prompt_length": nothing("data.max_prompt_length is the only one"),
             "response_length": nothing("data.max_response_length is the only one"),
             "seed": nothing("each response has a seed of its own, of the run's"),
-            "*": nothing(_ENGINE),
         },
     ),
     **_section(
@@ -212,10 +234,8 @@ VERL: dict[str, Key] = {
         {
             "log_prob_micro_batch_size_per_gpu": nothing(_REF_SAME),
             "profiler.*": nothing(_PROFILER),
-            "*": nothing(_REF_SAME),
         },
     ),
-    "actor_rollout_ref.*": nothing("one process group a role, and its default time limits"),
     **_section(
         _ALGORITHM,
         {
@@ -234,7 +254,6 @@ VERL: dict[str, Key] = {
             "filter_groups.metric": lacks(
                 "groups are compared by their scores", "reward", "score", "seq_reward", "seq_final_reward"
             ),
-            "filter_groups.*": nothing("waves follow each other"),
             "rollout_correction.rollout_is": to("algorithm.rollout_correction.rollout_is"),
             "rollout_correction.rollout_is_threshold": to(
                 "algorithm.rollout_correction.rollout_is_threshold",
@@ -252,6 +271,7 @@ VERL: dict[str, Key] = {
             "rollout_correction.rollout_token_veto_threshold": to(
                 "algorithm.rollout_correction.rollout_token_veto_threshold"
             ),
+            "gdpo_reward_keys": lacks("scores are added before they are normalized"),
             "rollout_correction.bypass_mode": to("algorithm.old_log_probs", default=False),
             "rollout_correction.loss_type": lacks("the policy loss is actor.loss.loss_mode", "ppo_clip"),
             "use_pf_ppo": lacks("no PF-PPO", False),
@@ -265,42 +285,58 @@ VERL: dict[str, Key] = {
             "optim.lr": to("critic.optim.lr", default=1e-5),
             "optim.weight_decay": to("critic.optim.weight_decay", default=0.01),
             "optim.betas": to("critic.optim.betas", default=[0.9, 0.999]),
+            "optim.eps": to("critic.optim.eps", default=1e-8),
             "optim.clip_grad": to("critic.optim.grad_clip", default=1.0),
+            "grad_clip": to("critic.optim.grad_clip"),
+            "optim.lr_warmup_steps": to("critic.optim.lr_warmup_steps", default=-1),
+            "optim.lr_warmup_steps_ratio": to("critic.optim.lr_warmup_steps", default=0.0),
+            "optim.lr_scheduler_type": to("critic.optim.lr_scheduler_type", default="constant"),
+            "optim.warmup_style": to("critic.optim.lr_scheduler_type"),
+            "optim.lr_decay_style": to("critic.optim.lr_scheduler_type"),
+            "optim.min_lr_ratio": to("critic.optim.min_lr_ratio", default=0.0),
+            "optim.min_lr": to("critic.optim.min_lr_ratio", default=0.0),
+            "optim.optimizer": to("critic.optim.name", default="AdamW"),
+            "optim.total_training_steps": nothing("the run's own length"),
+            "optim.num_cycles": lacks("half a cosine", 0.5),
+            "optim.override_optimizer_config": lacks(_OPTIMIZER, {}),
+            "optim.override_optimizer_config.*": lacks(_OPTIMIZER),
+            "ppo_epochs": lacks(_CRITIC_SAME, 1),
+            "ppo_mini_batch_size": lacks(_CRITIC_SAME, 256),
+            "shuffle": lacks("samples of a step keep their order over its updates", False),
+            "loss_scale_factor": to("critic.loss.max_response_length"),
             "cliprange_value": to("critic.loss.cliprange_value", default=0.5),
             "loss_agg_mode": to("critic.loss.loss_agg_mode", default="token-mean"),
-            "*": nothing("the critic has the actor's batches, layout and schedule"),
         },
     ),
     "custom_reward_function.path": to("reward", "reward.kind", "data.train_files"),
     "custom_reward_function.name": to("reward", default="compute_score"),
-    "custom_reward_function.*": lacks("a reward function gets no arguments of its own"),
+    "custom_reward_function.reward_kwargs.*": lacks("a reward function gets no arguments of its own"),
     "reward_model.enable": to("reward_model.kind", "reward.kind", default=False),
     "reward_model.model.path": to("reward_model.path", "reward.path"),
     "reward_model.reward_manager": lacks("a reward scores one response", "naive", "dapo"),
-    "reward_model.overlong_buffer.enable": to("algorithm.overlong.buffer_len", default=False),
-    "reward_model.overlong_buffer.len": to("algorithm.overlong.buffer_len", default=0),
-    "reward_model.overlong_buffer.penalty_factor": to("algorithm.overlong.penalty_factor", default=1.0),
-    "reward_model.*": nothing("a reward model is loaded by each controller, or is a judge with an engine"),
+    **_overlong_buffer("reward_model.overlong_buffer"),
+    **_overlong_buffer("reward_model.reward_kwargs.overlong_buffer_cfg"),
+    **dict.fromkeys(
+        ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len"),
+        lacks("overlong responses are measured by data.max_response_length"),
+    ),
     "reward.custom_reward_function.path": to("reward"),
     "reward.custom_reward_function.name": to("reward", default="compute_score"),
-    "reward.custom_reward_function.*": lacks("a reward function gets no arguments of its own"),
+    "reward.custom_reward_function.reward_kwargs.*": lacks("a reward function gets no arguments of its own"),
     "reward.reward_model.enable": to("reward_model.kind", default=False),
     "reward.reward_model.model_path": to("reward_model.path"),
     "reward.reward_manager.name": lacks("a reward scores one response", "naive", "dapo", "custom_reward_manager"),
     "reward.reward_manager.source": lacks("a reward scores one response", "register"),
-    "reward.reward_kwargs.overlong_buffer_cfg.enable": to("algorithm.overlong.buffer_len", default=False),
-    "reward.reward_kwargs.overlong_buffer_cfg.len": to("algorithm.overlong.buffer_len", default=0),
-    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": to("algorithm.overlong.penalty_factor", default=1.0),
+    **_overlong_buffer("reward.reward_kwargs.overlong_buffer_cfg"),
     "reward.sandbox_fusion.url": lacks("code runs in a sandbox of its own: reward code"),
-    "reward.*": nothing("rewards are called by the controllers; see reward_calls"),
     "sandbox_fusion.url": lacks("code runs in a sandbox of its own: reward code"),
-    "sandbox_fusion.*": nothing("code runs in a sandbox of its own: reward code"),
     "distillation.enabled": to("distillation.teachers", default=False),
+    "distillation.teacher_key": to("distillation.source_key", default="data_source"),
     "distillation.teacher_models.teacher_model.model_path": to("distillation.teachers"),
+    "distillation.teacher_models.teacher_model.key": to("distillation.sources"),
     "distillation.distillation_loss.distillation_loss_coef": to("distillation.coef", default=1.0),
     "distillation.distillation_loss.use_task_rewards": to("algorithm.adv_estimator", default=True),
     "distillation.distillation_loss.loss_mode": to("distillation.teachers", default="k3"),
-    "distillation.*": nothing("a teacher is computed as the reference model, and learned from by its reverse KL"),
     **_section(
         _TRAINER,
         {
@@ -319,7 +355,6 @@ VERL: dict[str, Key] = {
             "device": to("device"),
             "v1.trainer_mode": to("trainer.schedule", default="sync"),
             "v1.sampler.max_off_policy_threshold": to("rollout.max_staleness", default=8),
-            "v1.*": nothing("batches are sampled ahead as trainer.schedule says"),
             "resume_from_path": lacks("a run is resumed in its own folder"),
             "val_only": lacks("see gcore-llm eval", False),
             "rollout_data_dir": nothing(_REPORTED),
@@ -331,14 +366,13 @@ VERL: dict[str, Key] = {
             "val_before_train": nothing("the first and last step always evaluate"),
             "balance_batch": nothing("samples are always dealt by work"),
             "esi_redundant_time": nothing("SIGTERM ends a run after a checkpoint"),
-            "*": nothing(_PLACED),
         },
     ),
     "global_profiler.*": nothing(_PROFILER),
     "transfer_queue.*": nothing("samples go from controllers to ranks directly"),
     "ray_kwargs.*": nothing("the cluster's settings are in ray"),
     "hydra.*": nothing("no Hydra"),
-    "skip.*": nothing("no step is left out"),
     "model_engine": to("trainer.backend", default="dp"),
 }
+VERL: dict[str, Key] = _USED | {name: key for name, key in UNUSED.items() if name not in _USED}
 """verl's names, and sections of names, with the settings here that follow from each."""
