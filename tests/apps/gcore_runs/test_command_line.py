@@ -43,6 +43,14 @@ def test_a_command_ends_in_silence_with_the_reader_of_its_output(args: list[str]
         assert process.wait() == 141
 
 
+@pytest.mark.parametrize("args", [["lines"], ["--help"]])
+def test_a_command_without_standard_output(args: list[str]) -> None:
+    """As with `gcore-llm train --help >&-`."""
+    closed = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-c", COMMANDS, *args]
+    finished = subprocess.run(closed, capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
+
+
 def test_another_pipe_without_a_reader_is_an_error() -> None:
     with app("other-pipe") as process:
         assert process.communicate() == ("", f"app: error: {os.strerror(32)}\n")

@@ -60,7 +60,13 @@ class RunArgs:
 
 @contextmanager
 def ends_with_its_reader() -> Generator[None]:
-    """End the process with exit code 141, as SIGPIPE would, where the reader of its output has gone."""
+    """End the process with exit code 141, as SIGPIPE would, where the reader of its output has gone.
+
+    Without any standard output (``>&-``) what it prints is lost, and it succeeds.
+    """
+    if sys.stdout is None:
+        # The lowest free number, which is that of standard output: no other file gets it.
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             yield
