@@ -18,6 +18,7 @@ from gcore_trainer.errors import StateError, TrainerError, UnsupportedModelError
 from gcore_trainer.objectives.policy import named_scores
 from gcore_trainer.packing.vision import VISION_MODELS
 from gcore_trainer.sample import Sample
+from gcore_trainer.torch.host_memory import local
 
 _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
 """Lengths of prompts and responses; all prompts of 5 tokens are the same."""
@@ -247,7 +248,7 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     # A comparison with nan is false.
     if not differences[worst] <= tolerance:
         for name, parameter in model.named_parameters():
-            if not parameter.isfinite().all():
+            if not local(parameter).isfinite().all():
                 raise StateError(f"{name} of {model_type!r} holds nan or infinity; expected finite weights")
         token = int((scores[worst] - expected[worst]).abs().argmax())
         sample = samples[worst]
