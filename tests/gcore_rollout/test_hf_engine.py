@@ -289,7 +289,7 @@ def test_what_the_engine_does_not_compute_is_refused_when_it_starts(
     [
         ("shape", r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[64\]"),
         ("nan", "model.norm.weight of 'qwen2' holds nan or infinity; expected finite weights"),
-        ("missing", "lack 1 tensors, such as model.norm.weight"),
+        ("missing", "lack 1 of the model's tensors, such as model.norm.weight"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, change: str, message: str) -> None:

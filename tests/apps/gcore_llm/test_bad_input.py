@@ -200,6 +200,10 @@ def generation_config_is_a_list(model: Path) -> None:
     (model / "generation_config.json").write_text("[]")
 
 
+def deep_index(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(DEEP)
+
+
 def index_is_a_list(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text("[]")
 
@@ -221,7 +225,8 @@ def index_is_a_list(model: Path) -> None:
         (with_config(hidden_size="many"), "does not load: Validation error for field 'hidden_size'"),
         (deep_generation_config, "model/generation_config.json is not JSON: maximum recursion depth"),
         (generation_config_is_a_list, "model/generation_config.json is list; expected a JSON object"),
-        (index_is_a_list, "model.safetensors.index.json is list; expected a JSON object"),
+        (index_is_a_list, "model/model.safetensors.index.json is no index of weights: TypeError: list indices"),
+        (deep_index, "model/model.safetensors.index.json is no index of weights: RecursionError: maximum recursion"),
     ],
 )
 def test_checked_models(

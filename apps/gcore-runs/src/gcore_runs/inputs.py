@@ -1,5 +1,6 @@
 """A user's inputs: rows of data files, and language models in Hugging Face folders, with tokenizers and limits."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from glob import glob
@@ -306,8 +307,8 @@ def check_safetensors(folder: Path) -> None:
     """Raise `UserError` if a safetensors file of the folder is damaged, or one that an index names is missing."""
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
-            shards = sorted(set(_read_json(index)["weight_map"].values()))
-        except (KeyError, TypeError, AttributeError) as error:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
         if missing := [name for name in shards if not (folder / name).is_file()]:
             raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")

@@ -68,7 +68,8 @@ def load_model(
         raise RolloutError(f"the model in {path} does not load ({type(error).__name__}: {error})") from error
     # transformers draws at random what the files lack.
     for name in sorted(loaded["missing_keys"]):
-        raise RolloutError(f"the weights in {path} lack {len(loaded['missing_keys'])} tensors, such as {name}")
+        count = len(loaded["missing_keys"])
+        raise RolloutError(f"the weights in {path} lack {count} of the model's tensors, such as {name}")
     for name, in_file, expected in sorted(loaded["mismatched_keys"]):
         raise RolloutError(
             f"the weights in {path} do not fit its config.json: {name} has shape {list(in_file)}; expected "
