@@ -308,7 +308,7 @@ def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> Non
         assert shown.stderr == ""
     assert [row[0] for row in table(shown.stdout)] == ["model.w", "model.b", *(f"all.{name}" for name in names)]
     failed = subprocess.run(
-        [sys.executable, "-m", "gcore_ckpt.tools.cli", "ls", tmp_path], capture_output=True, text=True, timeout=600,
+        [sys.executable, "-m", "gcore_ckpt", "ls", tmp_path], capture_output=True, text=True, timeout=600,
         env=os.environ | {"COLUMNS": "40"}, check=False,
     )  # fmt: skip
     assert (failed.returncode, failed.stdout) == (2, "")

@@ -20,6 +20,7 @@ from engine_oracles import (
     repeats,
     tensor_bytes,
 )
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -280,6 +281,27 @@ def test_what_the_engine_does_not_compute_is_refused_when_it_starts(
 ) -> None:
     _save(config, tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
+        HFEngine.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shape", r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[64\]"),
+        ("nan", "model.norm.weight of 'qwen2' holds nan or infinity; expected finite weights"),
+        ("missing", "lack 1 of the model's tensors, such as model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, change: str, message: str) -> None:
+    _save(Qwen2Config(**SIZES), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    if change == "shape":
+        weights["model.norm.weight"] = torch.ones(7)
+    if change == "nan":
+        weights["model.norm.weight"] = norm * torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RolloutError, match=message):
         HFEngine.from_pretrained(tmp_path)
 
 

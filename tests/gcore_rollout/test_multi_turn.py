@@ -176,6 +176,13 @@ def test_a_template_that_cannot_continue_is_refused() -> None:
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
 
 
+def test_a_template_that_fails_is_one_error() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(RolloutError, match="the chat template refuses a conversation: division by zero"):
+        ChatEncoder(tokenizer).first([{"role": "user", "content": "x"}])
+
+
 async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> None:
     """By transformers, in one forward pass over all turns; concurrent episodes do not disturb each other."""
     tokenizer = make_tokenizer()

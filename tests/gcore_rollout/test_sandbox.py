@@ -1,8 +1,11 @@
 """Programs that misbehave, and what comes of it."""
 
 import asyncio
+import errno
 import os
+import platform
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ from waiting import wait_until
 
 from gcore_rollout import Isolation, Sandbox, SandboxError, SandboxLimits
 from gcore_rollout.sandbox import sandbox as implementation
+from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
 QUICK = SandboxLimits(
     wall_s=60, memory_bytes=256 << 20, disk_bytes=1 << 20, output_bytes=10_000, open_files=32, processes=8
@@ -201,6 +205,139 @@ for _ in range(2):
     assert target.read_text() == "data"
 
 
+KEY_CALLS = {"x86_64": (248, 250), "aarch64": (217, 219)}
+"""The numbers of `add_key` and `keyctl`, by the kernel's headers."""
+CALLS_OF_PROGRAMS = f"""
+import ctypes, os
+ADD_KEY, KEYCTL = {KEY_CALLS[platform.machine()]}
+CLONE = {56 if platform.machine() == "x86_64" else 220}
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    longs = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return libc.syscall(ctypes.c_long(number), *longs)
+"""
+
+
+async def test_keyrings_are_not_shared(sandbox: Sandbox) -> None:
+    """A program that leaves a key in the session's keyring, and a later program that searches for it there."""
+    name = f"gcore-{os.getpid()}"
+    leave = f'print(call(ADD_KEY, b"user", b"{name}", b"answer", 6, -3), ctypes.get_errno())'
+    find = f'print(call(KEYCTL, 10, -3, b"user", b"{name}", 0), ctypes.get_errno())'
+    for program in (leave, find):
+        result = await sandbox.run(CALLS_OF_PROGRAMS + program)
+        assert result.stdout == f"-1 {errno.EPERM}\n", result.stderr
+
+
+async def test_system_v_memory_is_denied(sandbox: Sandbox) -> None:
+    """Segments that are not attached are in no address space, so they would be outside of `memory_bytes`."""
+    program = "print([(libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600), ctypes.get_errno()) for _ in range(2)])"
+    assert (await sandbox.run(CALLS_OF_PROGRAMS + program)).stdout == f"{[(-1, errno.EPERM)] * 2}\n"
+    program = "import os\nos.memfd_create('x')"
+    assert "PermissionError" in (await sandbox.run(program)).stderr
+
+
+async def test_namespaces_do_not_nest(sandbox: Sandbox) -> None:
+    program = """
+print(libc.unshare(0x10000000), ctypes.get_errno())
+child = call(CLONE, 0x10000000 | 17, 0, 0, 0, 0)
+if child == 0:
+    os._exit(0)
+print(child, ctypes.get_errno())
+print(call(435, ctypes.create_string_buffer(88), 88), ctypes.get_errno())
+"""
+    result = await sandbox.run(CALLS_OF_PROGRAMS + program)
+    assert result.stdout == f"-1 {errno.EPERM}\n-1 {errno.EPERM}\n-1 {errno.ENOSYS}\n", result.stderr
+
+
+async def test_what_programs_use_is_allowed(sandbox: Sandbox) -> None:
+    program = """
+import asyncio, multiprocessing, os, socket, subprocess, sys, tempfile, threading
+from concurrent.futures import ThreadPoolExecutor
+print(list(ThreadPoolExecutor(2).map(abs, [-1, -2])))
+print(subprocess.check_output(["echo", "hello"], text=True).strip())
+context = multiprocessing.get_context("fork")
+ours, theirs = context.Pipe()
+child = context.Process(target=theirs.send, args=(3,))
+child.start()
+print(ours.recv())
+child.join()
+async def nap():
+    await asyncio.sleep(0.001)
+    return await asyncio.to_thread(os.getpid) == os.getpid()
+print(asyncio.run(nap()))
+with tempfile.NamedTemporaryFile() as file:
+    file.write(b"x")
+print(len(socket.socketpair()))
+"""
+    result = await sandbox.run(program)
+    assert result.stdout == "[1, 2]\nhello\n3\nTrue\n2\n", result.stderr
+
+
+def filter_result(code: bytes, architecture: int, number: int, argument: int) -> int:
+    """Return what a filter answers to a call, by an interpreter of the instructions of classic BPF in it."""
+    data = struct.pack("=iIQ6Q", number, architecture, 0, argument, 0, 0, 0, 0, 0)
+    instructions = list(struct.iter_unpack("=HBBI", code))
+    accumulator = 0
+    position = 0
+    while True:
+        operation, if_true, if_false, operand = instructions[position]
+        position += 1
+        match operation:
+            case 0x20:  # BPF_LD | BPF_W | BPF_ABS
+                accumulator = struct.unpack_from("=I", data, operand)[0]
+            case 0x15:  # BPF_JMP | BPF_JEQ | BPF_K
+                position += if_true if accumulator == operand else if_false
+            case 0x35:  # BPF_JMP | BPF_JGE | BPF_K
+                position += if_true if accumulator >= operand else if_false
+            case 0x45:  # BPF_JMP | BPF_JSET | BPF_K
+                position += if_true if accumulator & operand else if_false
+            case _:  # BPF_RET | BPF_K
+                assert operation == 0x06
+                return operand
+
+
+X86_64, AARCH64, I386, ARM = 0xC000003E, 0xC00000B7, 0x40000003, 0x40000028
+"""AUDIT_ARCH numbers of linux/audit.h."""
+ALLOWED, DENIED, MISSING = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "number", "argument", "expected"),
+    [
+        pytest.param("x86_64", X86_64, 0, 0, ALLOWED, id="read"),
+        pytest.param("x86_64", X86_64, 250, 0, DENIED, id="keyctl"),
+        pytest.param("x86_64", X86_64, 153, 0, DENIED, id="vhangup-the-last-of-the-table"),
+        pytest.param("x86_64", X86_64, 219, 0, ALLOWED, id="restart_syscall-keyctl-of-the-other-machine"),
+        pytest.param("x86_64", X86_64, 56, 0x003D0F00, ALLOWED, id="a-thread"),
+        pytest.param("x86_64", X86_64, 56, 0x10000011, DENIED, id="clone-of-a-user-namespace"),
+        pytest.param("x86_64", X86_64, 56, 0x00020011, DENIED, id="clone-of-a-mount-namespace"),
+        pytest.param("x86_64", X86_64, 435, 0, MISSING, id="clone3"),
+        pytest.param("x86_64", X86_64, 41, 2, ALLOWED, id="socket-of-the-internet"),
+        pytest.param("x86_64", X86_64, 41, 40, DENIED, id="socket-of-a-hypervisor"),
+        pytest.param("x86_64", X86_64, 53, 30, DENIED, id="socketpair-of-TIPC"),
+        pytest.param("x86_64", X86_64, 0x40000000 | 250, 0, MISSING, id="keyctl-of-x32"),
+        pytest.param("x86_64", X86_64, 467, 0, MISSING, id="open_tree_attr"),
+        pytest.param("x86_64", I386, 288, 0, DENIED, id="keyctl-of-i386"),
+        pytest.param("x86_64", I386, 3, 0, DENIED, id="read-of-i386"),
+        pytest.param("aarch64", AARCH64, 63, 0, ALLOWED, id="arm-read"),
+        pytest.param("aarch64", AARCH64, 219, 0, DENIED, id="arm-keyctl"),
+        pytest.param("aarch64", AARCH64, 97, 0, DENIED, id="arm-unshare"),
+        pytest.param("aarch64", AARCH64, 220, 0x10000011, DENIED, id="arm-clone-of-a-user-namespace"),
+        pytest.param("aarch64", AARCH64, 220, 0x11, ALLOWED, id="arm-fork"),
+        pytest.param("aarch64", AARCH64, 56, 0x10000011, ALLOWED, id="arm-openat-clone-of-the-other-machine"),
+        pytest.param("aarch64", AARCH64, 198, 40, DENIED, id="arm-socket-of-a-hypervisor"),
+        pytest.param("aarch64", ARM, 63, 0, DENIED, id="arm-32-bit"),
+    ],
+)
+def test_syscall_filter(machine: str, architecture: int, number: int, argument: int, expected: int) -> None:
+    assert filter_result(build_syscall_filter(machine), architecture, number, argument) == expected
+
+
+def test_another_machine_has_no_filter() -> None:
+    with pytest.raises(SandboxError, match="machine is 'riscv64'; expected x86_64 or aarch64"):
+        build_syscall_filter("riscv64")
+
+
 async def test_no_network(isolated: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind("\0gcore-sandbox-test")
@@ -383,6 +520,7 @@ def test_bad_limits(field: str) -> None:
             "unshare: Invalid argument",
         ),
         ("SYS_MOUNT_SETATTR = 442", "SYS_MOUNT_SETATTR = 100000", "mount_setattr /proc: Function not implemented"),
+        ("SECCOMP_MODE_FILTER = 2", "SECCOMP_MODE_FILTER = 9", "seccomp filter: Invalid argument"),
     ],
 )
 def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, why: str) -> None:

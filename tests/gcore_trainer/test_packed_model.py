@@ -1,5 +1,7 @@
 """Log-probabilities and entropies of packed micro-batches against transformers' plain forward, a sample at a time."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file, save_file
 from trainer_oracles import SIZES, Group, groups, load_padded, make_samples, padded_scores, save_model
 from transformers import (
     BloomConfig,
@@ -15,7 +18,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from gcore_trainer import ConfigError, PackedModel, UnsupportedModelError
+from gcore_trainer import ConfigError, PackedModel, StateError, UnsupportedModelError
 
 _loaded: dict[Path, tuple[PackedModel, Any]] = {}
 
@@ -93,6 +96,34 @@ def test_micro_batches_are_scored_one_by_one(qwen2: Path) -> None:
 def test_a_temperature_out_of_bounds_is_refused(qwen2: Path, temperature: float) -> None:
     with pytest.raises(ConfigError, match=r"^temperature is "):
         PackedModel.from_pretrained(qwen2, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shape", r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[\d+\]"),
+        ("nan", r"model.norm.weight of 'qwen2' holds nan or infinity; expected finite weights"),
+        ("missing", r"lack 1 of the model's tensors, such as model.norm.weight"),
+        ("config", r"the model in .* does not load \(ZeroDivisionError: "),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(qwen2: Path, tmp_path: Path, change: str, message: str) -> None:
+    folder = shutil.copytree(qwen2, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    match change:
+        case "shape":
+            weights["model.norm.weight"] = torch.ones(7)
+        case "nan":
+            weights["model.norm.weight"] = norm * torch.nan
+        case "config":
+            settings = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 0}))
+        case _:
+            pass
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StateError, match=message):
+        PackedModel.from_pretrained(folder)
 
 
 def test_a_model_with_ordinary_attention_is_refused(qwen2: Path) -> None:

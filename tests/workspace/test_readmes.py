@@ -41,6 +41,7 @@ CHECKED_ELSEWHERE = {
     r"pip install uv": ".ci/run",
     r"uv sync": ".ci/run",
     r"(export UV_\w+=1 UV_NO_SYNC=1|uv sync --group dev --group cuda)": f"{CUDA}::test_uv_run_leaves_it_as_it_is",
+    r"source <\(gcore-llm --print-completion bash\)": "tests/apps/gcore_runs/test_command_line.py::test_completion",
     r"(source|ulimit|export RAY_AUTH_MODE=token) ?.*": f"{DEPLOY}::test_the_slurm_script_runs_on_two_nodes",
     r"(docker|kubectl|sbatch) .*": f"{DEPLOY}::test_files_that_commands_of_the_page_name_exist",
     r"(ray start|\(umask 077; ray get-auth-token) .*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",

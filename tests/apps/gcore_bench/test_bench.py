@@ -265,7 +265,7 @@ def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
 def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
     options = ["--workload", "short", "--contenders", "gcore", "trl", "--rounds", "1", "--steps", "2"]
     options += ["--warmup-steps", "1", "--threads", "1", "--work-dir", str(tmp_path / "work")]
-    command = [sys.executable, "-m", "gcore_bench.cli", "grpo", *options, "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "-m", "gcore_bench", "grpo", *options, "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "gcore / trl" in done.stdout
@@ -293,7 +293,7 @@ def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
 def test_bench_measures_gcore_on_ray_and_verl(tmp_path: Path) -> None:
     options = ["--workload", "short", "--peer", "verl", "--verl-python", VERL, "--rounds", "1", "--steps", "2"]
     options += ["--warmup-steps", "1", "--work-dir", str(tmp_path / "work")]
-    command = [sys.executable, "-m", "gcore_bench.cli", "grpo", *options, "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "-m", "gcore_bench", "grpo", *options, "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "gcore-ray / verl" in done.stdout

@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_run(tmp_path: Path) -> None:
 
 
 def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "gcore_bench.cli", "ckpt", *SMALL, "--dir", str(tmp_path / "files"), *options]
+    command = [sys.executable, "-m", "gcore_bench", "ckpt", *SMALL, "--dir", str(tmp_path / "files"), *options]
     return subprocess.run(
         command, env=os.environ.copy(), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )

@@ -295,7 +295,7 @@ def test_the_page_has_a_line_for_each_number_of_controllers(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_bench_measures_controllers(tmp_path: Path) -> None:
     options = ["--quick", "--contenders", "gcore", "verl", "--html", "page.html", "--json", "figures.json"]
-    command = [sys.executable, "-m", "gcore_bench.cli", "controller", *options]
+    command = [sys.executable, "-m", "gcore_bench", "controller", *options]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
     )
@@ -331,7 +331,7 @@ def test_bench_measures_controllers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gcore_bench.cli", "controller", "--workers", "0"]
+    command = [sys.executable, "-m", "gcore_bench", "controller", "--workers", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr == "gcore-bench: error: workers is 0; expected at least 1\n"

@@ -134,7 +134,7 @@ def test_dalys_period_is_that_of_least_time(mean: float, share: float) -> None:
 
 
 def quick(tmp_path: Path, part: str) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "gcore_bench.cli", "ckpt", "--quick", "--part", part]
+    command = [sys.executable, "-m", "gcore_bench", "ckpt", "--quick", "--part", part]
     command += ["--json", "figures.json", "--html", "page.html", "--dir", "files"]
     done = subprocess.run(
         command, env=os.environ.copy(), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False

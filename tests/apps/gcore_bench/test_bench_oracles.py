@@ -70,7 +70,7 @@ def test_constants_of_nemo_rl_are_fitted_to_few_rows() -> None:
 def test_bench_prints_every_published_step(tmp_path: Path) -> None:
     """Each has its measurement and predictions; what a row is fitted to is met, and what is held out is not all."""
     done = subprocess.run(
-        [sys.executable, "-m", "gcore_bench.cli", "placement", "--parts", "oracles", "--json", "figures.json"],
+        [sys.executable, "-m", "gcore_bench", "placement", "--parts", "oracles", "--json", "figures.json"],
         cwd=tmp_path,
         env=os.environ | {"COLUMNS": "240"},
         capture_output=True,

@@ -151,7 +151,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.slow
 def test_bench_measures_payloads(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gcore_bench.cli", "controller", "--parts", "payloads", "--quick"]
+    command = [sys.executable, "-m", "gcore_bench", "controller", "--parts", "payloads", "--quick"]
     command += ["--json", "figures.json", "--html", "page.html"]
     done = subprocess.run(
         command, env=os.environ.copy(), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False

@@ -84,7 +84,7 @@ def bench(tmp_path: Path, part: str, *more: str) -> tuple[dict[str, Any], str]:
     """Figures of a part, and what was printed."""
     options = ["--parts", part, "--quick", "--json", "figures.json", *more]
     done = subprocess.run(
-        [sys.executable, "-m", "gcore_bench.cli", "placement", *options],
+        [sys.executable, "-m", "gcore_bench", "placement", *options],
         cwd=tmp_path,
         env=os.environ.copy(),
         capture_output=True,

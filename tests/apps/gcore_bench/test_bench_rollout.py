@@ -256,7 +256,7 @@ def test_quick_changes_sizes_only() -> None:
 
 @pytest.mark.slow
 def test_bench_measures_rollouts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gcore_bench.cli", "rollout", "--quick", "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "-m", "gcore_bench", "rollout", "--quick", "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -314,7 +314,7 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     options = ["--parts", "generation", "--contenders", "gcore-hf", "--vocab-size", "0"]
-    command = [sys.executable, "-m", "gcore_bench.cli", "rollout", *options]
+    command = [sys.executable, "-m", "gcore_bench", "rollout", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
     assert done.stderr == "gcore-bench: error: vocab_size is 0; expected at least 16\n"

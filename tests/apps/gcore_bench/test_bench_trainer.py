@@ -214,7 +214,7 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 def test_bench_measures_the_trainer(tmp_path: Path) -> None:
     arguments = as_arguments({**RUN, "context_sizes": [1, 2], "json": tmp_path / "figures.json"})
-    command = [sys.executable, "-m", "gcore_bench.cli", "trainer", *arguments]
+    command = [sys.executable, "-m", "gcore_bench", "trainer", *arguments]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Ranks share the machine's cores" in done.stdout

@@ -1,6 +1,9 @@
 """Wrong input: one message that says what is wrong, exit code 2, and nothing on disk that was not there before."""
 
+import asyncio
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +14,14 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from command_line import Cli, option_set, step_rows, write_rows
+from safetensors.torch import load_file, save_file
 from tiny_jobs import EVENS
+
+from gcore_llm import train
+from gcore_llm.cli import parse_train
+from gcore_runs import Result, UserError, apply_chat_template, build_tokenizer, check_model
 
 
 def write(cli: Cli, name: str, text: str) -> str:
@@ -147,6 +156,98 @@ def no_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
 
+def with_config(**values: object) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | values))
+
+    return damage
+
+
+def change_weight(model: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights[name] = change(weights[name])
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def nan_weight(model: Path) -> None:
+    change_weight(model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight * math.nan)
+
+
+def eight_bit_weight(model: Path) -> None:
+    change_weight(model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight.to(torch.int8))
+
+
+def float8_weight(model: Path) -> None:
+    change_weight(model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight.to(torch.float8_e4m3fn))
+
+
+def with_adapters(model: Path) -> None:
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def deep_config(model: Path) -> None:
+    (model / "config.json").write_text(DEEP)
+
+
+def deep_generation_config(model: Path) -> None:
+    (model / "generation_config.json").write_text(DEEP)
+
+
+def generation_config_is_a_list(model: Path) -> None:
+    (model / "generation_config.json").write_text("[]")
+
+
+def deep_index(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(DEEP)
+
+
+def index_is_a_list(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (
+            eight_bit_weight,
+            "model is 'model', whose model.layers.0.mlp.gate_proj.weight is quantized (I8); expected weights in ",
+        ),
+        (float8_weight, "is quantized (F8_E4M3); expected weights in float32, bfloat16 or float16"),
+        (
+            with_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "model is 'model', whose config.json has quantization_config; expected weights in float32",
+        ),
+        (with_adapters, "holds a model (config.json) and adapters (adapter_config.json); expected only a model"),
+        (deep_config, "model folder model has a config.json that does not load: maximum recursion depth"),
+        (with_config(hidden_size="many"), "does not load: Validation error for field 'hidden_size'"),
+        (deep_generation_config, "model/generation_config.json is not JSON: maximum recursion depth"),
+        (generation_config_is_a_list, "model/generation_config.json is list; expected a JSON object"),
+        (index_is_a_list, "model/model.safetensors.index.json is no index of weights: TypeError: list indices"),
+        (deep_index, "model/model.safetensors.index.json is no index of weights: RecursionError: maximum recursion"),
+    ],
+)
+def test_checked_models(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny, "model")
+    check_model(Path("model"))
+    damage(Path("model"))
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_model(Path("model"))
+
+
+def test_engines_other_than_hf_may_have_quantized_weights(tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    float8_weight(model)
+    with_config(quantization_config={"quant_method": "fp8"})(model)
+    check_model(model, may_be_quantized=True)
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -165,6 +266,25 @@ def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path
     damage(cli.cwd / "model")
     assert expected in cli.refused(*option_set(own_args, "--model", "model"))
     assert not (cli.cwd / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (
+            with_config(hidden_size=96),
+            "the weights in model do not fit its config.json: model.embed_tokens.weight has shape [128, 128]; "
+            "expected [128, 96]",
+        ),
+        (with_config(num_attention_heads=0), "the model in model does not load (ZeroDivisionError: "),
+        (nan_weight, "model.layers.0.mlp.gate_proj.weight of 'qwen3' holds nan or infinity; expected finite weights"),
+    ],
+)
+def test_weights(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path], None], expected: str) -> None:
+    shutil.copytree(tiny, cli.cwd / "model")
+    damage(cli.cwd / "model")
+    assert expected in cli.refused(*option_set(own_args, "--model", "model"))
+    assert not (cli.cwd / "runs/default").exists()
 
 
 @pytest.mark.parametrize(
@@ -218,6 +338,44 @@ def test_a_reward_that_starts_to_fail_leaves_the_last_finished_step(cli: Cli, ow
     assert "resuming after step 2 of 4" in cli.ok(*args)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for x in %}", "Expected an expression"),
+        ("{{ nothing.a }}", "'nothing' is undefined"),
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ range(10 ** 9) }}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_chat_template_that_fails(tiny: Path, template: str, reason: str) -> None:
+    tokenizer = build_tokenizer(tiny)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=re.escape(f"row 3: the model's chat template refuses it: {reason}")):
+        apply_chat_template(tokenizer, [{"role": "user", "content": "a"}], "row 3", tokenize=False)
+
+
+def test_brackets_deeper_than_can_be_read(cli: Cli, own_args: list[str]) -> None:
+    write(cli, "deep.toml", f"name = {DEEP}")
+    assert "config is deep.toml: not TOML: more brackets" in cli.refused(*own_args, "--config", "deep.toml")
+    with pytest.raises(UserError, match="expected fewer brackets in each other"):
+        parse_train([*own_args[1:], "--task.params.terms", DEEP])
+
+
+def test_training_while_an_event_loop_runs(own_args: list[str], tmp_path: Path) -> None:
+    """As in a notebook: it fails at once, with what works there, which `to_thread` is."""
+    config = parse_train([*own_args[1:], "--runs-dir", str(tmp_path)])
+
+    async def notebook() -> Result:
+        with pytest.raises(UserError, match=r"result = await asyncio\.to_thread\(train, config\)"):
+            train(config)
+        return await asyncio.to_thread(train, config)
+
+    assert asyncio.run(notebook()).run == tmp_path / "default"
+
+
 def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str = "bad.jsonl") -> str:
     write(cli, name, text)
     error = cli.refused(*option_set(own_args, "--data.train-files", name), *options)
@@ -251,6 +409,9 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
         cli, own_args, '{"prompt": "aaaa"}\n{"prompt": "aaaaa"}\n', "--data.max-prompt-length", "3"
     )
     assert "bad.csv is not CSV: Empty CSV file" in bad_data(cli, own_args, "", name="bad.csv")
+    assert "data.train_files holds an empty name; expected a .jsonl, " in cli.refused(
+        *option_set(own_args, "--data.train-files", "")
+    )
     assert "bad.txt ends in '.txt'; expected " in bad_data(cli, own_args, "", name="bad.txt")
     assert "bad.parquet is not Parquet" in bad_data(cli, own_args, "prompt", name="bad.parquet")
     (cli.cwd / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
@@ -403,6 +564,8 @@ def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> No
     assert "PROMPT is empty" in cli.refused("sample", "runs/default", "")
     assert "PROMPT is missing; expected gcore-llm sample RUN PROMPT" in cli.refused("sample", "runs/default")
     assert "MODEL is missing; expected gcore-llm eval MODEL" in cli.refused("eval")
+    assert "model is 'runs/nosuch'; expected one of the runs in runs: default" in cli.refused("eval", "runs/nosuch")
+    assert "model is 'nowhere/a/b'; expected a run's folder" in cli.refused("eval", "nowhere/a/b")
     assert "unknown option --steps; known here: --follow, --lines, --rank, --role" in cli.refused(
         "logs", "x", "--steps"
     )

@@ -1,15 +1,21 @@
 """Files that cannot be read or written: one line, exit code 2, and nothing that was finished is lost."""
 
 import json
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from command_line import Cli, option_set, step_rows, write_rows
 from safetensors.torch import load_file, save_file
+
+from gcore_llm.cli import embedded
+from gcore_runs import RunFolder, Supervisor, UserError
 
 
 def truncated(model: Path) -> None:
@@ -126,6 +132,32 @@ def test_damaged_run(cli: Cli, own_args: list[str], command: str) -> None:
     finished = cli(command, run, *prompt)
     assert "Traceback" not in finished.err
     assert finished.code in (0, 2)
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Generator[None]:
+    """As on a full disk, larger files fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: save_file({"weight": torch.zeros(2000)}, path), lambda path: path.write_bytes(bytes(8000))]
+)
+def test_a_disk_that_is_full_at_the_export(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    """Weights are written by safetensors, other files by Python: both are one error, and leave nothing half written."""
+    supervisor = Supervisor(embedded(), app="gcore-llm")
+    supervisor.run = RunFolder(tmp_path)
+    expected = (
+        r"the export .*export cannot be written: .*File too large.*; with enough space the same command writes it"
+    )
+    with pytest.raises(UserError, match=expected), files_of_at_most(4000):
+        supervisor.export(lambda path: (path.mkdir(), write(path / "model.safetensors")))
+    assert list(tmp_path.iterdir()) == []
 
 
 # Python ignores the signal of the limit, so that writes fail as on a full disk.

@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import tyro
 from rich.console import Console
 
 from gcore_bench.harness.options import BenchError
-from gcore_runs.command_line import ends_with_its_reader
+from gcore_runs.command_line import ends_with_its_reader, print_completion, print_version
 
 _BENCHES = {
     "grpo": "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
@@ -28,6 +29,9 @@ _USAGE = "\n".join(
         "Every claim gcore makes, measured against a peer or a physical limit.\n",
         "commands:",
         *(f"  {name:<12}{summary}" for name, summary in _BENCHES.items()),
+        "\noptions:",
+        "  --version                 print the version",
+        "  --print-completion SHELL  print what completes commands and options in bash or zsh",
         "\ngcore-bench COMMAND --help documents every option.",
     ]
 )
@@ -40,12 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
         raise SystemExit(0 if args else 2)
+    if args[0] == "--version":
+        print_version("gcore-bench")
+        return
+    if args[0] == "--print-completion":
+        print_completion("gcore-bench", {name: _options_class(name) for name in _BENCHES}, args[1:])
+        return
     name = args[0]
     if name not in _BENCHES:
         raise SystemExit(f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}")
     try:
-        options_class = getattr(import_module(f"gcore_bench.{name}.options"), f"{name.capitalize()}Options")
-        options = tyro.cli(options_class, args=args[1:], prog=f"gcore-bench {name}")
+        options: Any = tyro.cli(_options_class(name), args=args[1:], prog=f"gcore-bench {name}")
         # rich assumes 80 columns of a file or a pipe, in which the tables would be folded.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
         # Imported after the options are checked, because it may take seconds.
@@ -55,5 +64,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
 
 
-if __name__ == "__main__":
-    main()
+def _options_class(name: str) -> type:
+    return getattr(import_module(f"gcore_bench.{name}.options"), f"{name.capitalize()}Options")

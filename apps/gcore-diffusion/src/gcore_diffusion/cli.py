@@ -70,7 +70,7 @@ class SampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE)
+    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE, settings=_settings)
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
@@ -78,6 +78,10 @@ def parse_train(args: Sequence[str]) -> DiffusionConfig:
     description = "Train a diffusion or flow-matching model on a reward."
     recipes = {**RECIPES, **PUBLISHED}
     return parse(args, prog="gcore-diffusion train", recipes=recipes, description=description)
+
+
+def _settings() -> dict[str, type]:
+    return {"train": DiffusionConfig, "sample": SampleArgs}
 
 
 def _train(args: Sequence[str]) -> None:

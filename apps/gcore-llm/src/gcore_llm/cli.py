@@ -105,13 +105,39 @@ class SampleArgs(RunArgs, Checked):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
     run_command(
-        "gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl", "compare-with")
+        "gcore-llm",
+        _COMMANDS,
+        argv,
+        usage=_USAGE,
+        settings=_settings,
+        not_resumed=("simulate", "from-verl", "from-trl", "compare-with"),
     )
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
     """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
     return parse(args, prog="gcore-llm train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
+
+
+def _settings() -> dict[str, type]:
+    from gcore_llm.evaluation.args import EvalArgs
+    from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+    from gcore_llm.migration.command import FromTRLArgs, FromVerlArgs
+    from gcore_llm.migration.comparison import CompareArgs
+    from gcore_runs.simulation.config import SimulateConfig
+
+    return {
+        "train": TrainConfig,
+        "sft": SFTRunConfig,
+        "reward-model": RewardModelRunConfig,
+        "dpo": DPORunConfig,
+        "sample": SampleArgs,
+        "eval": EvalArgs,
+        "simulate": SimulateConfig,
+        "from-verl": FromVerlArgs,
+        "from-trl": FromTRLArgs,
+        "compare-with": CompareArgs,
+    }
 
 
 def _train(args: Sequence[str]) -> None:

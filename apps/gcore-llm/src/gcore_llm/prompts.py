@@ -16,6 +16,7 @@ from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
 from gcore_runs import (
     Rows,
     UserError,
+    apply_chat_template,
     columns,
     held_out_places,
     image_sources,
@@ -86,12 +87,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
     if data.image_key:
         value = [{**message, "content": _with_image_parts(message["content"])} for message in value]
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise UserError(f"{where}: the model's chat template refuses it: {error}") from None
+    return apply_chat_template(tokenizer, value, where, add_generation_prompt=True, tokenize=False)
 
 
 def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:

@@ -299,7 +299,7 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
     from gcore_rollout import SequenceClassifierReward
 
     path = model_folder(config.reward_model.path, setting="reward_model.path")
-    check_model(path, setting="reward_model.path")
+    check_model(path, setting="reward_model.path", may_be_quantized=True)
     tokenizer = build_tokenizer(path)
 
     def encode(prompt: str, completion: str) -> Sequence[int]:
@@ -332,7 +332,7 @@ async def _judge(
         on_unparsable = "drop" if judge.unparsable_score is None else judge.unparsable_score
         make = partial(JudgeReward, parse=judge.scores(), reduce=judge.reduce, on_unparsable=on_unparsable)
     template = judge.question()
-    check_model(path, setting=own.path_setting)
+    check_model(path, setting=own.path_setting, may_be_quantized=True)
     check_engine(judge, path, setting=own.section)
     tokenizer = build_tokenizer(path)
     if engine is None:

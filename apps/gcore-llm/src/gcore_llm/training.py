@@ -143,7 +143,8 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     folders = {"model": config.model, "critic.model": critic, "rollout.speculative.model": rollout.speculative.model}
     for setting, folder in folders.items():
         if folder:
-            check_model(model_folder(folder, setting=setting), setting=setting)
+            is_draft = setting == "rollout.speculative.model"
+            check_model(model_folder(folder, setting=setting), setting=setting, may_be_quantized=is_draft)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     if config.runtime == "inline":
@@ -305,7 +306,7 @@ async def finished_policy(
 
     torch.set_num_threads(config.threads)
     model = model_folder(config.model)
-    check_model(model)
+    check_model(model, may_be_quantized=config.rollout.engine != "hf")
     kept_step = best_step(run) if run is not None and best else None
     if run is not None and best and kept_step is None:
         raise UserError(f"checkpoint is 'best'; expected 'latest': {run.path} has kept none (trainer.export is 'last')")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT")
 
+Settings = Mapping[str, type]
+"""The dataclass of each command's options, by the command's name."""
+
 Command = Callable[[Sequence[str]], None]
 """Called with the arguments after its name."""
 
@@ -40,7 +44,13 @@ _ENVIRONMENT = {
 }
 """Variables that torch, transformers and diffusers read when they are imported."""
 
-EXIT_CODES = """exit codes:
+SHELLS = ("bash", "zsh")
+
+EPILOG = """options:
+  --version                 print the version
+  --print-completion SHELL  print what completes commands and options in bash or zsh
+
+exit codes:
   0    success
   1    an unexpected error, with a traceback
   2    wrong input, or a reward, engine or training process that failed; one message
@@ -60,7 +70,13 @@ class RunArgs:
 
 @contextmanager
 def ends_with_its_reader() -> Generator[None]:
-    """End the process with exit code 141, as SIGPIPE would, where the reader of its output has gone."""
+    """End the process with exit code 141, as SIGPIPE would, where the reader of its output has gone.
+
+    Without any standard output (``>&-``) what it prints is lost, and it succeeds.
+    """
+    if sys.stdout is None:
+        # The lowest free number, which is that of standard output: no other file gets it.
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             yield
@@ -82,17 +98,33 @@ def run_command(
     argv: Sequence[str] | None,
     *,
     usage: str,
+    settings: Callable[[], Settings] = dict,
     not_resumed: Collection[str] = (),
 ) -> None:
     """Run one of an app's commands; wrong input ends it with exit code 2 and one message, an interruption with 130.
 
-    ``not_resumed`` are commands that do not continue after an interruption when they are called again.
+    Args:
+        app: name of the command, and of its distribution.
+        commands: the app's commands, by name.
+        argv: the arguments after the app's name; None: those of this process.
+        usage: printed for ``--help``.
+        settings: returns the options of the app's own commands, for completion in a shell.
+        not_resumed: commands that do not continue after an interruption when they are called again.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         with ends_with_its_reader():
-            print(f"{usage}\n{EXIT_CODES}", end="")
+            print(f"{usage}\n{EPILOG}", end="")
         raise SystemExit(0 if args else 2)
+    if args[0] == "--version":
+        print_version(app)
+        return
+    if args[0] == "--print-completion":
+        from gcore_runs.doctor.command import DoctorArgs
+
+        shared = {"report": RunArgs, "trace": TraceArgs, "logs": LogsArgs, "doctor": DoctorArgs}
+        print_completion(app, {**shared, **settings()}, args[1:])
+        return
     command, rest = args[0], args[1:]
     if command not in commands:
         print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
@@ -111,6 +143,26 @@ def run_command(
             raise
         print(f"{app}: error: {said(error) if isinstance(error, OSError) else one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def print_version(app: str) -> None:
+    """Print an app's name and version."""
+    with ends_with_its_reader():
+        print(f"{app} {version(app)}")
+
+
+def print_completion(app: str, settings: Settings, args: Sequence[str]) -> None:
+    """Print the script by which a shell, the only argument, completes the app's commands and their options."""
+    if len(args) != 1 or args[0] not in SHELLS:
+        print(f"{app}: error: expected --print-completion {' or '.join(SHELLS)}", file=sys.stderr)
+        raise SystemExit(2)
+    with ends_with_its_reader():
+        tyro.extras.subcommand_cli_from_dict(
+            dict(settings),
+            prog=app,
+            args=["--tyro-print-completion", args[0]],
+            config=(tyro.conf.FlagConversionOff,),
+        )
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:

@@ -25,6 +25,9 @@ RowT = TypeVar("RowT")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
+_QUANTIZED_DTYPES = ("I8", "U8", "F8", "F6", "F4")
+"""Data types of quantized weights, as safetensors spells their beginnings."""
+
 _SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv")
 _ACCEPTED = "a .jsonl, .parquet, .arrow or .csv file"
 LARGE_BYTES = 2**23
@@ -46,6 +49,8 @@ def open_rows(
     Raises:
         UserError: it is missing, unreadable, malformed or empty; of large JSONL files, lines are read when needed.
     """
+    if not source:
+        raise UserError(f"{setting} holds an empty name; expected {_ACCEPTED}, or a data set on the Hub")
     if source.startswith("hf://"):
         from gcore_runs.data.tables import open_dataset
 
@@ -181,21 +186,74 @@ def model_folder(name: str, *, setting: str = "model") -> Path:
     return download_model(name, setting=setting)
 
 
-def check_model(path: Path, *, setting: str = "model") -> None:
-    """Raise `UserError` unless it is a Hugging Face folder with weights of an architecture that transformers knows."""
+def check_model(path: Path, *, setting: str = "model", may_be_quantized: bool = False) -> None:
+    """Raise `UserError` unless it is a Hugging Face folder with weights of an architecture that transformers knows.
+
+    ``may_be_quantized``: whether the model is for an engine that may compute with quantized weights, such as vLLM.
+    """
+    has_adapters = (path / "adapter_config.json").is_file()
     if not (path / "config.json").is_file():
         adapters = "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
-        hint = f"{adapters}merged (export_merged)" if (path / "adapter_config.json").is_file() else ""
+        hint = f"{adapters}merged (export_merged)" if has_adapters else ""
         raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json{hint}")
+    if has_adapters:
+        # transformers would load them onto the model without a word.
+        raise UserError(
+            f"{setting} is {str(path)!r}, which holds a model (config.json) and adapters (adapter_config.json); "
+            "expected only a model: move the adapters to a folder of their own, from which a run starts by "
+            "actor.lora_adapter_path"
+        )
     from transformers import AutoConfig
 
     try:
-        AutoConfig.from_pretrained(path)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
+        config: Any = AutoConfig.from_pretrained(path)
+    except Exception as error:
+        # The parsers and the checks of the classes raise errors of many types.
+        raise UserError(f"model folder {path} has a config.json that does not load: {one_line(error)}") from None
+    if (path / "generation_config.json").is_file():
+        _read_json(path / "generation_config.json")
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise UserError(f"model folder {path} has no weights; expected model.safetensors")
     check_safetensors(path)
+    if not may_be_quantized:
+        _check_not_quantized(path, config, setting)
+
+
+def _check_not_quantized(path: Path, config: Any, setting: str) -> None:
+    accepted = "expected weights in float32, bfloat16 or float16: convert it first"
+    for part in (config, config.get_text_config()):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization is not None:
+            raise UserError(f"{setting} is {str(path)!r}, whose config.json has quantization_config; {accepted}")
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            names: list[str] = list(tensors.keys())
+            for name in names:
+                dtype: str = tensors.get_slice(name).get_dtype()
+                # Masks, which old files have too, are not called weights.
+                if name.endswith("weight") and dtype.startswith(_QUANTIZED_DTYPES):
+                    raise UserError(f"{setting} is {str(path)!r}, whose {name} is quantized ({dtype}); {accepted}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; `UserError` if it has none."""
+    try:
+        return json_object(path.read_text(), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error}") from None
+
+
+def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
+    """Render messages by the model's chat template; `UserError`, which names ``where`` they are, if it fails.
+
+    transformers runs templates in Jinja's sandbox: they reach neither files nor modules, but may take any time.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except Exception as error:
+        # A template is a program, which may fail in any way.
+        reason = one_line(error) or type(error).__name__
+        raise UserError(f"{where}: the model's chat template refuses it: {reason}") from None
 
 
 def build_tokenizer(path: Path) -> Any:
@@ -224,7 +282,7 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     if model is not None:
         generation = model / "generation_config.json"
         settings = generation if generation.is_file() else model / "config.json"
-        declared = json.loads(settings.read_text()).get("eos_token_id")
+        declared = _read_json(settings).get("eos_token_id")
     ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
     return sorted(i for i in ids if i is not None)
 
@@ -250,7 +308,7 @@ def check_safetensors(folder: Path) -> None:
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
         if missing := [name for name in shards if not (folder / name).is_file()]:
             raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")

@@ -141,7 +141,7 @@ def run_id(folder: Path) -> str:
 
 def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file or folder, then rename it to ``target``; an `OSError` has that name."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_path(target)
     try:
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -151,6 +151,11 @@ def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
         partial.replace(target)
     except OSError as error:
         raise _named(error, target) from error
+
+
+def partial_path(target: Path) -> Path:
+    """Return where a file or folder is written before it is renamed to ``target``."""
+    return target.with_name(f".{target.name}.partial")
 
 
 def append_json(path: Path, row: dict[str, Any]) -> None:

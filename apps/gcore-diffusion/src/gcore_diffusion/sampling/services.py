@@ -29,7 +29,7 @@ from gcore_rollout import (
     load_function,
     register_image_reward,
 )
-from gcore_runs import UserError, build_tokenizer, check_model, keep_free_memory
+from gcore_runs import UserError, apply_chat_template, build_tokenizer, check_model, keep_free_memory
 from gcore_runs.engines import Instrumentation, device_options
 
 
@@ -75,7 +75,7 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
 def judge_model(config: DiffusionConfig) -> tuple[Path, Any]:
     """Return the folder of the judge's model, and its tokenizer; `UserError` if it cannot be asked about images."""
     path = Path(config.reward.judge_path).absolute()
-    check_model(path, setting="reward.path")
+    check_model(path, setting="reward.path", may_be_quantized=True)
     tokenizer = build_tokenizer(path)
     if tokenizer.chat_template is None:
         raise UserError(f"reward.path is {str(path)!r}: its tokenizer has no chat template, which places the image")
@@ -215,7 +215,7 @@ def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     def encode(question: str) -> list[int]:
         parts = [{"type": "image"}, {"type": "text", "text": question}]
         message = {"role": "user", "content": parts}
-        text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        text = apply_chat_template(tokenizer, [message], "a question", add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     decode = partial(tokenizer.decode, skip_special_tokens=True)

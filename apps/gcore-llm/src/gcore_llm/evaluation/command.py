@@ -95,14 +95,18 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
         run, config = opened_run(path)
         config = _on(config, args.on) if args.on else config
     else:
-        if not path.exists() and not is_hub_model(args.model):
+        if not path.exists() and any(path.parent.glob("*/config.toml")):
+            runs = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml")))
+            raise UserError(f"model is {args.model!r}; expected one of the runs in {path.parent}: {runs}")
+        if not path.exists() and (path.parent.name == "runs" or not is_hub_model(args.model)):
             raise UserError(f"model is {args.model!r}; expected a run's folder, a model's, or its name on the Hub")
         if not args.on:
             raise UserError(f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}")
         if args.checkpoint == "best":
             raise UserError("checkpoint is 'best'; expected 'latest' with a model: only a run has several policies")
         config = _on(TrainConfig(model=args.model), args.on)
-        check_model(model_folder(config.model))
+        # The engine decides whether they may be quantized; see `finished_policy`.
+        check_model(model_folder(config.model), may_be_quantized=True)
     rollout, own, on = config.rollout, config.rollout.val_kwargs, config.data.val_files
     sources = val_sources(on, setting="on")
     given = {name: value for name in ("n", "temperature") if (value := getattr(args, name)) is not None}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.prompts import takes_special_tokens
-from gcore_runs.errors import UserError
+from gcore_runs import UserError, apply_chat_template
 
 Messages = Sequence[dict[str, Any]]
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
@@ -119,12 +119,7 @@ class Encoder:
         return ids, mask
 
     def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except TemplateError as error:
-            raise UserError(f"{where}: the model's chat template refuses it: {error}") from None
+        return apply_chat_template(self._tokenizer, messages, where, **options)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return token ids, and the end of each in the text; 0 for tokens that are not in the text."""

@@ -111,7 +111,7 @@ def _with_shapes(config: TrainConfig) -> TrainConfig:
         if is_hub_model(str(folder)):
             folder = model_folder(str(folder), setting=setting)
         if count_parameters(folder):
-            check_model(folder, setting=setting)
+            check_model(folder, setting=setting, may_be_quantized=setting != "model")
         elif not (folder / "config.json").is_file():
             raise UserError(f"{setting} is {path!r}; expected a Hugging Face folder with config.json")
         return str(folder)

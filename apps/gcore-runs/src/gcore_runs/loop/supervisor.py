@@ -26,7 +26,7 @@ from gcore_controller import (
 )
 from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables, lending_of
-from gcore_runs.errors import UserError, said
+from gcore_runs.errors import UserError, one_line, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.best import best_step, exported_evaluation, has_ended
 from gcore_runs.loop.learning_signal import check_signal
@@ -39,6 +39,7 @@ from gcore_runs.run_folder import (
     RunWarnings,
     SpanWriter,
     open_run,
+    partial_path,
     read_jsonl,
     run_id,
     write_atomically,
@@ -54,6 +55,17 @@ _LOSSES = EngineStartError, EngineDiedError
 """Errors that are none of wrong input, and whose causes are in the folder's logs."""
 _MAX_LOSSES = 5
 """How many times in a row services may die without a finished step in between."""
+
+
+def _check_no_running_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UserError(
+        "training was called while an event loop runs, as in a notebook; expected a thread of its own: "
+        "import asyncio; result = await asyncio.to_thread(train, config)"
+    )
 
 
 class Closable(Protocol):
@@ -119,6 +131,7 @@ class Supervisor:
         self.display = display or Display(Console(quiet=True))
 
     def __enter__(self) -> Self:
+        _check_no_running_loop()
         trainer = self._config.trainer
         with ExitStack() as stack:
             # torch reads them with its first use of CUDA's memory, and so does each process that this one starts.
@@ -325,8 +338,22 @@ class Supervisor:
         return self.run.best / "trained"
 
     def export(self, write: Callable[[Path], object]) -> None:
-        """Let ``write`` fill the export's folder, and put it in place in one step."""
-        write_atomically(self.run.export, write)
+        """Let ``write`` fill the export's folder, and put it in place in one step.
+
+        Raises:
+            UserError: it cannot be written, as on a full disk; the run's checkpoints are kept.
+        """
+        from safetensors import SafetensorError
+
+        try:
+            write_atomically(self.run.export, write)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial_path(self.run.export), ignore_errors=True)
+            reason = said(error) if isinstance(error, OSError) else one_line(error)
+            raise UserError(
+                f"all steps are done, but the export {self.run.export} cannot be written: {reason}; with enough space "
+                "the same command writes it, from the last checkpoint"
+            ) from error
 
     def finish(self, kinds: Mapping[str, Kind]) -> Result:
         """Warn if nothing was learned, and return the run's result; `UserError` if its report cannot be written."""

@@ -171,6 +171,8 @@ def _parsed(text: str) -> Any:
     """Return a value as TOML reads it, and any other text unchanged."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
+    except RecursionError:
+        raise UserError(f"a value is {text[:20]!r}...; expected fewer brackets in each other") from None
     except tomllib.TOMLDecodeError:
         return {"True": True, "False": False}.get(text, text)
 
@@ -327,6 +329,8 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise UserError(f"config is {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"config is {path}: not TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"config is {path}: not TOML: more brackets in each other than can be read") from None
 
 
 def to_toml(config: BaseRunConfig) -> str:

@@ -1,14 +1,17 @@
 """The `gcore-ckpt` command: looks into checkpoints, checks, compares, converts and prunes them.
 
 Exit code 0: fine. 1: `diff` found a difference, `verify` damage. 2: wrong use, or an error, in one line. 130: Ctrl-C.
+141: the reader of the output has gone.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from rich import box
@@ -25,7 +28,7 @@ from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
-_EXIT_FOUND, _EXIT_ERROR, _EXIT_INTERRUPTED = 1, 2, 130
+_EXIT_FOUND, _EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_NO_READER = 1, 2, 130, 141
 _FILE_WIDTH = 10_000  # columns where the output is no terminal: nothing is cut or folded
 _NAMED_WRITERS = 3
 _VALUE_WIDTH = 200
@@ -33,11 +36,20 @@ _VALUE_WIDTH = 200
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; wrong use raises `SystemExit(2)`."""
-    arguments = vars(_parser().parse_args(argv))
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
-        return arguments.pop("run")(**arguments)
+        try:
+            arguments = vars(_parser().parse_args(argv))
+            return arguments.pop("run")(**arguments)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as head, has gone. Python would report it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _EXIT_NO_READER
     except (CheckpointError, ValueError, OSError) as error:
         print(f"gcore-ckpt: error: {_plain(str(error).replace(chr(10), ' '))}", file=sys.stderr)
         return _EXIT_ERROR
@@ -328,6 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="gcore-ckpt COMMAND --help shows its options and an example. Exit codes: 0 fine, 1 different or "
         "damaged, 2 an error, 130 interrupted.",
     )
+    parser.add_argument("--version", action="version", version=f"gcore-ckpt {version('gcore-ckpt')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(run: Callable[..., int], example: str, text: str, *positional: str) -> Any:
@@ -414,7 +427,3 @@ def _number(text: str) -> int:
     if not re.fullmatch(r"\d+", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a number of 0 or more")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

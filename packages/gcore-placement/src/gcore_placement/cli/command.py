@@ -1,13 +1,15 @@
 """The `gcore-placement` command and its subcommands.
 
-Exit code 0: fine. 2: wrong use, or an error, in one line. 130: Ctrl-C.
+Exit code 0: fine. 2: wrong use, or an error, in one line. 130: Ctrl-C. 141: the reader of the output has gone.
 """
 
 import argparse
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from gcore_placement.cli.page import page
@@ -27,7 +29,7 @@ from gcore_placement.workload.model_shape import ModelShape
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import Trace
 
-_EXIT_ERROR, _EXIT_INTERRUPTED = 2, 130
+_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,16 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Placement of RLHF work.",
         epilog="gcore-placement COMMAND --help shows its options. Exit codes: 0 fine, 2 an error, 130 interrupted.",
     )
+    parser.add_argument("--version", action="version", version=f"gcore-placement {version('gcore-placement')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (run, add_options, text, description, example) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=description, epilog=f"example: {example}")
         add_options(command)
         command.set_defaults(run=run)
-    arguments = parser.parse_args(argv)
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
-        arguments.run(arguments)
+        try:
+            arguments = parser.parse_args(argv)
+            arguments.run(arguments)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as head, has gone. Python would report it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _EXIT_NO_READER
     except (PlacementError, OSError) as error:
         print(f"gcore-placement: error: {str(error).replace(chr(10), ' ')}", file=sys.stderr)
         return _EXIT_ERROR
@@ -279,7 +291,3 @@ COMMANDS: dict[str, _Command] = {
     ),
 }
 """A command's function and options, its help in a line, its description and an example."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

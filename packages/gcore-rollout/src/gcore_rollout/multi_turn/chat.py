@@ -60,9 +60,14 @@ class ChatEncoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = True, tools: Any = None) -> str:
-        return self._tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=prompt, tokenize=False, tools=tools
-        )
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(m) for m in messages], add_generation_prompt=prompt, tokenize=False, tools=tools
+            )
+        except Exception as error:
+            # A template is a program, which may fail in any way.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RolloutError(f"the chat template refuses a conversation: {reason}") from error
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

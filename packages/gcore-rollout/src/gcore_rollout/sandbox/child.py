@@ -1,9 +1,10 @@
 """The sandboxed process: it isolates itself, runs the program, and watches it.
 
 It is started by path in a bare interpreter, so it imports only modules of the standard library that import quickly:
-each program waits for them. Its one argument is JSON, a `Setup`: the fields of `SandboxLimits`, and ``isolation``;
-``control_fd``, a socket into which the program and its tests come, and out of which lines say how far it got;
-``report_fd``, a pipe for the watcher's report, which the program never holds; and ``import_paths``.
+each program waits for them. Its one argument is JSON, a `Setup`: the fields of `SandboxLimits`; ``isolation``;
+``syscall_filter``, in hexadecimal; ``control_fd``, a socket into which the program and its tests come, and out of which
+lines say how far it got; ``report_fd``, a pipe for the watcher's report, which the program never holds; and
+``import_paths``.
 
 It makes three processes: the watcher, which stays outside; the first process of the namespaces, which lives as long as
 the program and reaps its children; and the program.
@@ -33,7 +34,8 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 SYS_MOUNT_SETATTR = 442
 """This number is the same on every architecture; glibc has the name since 2.36."""
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
 
@@ -159,6 +161,7 @@ def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
         _limit(resource.RLIMIT_FSIZE, setup["disk_bytes"])
         _limit(resource.RLIMIT_NOFILE, setup["open_files"])
         _limit(resource.RLIMIT_CORE, 0)
+        _filter_syscalls(bytes.fromhex(setup["syscall_filter"]))
     except (OSError, ValueError) as error:
         os.write(control, f"{error}\n".encode())
         os._exit(1)
@@ -258,6 +261,19 @@ def _read_only(path: str) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     source_b, kind_b, data_b = (text and text.encode() for text in (source, kind, data))
     _check(_libc.mount(source_b, target.encode(), kind_b, ctypes.c_ulong(flags), data_b), f"mount {target}")
+
+
+class _FilterProgram(ctypes.Structure):
+    """The kernel's `struct sock_fprog`."""
+
+    _fields_ = (("num_instructions", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _filter_syscalls(instructions: bytes) -> None:
+    """Deny system calls to this process and all that it starts, for good."""
+    program = _FilterProgram(len(instructions) // 8, instructions)
+    result = _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+    _check(result, "seccomp filter")
 
 
 def _prctl(option: int, value: int) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, get_args
 
 from gcore_rollout.errors import SandboxError, require
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
+from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
 Isolation = Literal["namespaces", "limits"]
 """The isolation of a program from the machine; see `Sandbox`."""
@@ -91,12 +92,16 @@ class Sandbox:
     read-only, and an empty folder that goes away with it; sees no other process, and none of its own outlives it; has
     no capabilities; and is nobody if this process is root.
 
+    In both a seccomp filter denies the system calls that Python programs do not need: those of keyrings, mounts,
+    namespaces, System V memory, message queues, files in memory, tracing, bpf, io_uring and their like.
+
     With ``limits`` it has the network, the files and the rights of this process: memory, CPU and wall time, output and
     the size of a file are bounded, but it may read, write, send and signal what this process may, and a child that
     makes a session of its own outlives it. Use that where the machine itself is thrown away.
 
-    Not protected against in either: bugs of the kernel; memory outside of an address space (files in memory, up to
-    ``disk_bytes`` each); ``processes`` times the limits of memory and CPU time, as those are of each process.
+    Not protected against in either: bugs of the kernel; memory outside of an address space (files in its folder, up to
+    ``disk_bytes``, and buffers of pipes and sockets); ``processes`` times the limits of memory and CPU time, as those
+    are of each process.
 
     Args:
         limits: of each program.
@@ -122,6 +127,7 @@ class Sandbox:
                 raise SandboxError(f"import_paths holds {str(path)!r}; expected an absolute path of a folder")
         self._isolation: Isolation = isolation
         self._import_paths = [str(path) for path in import_paths]
+        self._syscall_filter = build_syscall_filter(os.uname().machine).hex()
         self._places = asyncio.Semaphore(count)
         self._try_isolation()
 
@@ -196,6 +202,7 @@ class Sandbox:
         """Start a child with one end of a socket, which is closed here, and the write end of the report's pipe."""
         setup = {
             "isolation": self._isolation,
+            "syscall_filter": self._syscall_filter,
             "control_fd": control.fileno(),
             "report_fd": report.fileno(),
             "import_paths": self._import_paths,

@@ -18,6 +18,7 @@ from gcore_trainer.errors import StateError, TrainerError, UnsupportedModelError
 from gcore_trainer.objectives.policy import named_scores
 from gcore_trainer.packing.vision import VISION_MODELS
 from gcore_trainer.sample import Sample
+from gcore_trainer.torch.host_memory import local
 
 _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
 """Lengths of prompts and responses; all prompts of 5 tokens are the same."""
@@ -50,18 +51,28 @@ def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -
 
     Raises:
         UnsupportedModelError: the class has no such model, or one that has only attention of its own.
-        StateError: the folder lacks some of the model's tensors.
+        StateError: the folder lacks some of the model's tensors, has some of other shapes, or does not load.
     """
     auto_class, implementations, config = choose_class(kind, path, attention)
     options |= {**kind.load_options, "attn_implementation": implementations, "output_loading_info": True}
     try:
-        model, loaded = auto_class.from_pretrained(path, **options)
+        # Tensors of other shapes are reported below, by name.
+        model, loaded = auto_class.from_pretrained(path, ignore_mismatched_sizes=True, **options)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, KeyError, TypeError) as error:
         # Of models that have classes of their own for every attention that they know.
         raise UnsupportedModelError(
             f"{config.model_type!r} does not load with an attention that is not transformers' own "
             f"({type(error).__name__}: {error})"
         ) from error
+    except (ArithmeticError, ImportError, RuntimeError, ValueError) as error:
+        raise StateError(f"the model in {path} does not load ({type(error).__name__}: {error})") from error
+    for name, in_file, expected in sorted(loaded["mismatched_keys"]):
+        raise StateError(
+            f"the weights in {path} do not fit its config.json: {name} has shape {list(in_file)}; expected "
+            f"{list(expected)}"
+        )
     # transformers draws at random what the files lack.
     if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(kind.new_weights)):
         raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
@@ -236,6 +247,9 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     worst = int(np.argmax(differences))
     # A comparison with nan is false.
     if not differences[worst] <= tolerance:
+        for name, parameter in model.named_parameters():
+            if not local(parameter).isfinite().all():
+                raise StateError(f"{name} of {model_type!r} holds nan or infinity; expected finite weights")
         token = int((scores[worst] - expected[worst]).abs().argmax())
         sample = samples[worst]
         raise UnsupportedModelError(

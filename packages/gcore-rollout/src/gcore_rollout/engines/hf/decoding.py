@@ -47,13 +47,34 @@ def load_model(
         attention = {"text_config": attention, "vision_config": "sdpa"}
     auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     try:
-        model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+        model, loaded = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            # Reported below, by name.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, KeyError, TypeError) as error:
         # Raised by models that have classes of their own for every attention that they know.
         raise UnsupportedModelError(
             f"{config.model_type!r} does not load with an attention that is not transformers' own "
             f"({type(error).__name__}: {error}): the vllm engine may run it"
         ) from error
+    except (ArithmeticError, ImportError, RuntimeError, ValueError) as error:
+        raise RolloutError(f"the model in {path} does not load ({type(error).__name__}: {error})") from error
+    # transformers draws at random what the files lack.
+    for name in sorted(loaded["missing_keys"]):
+        count = len(loaded["missing_keys"])
+        raise RolloutError(f"the weights in {path} lack {count} of the model's tensors, such as {name}")
+    for name, in_file, expected in sorted(loaded["mismatched_keys"]):
+        raise RolloutError(
+            f"the weights in {path} do not fit its config.json: {name} has shape {list(in_file)}; expected "
+            f"{list(expected)}"
+        )
     # transformers itself ignores an attention that the model never calls, and the samples would mix.
     others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if not model.is_backend_compatible() or others:
@@ -133,6 +154,9 @@ def check_logits(
     limit = _MAX_ROUNDED_DIFFERENCE if rounds else _MAX_DIFFERENCE
     # A comparison with nan is false.
     if not float(differences_P2.max()) <= limit:
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise RolloutError(f"{name} of {model_type!r} holds nan or infinity; expected finite weights")
         raise UnsupportedModelError(
             f"log-probabilities of {model_type!r} in the hf engine differ from those of transformers by "
             f"{float(differences_P2.max()):.2g} on average (at most {limit:g} is rounding): the model does something "
