@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, require
+from gcore_rollout.errors import EpisodeError, RequestError, RewardConfigError, RewardError, require
 from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
@@ -67,6 +67,13 @@ class EnvironmentRole:
     """Reaction to an environment that fails."""
     failures: FailureLog = field(default_factory=FailureLog)
     """Failures of environments, with ``on_error`` "drop"."""
+
+    def new(self, row: Mapping[str, Any]) -> Environment:
+        """Make the environment of an episode; `EpisodeError` if that fails."""
+        try:
+            return self.make(row)
+        except (Exception, SystemExit) as error:
+            raise EpisodeError(f"the environment was not made: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
