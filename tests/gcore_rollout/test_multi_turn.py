@@ -485,13 +485,13 @@ REFUSING = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_e
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        (REFUSING, [{"role": "system", "content": "?"}], "reset: the chat template refuses messages .*only users"),
+        (REFUSING, [{"role": "system", "content": "?"}], "reset: the chat template refuses the messages: only users"),
         (TEMPLATE, [{"role": "user"}], "reset: message 1.content is missing; expected text"),
         (TEMPLATE, [{"role": "user", "content": "\ud800"}], "reset: message 1.content has a lone surrogate"),
         (
             TEMPLATE,
             [{"role": "user", "content": "x" * 600}],
-            "turn 1: request 'e/0' needs 619 prompt .* expected at most 512",
+            "turn 1: request 'e/0' needs .* at most 512",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.data.chat_config import ChatDataConfig
 from gcore_llm.data.task_config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig, DistillationConfig, WarmupConfig as WarmupConfig
@@ -13,7 +14,6 @@ from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
     Amount,
     BaseAlgorithmConfig,
-    BaseDataConfig,
     BaseRLConfig,
     Count,
     Fraction,
@@ -37,7 +37,7 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(BaseDataConfig):
+class DataConfig(ChatDataConfig):
     """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()

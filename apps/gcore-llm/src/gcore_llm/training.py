@@ -176,9 +176,13 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
 
 def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
     """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
-    prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
-    build = config.rollout.multi_turn.build
-    environment = build(tokenizer, rewards.runner, prompt_key=prompt_key, on_error=on_error)
+    environment = config.rollout.multi_turn.build(
+        tokenizer,
+        rewards.runner,
+        prompt_key=config.data.prompt_key,
+        on_error=config.reward_calls.on_error,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
     own = {"reward": rewards.runner, "comparison": rewards.comparison, "graders": rewards.graders}
     return own | {"tokenizer": tokenizer, "environment": environment}
 
