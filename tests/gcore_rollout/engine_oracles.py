@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from gcore_rollout import Completion, Engine, HFEngine, RepetitionDetection, Request, SamplingParams, VLLMEngine
 
@@ -192,7 +192,7 @@ def reference_log_probs(model: Any, request: Request, token_ids: NDArray[np.int6
     """log p of each of ``token_ids``, shape [T], after the request's prompt and at its temperature."""
     tokens = torch.tensor([*request.prompt_token_ids, *token_ids.tolist()])
     logits = model(tokens[None]).logits[0, len(request.prompt_token_ids) - 1 : -1]
-    return _pick(logits, token_ids, request.sampling.temperature)
+    return _pick(logits, token_ids, request.sampling)
 
 
 @torch.inference_mode()
@@ -206,9 +206,14 @@ def reference_after_swap(
     old_logits = old(tokens[None, :num_cached], past_key_values=cache, use_cache=True).logits[0]
     new_logits = new(tokens[None, num_cached:], past_key_values=cache, use_cache=True).logits[0]
     logits = torch.cat([old_logits[len(request.prompt_token_ids) - 1 :], new_logits[:-1]])
-    return _pick(logits, token_ids, request.sampling.temperature)
+    return _pick(logits, token_ids, request.sampling)
 
 
-def _pick(logits_TV: torch.Tensor, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
-    log_probs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
+def _pick(logits_TV: torch.Tensor, token_ids: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
+    logits_TV = logits_TV / (sampling.temperature or 1.0)
+    if sampling.top_k > 0:
+        logits_TV = TopKLogitsWarper(sampling.top_k)(cast(Any, None), logits_TV)
+    if sampling.top_p < 1:
+        logits_TV = TopPLogitsWarper(sampling.top_p)(cast(Any, None), logits_TV)
+    log_probs_TV = torch.log_softmax(logits_TV, dim=-1)
     return log_probs_TV.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()

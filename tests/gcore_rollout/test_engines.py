@@ -131,6 +131,19 @@ async def test_temperatures_may_be_mixed(subject: Subject) -> None:
     assert max(errors(subject.model.old, requests, found)) < TOLERANCE
 
 
+async def test_top_p_and_top_k(subject: Subject) -> None:
+    """Log-probs are of the distribution without the tokens that transformers leaves out; others are drawn from all."""
+    truncations = [(0.7, -1), (1.0, 3), (0.8, 5), (1.0, 1), (1.0, 0)]
+    requests = [make_request(f"r{p, k}", 9, n=2) for p, k in truncations]
+    for i, (top_p, top_k) in enumerate(truncations):
+        sampling = replace(requests[i].sampling, top_p=top_p, top_k=top_k, temperature=1.3)
+        requests[i] = replace(requests[i], sampling=sampling)
+    found = await collect(subject.engine, *requests)
+    assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+    assert not any(found["r(1.0, 1)", 0].log_probs)
+    assert all(found["r(1.0, 0)", 0].log_probs < 0)
+
+
 async def test_finish_reasons(subject: Subject) -> None:
     """A completion ends with its first end-of-sequence token, which it includes, or at its limit."""
     found = await collect(subject.engine, make_request("r", 5, n=48, max_tokens=30))

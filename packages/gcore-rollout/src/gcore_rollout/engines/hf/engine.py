@@ -31,6 +31,9 @@ from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.checked import held
 
+ALL_TOKENS = 2**31 - 1
+"""Top-k of samples that are drawn from all tokens."""
+
 
 class Rows:
     """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
@@ -39,6 +42,8 @@ class Rows:
         self.samples: list[Sample] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.top_k = np.full(num_rows, ALL_TOKENS, np.int64)
         self.prompt_lengths, self.num_sampled, self.max_tokens, self.last_tokens, self.rope_offsets = np.zeros(
             (5, num_rows), np.int64
         )
@@ -67,6 +72,8 @@ class Rows:
         self.samples.extend(group)
         self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
         self.temperatures[slots] = sampling.temperature
+        self.top_p[slots] = sampling.top_p if sampling.truncates else 1.0
+        self.top_k[slots] = sampling.top_k if sampling.truncates and sampling.top_k > 0 else ALL_TOKENS
         self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
         self.num_sampled[slots] = prefix_length
         self.max_tokens[slots] = sampling.max_tokens
@@ -77,6 +84,12 @@ class Rows:
             prefix = group[0].prefix.token_ids
             self.tokens[slots, :prefix_length] = prefix
             self.runs[slots] = runs_at_end(prefix, self.runs.shape[1])
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a running sample is drawn by top-p or top-k."""
+        live = slice(len(self))
+        return bool((self.top_p[live] < 1).any() or (self.top_k[live] < ALL_TOKENS).any())
 
     def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
         """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
@@ -339,7 +352,10 @@ class HFEngine(InProcessEngine):
         """Draw a token of every sample, and return the slots of those that ended with it."""
         rows, batch = self._rows, len(self._rows)
         u = uniforms(rows.seeds[:batch], rows.num_sampled[:batch])
-        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u)
+        truncation: dict[str, Any] = {}
+        if rows.truncates:
+            truncation = {"top_p": rows.top_p[:batch], "top_k": rows.top_k[:batch]}
+        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u, **truncation)
         return np.flatnonzero(self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()))
 
     def _record(

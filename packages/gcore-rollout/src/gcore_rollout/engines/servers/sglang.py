@@ -99,8 +99,8 @@ class SGLangServerEngine(ServerEngine):
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
                 # The model's own generation config may hold others.
-                "top_p": 1.0,
-                "top_k": -1,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
             },

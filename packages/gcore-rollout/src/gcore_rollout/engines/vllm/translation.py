@@ -85,6 +85,8 @@ def sampling_settings(sample: Sample, eos_token_ids: Sequence[int], *, has_seed:
     return {
         "max_tokens": sampling.max_tokens - sample.prefix_length,
         "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "repetition_detection": None if detection is None else asdict(detection),
         # vLLM's generators take signed 64-bit seeds, and -1 for none.
         "seed": sample.generator_seed if has_seed else None,
