@@ -342,6 +342,6 @@ def test_a_round_has_a_load_of_each_role(count: int) -> None:
     with pytest.raises(PlacementError, match=f"number of loads is {count}; expected 2, one for each role"):
         policy.observe(*[load(8.0, 0.0, 4)] * count)
     wrong: Any = "8.0"
-    with pytest.raises(PlacementError, match="loads.1. is '8.0'; expected a RoleLoad"):
+    with pytest.raises(PlacementError, match=r"loads\[1\] is '8.0'; expected a RoleLoad"):
         policy.observe(load(8.0, 0.0, 4), wrong)
     assert policy.state() == before

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, TopKLogitsWarper, TopPLogitsWarper
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from gcore_rollout import Completion, Engine, HFEngine, RepetitionDetection, Request, SamplingParams, VLLMEngine
 
@@ -47,6 +55,17 @@ def make_engine(kind: str, model: TinyModel, **options: Any) -> Engine:
     return VLLMEngine.from_pretrained(model.path, kv_cache_memory_bytes=64 << 20, **options)
 
 
+def save_tokenizer(path: Path) -> None:
+    """Write a tokenizer of letters and pairs of them, so that stop strings may end within a token."""
+    letters = [chr(ord("a") + i) for i in range(24)]
+    pairs = [first + second for first in "abcdef" for second in "abcdefghijk"]
+    tokens = ["<pad>", "<end>", "<start>", "<unk>", "<mask>", "<eos>", *letters, *pairs]
+    vocabulary = {token: i for i, token in enumerate(tokens[:VOCAB_SIZE])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
+
+
 def make_tiny_model(path: Path, *, tie: bool, num_heads: int = 4) -> TinyModel:
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -63,6 +82,7 @@ def make_tiny_model(path: Path, *, tie: bool, num_heads: int = 4) -> TinyModel:
     )
     old, new = (_random_model(config, seed) for seed in (0, 1))
     old.save_pretrained(path)
+    save_tokenizer(path)
     return TinyModel(path, old, new)
 
 

@@ -376,6 +376,20 @@ async def test_calls_between_special_tokens_are_run() -> None:
     assert (episode.turns, episode.score, episode.end) == ((CALL, "5"), 1.0, "done")
 
 
+async def test_a_stop_string_is_a_part_of_its_turn() -> None:
+    """Its tokens are learned; the end of the turn, which the policy has not written, is added and is not."""
+    tokenizer = make_tokenizer()
+    engine = ScriptedEngine([encoded(tokenizer, "<a>x</a>"), encoded(tokenizer, "y" + END)])
+    world = Questions(["x", "abc"])
+    sampling = SamplingParams(max_tokens=200, stop=("</a>",))
+    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=sampling)
+    assert episode.turns == ("<a>x</a>", "y")
+    assert tokenizer.decode(episode.token_ids[episode.response_mask]) == f"<a>x</a>y{END}"
+    text = tokenizer.decode(episode.token_ids)
+    assert text == f"<a>x</a>{END}\n{START}user abc{END}\n{START}assistant y{END}"
+    assert engine.requests[0].sampling.stop == ("</a>",)
+
+
 @pytest.mark.parametrize(
     "text",
     [

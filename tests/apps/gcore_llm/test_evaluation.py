@@ -54,7 +54,7 @@ def evaluated(shared_cli: Cli, own_args: list[str]) -> Path:
 def test_top_p_and_top_k_are_of_evaluation_alone() -> None:
     """A set may have others; responses to be trained on are drawn from all tokens."""
     settings = ValConfig(top_p=0.95, top_k=20, sets={"x": {"top_k": 5}})
-    rollout = RolloutConfig(val_kwargs=settings)
+    rollout = RolloutConfig(val_kwargs=settings, stop=("</a>",))
     config = TrainConfig(rollout=rollout, data=DataConfig(train_files=("a.jsonl",), val_files=("x=b.jsonl", "c.jsonl")))
     prompt = Prompt(text="1+1=", token_ids=(1,), row={})
     prompts = PromptSets(train=[], val=[prompt], named={"x": [prompt]}, num_too_long=0, longest=1)
@@ -62,6 +62,7 @@ def test_top_p_and_top_k_are_of_evaluation_alone() -> None:
     assert [(own.top_p, own.top_k) for own in samplings] == [(0.95, 20), (0.95, 5)]
     trained = sampling_params(config)
     assert (trained.top_p, trained.top_k) == (1.0, -1)
+    assert {own.stop for own in (trained, *samplings)} == {("</a>",)}
 
 
 def by_hand(rows: list[dict[str, Any]], name: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from gcore_runs import (
     Amount,
     BaseAlgorithmConfig,
     BaseRLConfig,
+    Bound,
     Count,
     Fraction,
     NonNegative,
@@ -80,6 +81,9 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
     """Divides the logits when sampling, and when the trainer scores."""
+    stop: Annotated[tuple[str, ...], Bound(all, "strings that are not empty")] = ()
+    """Strings that end a response, such as '</answer>', as an end-of-sequence token does. The token that completes one
+    and those before it are a part of the response, and are learned; in several turns, they end a turn."""
     max_num_seqs: Count = 256
     """Most responses generated at once, by each replica."""
     partial_rollout: bool = False

@@ -25,10 +25,11 @@ from gcore_llm.sampling import (
     connect_engine,
     engine_factory,
     load_servers,
+    sampling_params,
     start_policy,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, Failed, Request, SamplingParams
+from gcore_rollout import Engine, Failed, Request
 from gcore_runs import (
     Display,
     Result,
@@ -344,7 +345,11 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
     request = Request(
         request_id="sample",
         prompt_token_ids=ready.token_ids,
-        sampling=SamplingParams(max_tokens=max_tokens or config.data.max_response_length, temperature=temperature),
+        sampling=replace(
+            sampling_params(config),
+            max_tokens=max_tokens or config.data.max_response_length,
+            temperature=temperature,
+        ),
         n=n,
         seed=seed,
     )

@@ -33,6 +33,8 @@ class EvalArgs(Checked):
     in the run, or 1, from all."""
     top_k: int | None = None
     """The sampled ones are drawn from so many most probable tokens; None: as in the run, or -1, from all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; empty: as in the run, or none."""
     chat_template_kwargs: str = ""
     """Further variables of the model's chat template as a JSON object, such as '{"enable_thinking": false}'; empty: as
     in the run, or none."""

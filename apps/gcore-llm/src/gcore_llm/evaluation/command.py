@@ -113,6 +113,7 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     rollout = replace(
         rollout,
         engine=args.engine or rollout.engine,
+        stop=args.stop or rollout.stop,
         num_processes=rollout.num_processes if args.num_processes is None else args.num_processes,
         val_kwargs=replace(own, **given, sets=sets),
     )
@@ -188,6 +189,7 @@ def _identity(config: TrainConfig, sets: Sequence[ValSet], step: int | None) -> 
                 "temperature": own.sampling.temperature,
                 "top_p": own.sampling.top_p,
                 "top_k": own.sampling.top_k,
+                "stop": list(own.sampling.stop),
                 "right_from": own.right_from,
                 "reward": config.set_rewards.get(own.name, ""),
                 "prompts": sha256(repr([(p.text, dict(p.row)) for p in own.prompts]).encode()).hexdigest(),

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 FinishReason = Literal["stop", "length", "repetition", "abort"]
-"""An end-of-sequence token was sampled; max_tokens were; the last tokens repeat a pattern; `Engine.abort` cut it."""
+"""An end-of-sequence token was sampled, or a stop string is complete; max_tokens were sampled; the last tokens repeat a
+pattern; `Engine.abort` cut it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,9 @@ class SamplingParams:
     top_k: int = -1
     """Draw from so many most probable tokens; -1 or 0: from all. Applied before ``top_p``."""
     repetition_detection: RepetitionDetection | None = None
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion with the token that completes one, as an end-of-sequence token does; that token,
+    which may have more text after the string, and those before it stay in the completion."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -70,6 +74,8 @@ class SamplingParams:
             raise RequestError(f"top_p is {self.top_p}; expected a number above 0, at most 1")
         if self.top_k < -1:
             raise RequestError(f"top_k is {self.top_k}; expected 1 or more, or -1 for all tokens")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise RequestError(f"stop is {self.stop!r}; expected strings that are not empty")
 
     @property
     def truncates(self) -> bool:

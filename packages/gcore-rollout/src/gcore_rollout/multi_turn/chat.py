@@ -63,7 +63,7 @@ class ChatEncoder:
         written: str = self._tokenizer.decode([last_token])
         if not end_of_turn:
             return self._tokens(added.removeprefix(written))
-        if written and written in end_of_turn:
+        if self._is_mark(last_token) and last_token in self._tokens(end_of_turn):
             end_of_turn = end_of_turn.partition(written)[2]
         return self._tokens(end_of_turn + added)
 
@@ -86,6 +86,10 @@ class ChatEncoder:
     def _render(self, messages: list[dict[str, Any]], *, prompt: bool = True, tools: Any = None) -> str:
         options = {**self._template_kwargs, "add_generation_prompt": prompt, "tokenize": False, "tools": tools}
         return render_chat(self._tokenizer, messages, **options)
+
+    def _is_mark(self, token: int) -> bool:
+        """Return whether a token stands for one of the tokenizer's marks, and not for text that is written like one."""
+        return token == self._tokenizer.eos_token_id or token in self._tokenizer.added_tokens_decoder
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

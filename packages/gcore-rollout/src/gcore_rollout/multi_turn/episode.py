@@ -121,7 +121,7 @@ async def _play(
         response += written
         columns += zip(completion.log_probs.tolist(), completion.weight_versions.tolist(), repeat(True))
         is_truncated = completion.finish_reason != "stop"
-        turns.append(encoder.turn_text(written, is_ended=not is_truncated))
+        turns.append(encoder.turn_text(written, stop=sampling.stop, is_ended=not is_truncated))
         what = f"episode {request_id!r}: step {len(turns)}"
         answering = environment.step(turns[-1], **({"truncated": is_truncated} if takes_truncated else {}))
         reply = await _within(answering, limits.step_timeout_s, what)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_rollout.engines.endings import StopStrings, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
 from gcore_rollout.engines.hf.memory import MemoryPlan
@@ -27,7 +28,6 @@ from gcore_rollout.engines.queueing import (
     sample_seeds,
     uniforms,
 )
-from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.checked import held
 
@@ -53,6 +53,7 @@ class Rows:
         # Least and largest size of a pattern, and how often it must come; 0: repetitions are not looked for.
         self.patterns = np.zeros((num_rows, 3), np.int64)
         self.runs = np.zeros((num_rows, 0), np.int64)
+        self.has_stop = np.zeros(num_rows, bool)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -80,6 +81,7 @@ class Rows:
         self.rope_offsets[slots] = 0
         self.patterns[slots] = pattern
         self.runs[slots] = 0
+        self.has_stop[slots] = bool(sampling.stop)
         if prefix_length:
             prefix = group[0].prefix.token_ids
             self.tokens[slots, :prefix_length] = prefix
@@ -187,6 +189,7 @@ class HFEngine(InProcessEngine):
             make = make(decode_mode, model, has_vision=vision is not None)
         engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
         decoding.check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
+        engine._stop_strings = StopStrings(path)
         engine._planned_length = min(max_model_len or 0, engine._max_length)
         if kv_cache_bytes is not None:
             engine._max_num_seqs = engine.memory_plan.limited_to(kv_cache_bytes).num_slots
@@ -371,6 +374,10 @@ class HFEngine(InProcessEngine):
         rows.num_sampled[slots] = at + 1
         self._completion_tokens += len(slots)
         stopped, full = np.isin(tokens, self._eos), at + 1 >= rows.max_tokens[slots]
+        for i in np.flatnonzero(rows.has_stop[slots] & ~stopped).tolist():
+            stop = rows.samples[slots[i]].request.sampling.stop
+            before = rows.tokens[slots[i], : at[i]]
+            stopped[i] = self._stop_strings.find_end([int(tokens[i])], stop, before=[before]) is not None
         ended = stopped | full
         if rows.runs.size:
             which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.

@@ -108,13 +108,15 @@ def sampling_params(sample: Sample, eos_token_ids: Sequence[int], *, has_seed: b
     return SamplingParams(**settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
-def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:
+def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason, *, num_tokens: int | None = None) -> None:
+    """Hand over a sample, or its first ``num_tokens`` new tokens."""
+    kept = slice(num_tokens)
     spans = result.weight_versions or []
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(
-        np.array(result.token_ids, np.int64),
-        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32),
-        np.concatenate([np.empty(0, np.int32), *versions]),
+        np.array(result.token_ids, np.int64)[kept],
+        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32)[kept],
+        np.concatenate([np.empty(0, np.int32), *versions])[kept],
         reason,
     )
 
