@@ -1,4 +1,4 @@
-"""What ends a sample besides an end-of-sequence token, found a token at a time: stop strings and repetitions.
+"""Stop strings and repetitions, which end a sample as an end-of-sequence token does, found a token at a time.
 
 Shapes: B samples, T tokens, P pattern sizes 1..P.
 """

@@ -79,7 +79,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """True if some tokens are never drawn."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 

@@ -1,4 +1,4 @@
-"""Chat messages as chat templates take them, whoever wrote them: environments, JSON or Parquet."""
+"""Chat messages of environments, JSON and Parquet, in the one form that chat templates take."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -89,7 +89,7 @@ class Rows:
 
     @property
     def truncates(self) -> bool:
-        """Whether a running sample is drawn by top-p or top-k."""
+        """True if a running sample is drawn by top-p or top-k."""
         live = slice(len(self))
         return bool((self.top_p[live] < 1).any() or (self.top_k[live] < ALL_TOKENS).any())
 
