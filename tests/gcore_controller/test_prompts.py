@@ -123,7 +123,7 @@ def test_no_rows() -> None:
         ({"num_workers": -1}, "num_workers is -1; expected 0 or more"),
     ],
 )
-def test_a_loader_of_no_controller_is_refused(options: dict[str, int], expected: str) -> None:
+def test_a_loader_of_no_controller_is_refused(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         PromptLoader(list("abc"), seed=0, **options)
 

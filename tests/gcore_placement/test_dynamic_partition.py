@@ -327,7 +327,7 @@ def test_wrong_use_is_refused() -> None:
     ],
 )
 def test_a_load_of_no_numbers_is_refused(changed: dict[str, Any], expected: str) -> None:
-    fine = {"work_device_s": 8.0, "busy_device_s": 8.0, "finish_s": 2.0, "was_waiting": False}
+    fine: dict[str, Any] = {"work_device_s": 8.0, "busy_device_s": 8.0, "finish_s": 2.0, "was_waiting": False}
     with pytest.raises(PlacementError, match=expected):
         RoleLoad(**{**fine, **changed})
 

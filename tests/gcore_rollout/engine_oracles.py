@@ -231,9 +231,12 @@ def reference_after_swap(
 
 def _pick(logits_TV: torch.Tensor, token_ids: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
     logits_TV = logits_TV / (sampling.temperature or 1.0)
+    warpers: list[Any] = []
     if sampling.top_k > 0:
-        logits_TV = TopKLogitsWarper(sampling.top_k)(cast(Any, None), logits_TV)
+        warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        logits_TV = TopPLogitsWarper(sampling.top_p)(cast(Any, None), logits_TV)
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    for warper in warpers:
+        logits_TV = warper(None, logits_TV)
     log_probs_TV = torch.log_softmax(logits_TV, dim=-1)
     return log_probs_TV.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()

@@ -89,13 +89,11 @@ def test_truncation_is_that_of_transformers(seed: int) -> None:
     logits_BV = 3 * torch.randn(64, 50, generator=torch.Generator().manual_seed(seed))
     top_k = torch.tensor([1, 7, 50, 2**31 - 1]).repeat(16)
     top_p = torch.tensor([0.1, 0.5, 0.9, 1.0]).repeat_interleave(16)
-    expected = torch.stack(
-        [
-            TopPLogitsWarper(float(p))(Any, TopKLogitsWarper(int(k))(Any, row[None]))[0]
-            for row, k, p in zip(logits_BV, top_k.clamp(max=50), top_p, strict=True)
-        ]
-    )
-    assert torch.equal(truncate_logits(logits_BV, top_p, top_k), expected)
+    truncated_BV = truncate_logits(logits_BV, top_p, top_k)
+    for row, k, p, truncated in zip(logits_BV, top_k.clamp(max=50), top_p, truncated_BV, strict=True):
+        by_k: Any = TopKLogitsWarper(int(k))
+        by_p: Any = TopPLogitsWarper(float(p))
+        assert torch.equal(truncated, by_p(None, by_k(None, row[None]))[0])
 
 
 extreme_u = st.one_of(st.sampled_from([2.0**-53, 0.5, 1 - 2.0**-53]), st.floats(2.0**-53, 1 - 2.0**-53))

@@ -40,7 +40,7 @@ def check_share(field: str, value: float) -> None:
         raise refusal(field, value, "a number above 0, at most 1")
 
 
-def check_amount(field: str, value: object) -> None:
+def check_amount(field: str, value: Any) -> None:
     """Check that `value` is a finite number of at least 0."""
     is_number = isinstance(value, float | int | np.number) and not isinstance(value, bool)
     if not is_number or not 0 <= float(value) < np.inf:

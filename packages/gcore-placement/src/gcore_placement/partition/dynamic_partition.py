@@ -69,7 +69,8 @@ class DynamicPartition:
         """
         check_above_0("size", size)
         num_roles = len(self.space.roles)
-        for place, load in enumerate(loads):
+        unchecked: Sequence[object] = loads
+        for place, load in enumerate(unchecked):
             if not isinstance(load, RoleLoad):
                 raise refusal(f"loads[{place}]", load, "a RoleLoad")
         if len(loads) != num_roles:

@@ -49,7 +49,7 @@ class StopStrings:
         )
 
     def find_end(
-        self, new_ids: Sequence[int], stop: Sequence[str], *, before: Sequence[Sequence[int]] = ()
+        self, new_ids: Sequence[int], stop: Sequence[str], *, before: Sequence[Sequence[int] | NDArray[np.int64]] = ()
     ) -> int | None:
         """Return how many new tokens of a sample there are up to the one that completes a stop string; None: none does.
 
