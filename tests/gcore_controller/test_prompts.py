@@ -112,3 +112,30 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_no_rows() -> None:
     with pytest.raises(ValueError, match="num_rows is 0; expected at least 1"):
         PromptLoader([], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank is 2; expected a rank from 0 to 1"),
+        ({"rank": -1, "world_size": 2}, "rank is -1; expected a rank from 0 to 1"),
+        ({"world_size": 0}, "world_size is 0; expected at least 1"),
+        ({"num_workers": -1}, "num_workers is -1; expected 0 or more"),
+    ],
+)
+def test_a_loader_of_no_controller_is_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        PromptLoader(list("abc"), seed=0, **options)
+
+
+def test_a_negative_count_is_refused() -> None:
+    """And the loader stays where it is."""
+    loader = PromptLoader(list("abc"), seed=0)
+    loader.take(2)
+    with pytest.raises(ValueError, match="count is -1; expected 0 or more"):
+        loader.take(-1)
+    with pytest.raises(ValueError, match="prompt_index is -1; expected 0 or more"):
+        loader.row(-1)
+    with pytest.raises(StateError, match="cursor of the saved position is -1; expected 0 or more"):
+        loader.load_state({**loader.state(), "cursor": -1})
+    assert (loader.cursor, loader.take(0)) == (2, [])

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,3 +315,33 @@ def test_wrong_use_is_refused() -> None:
         DynamicPartitionConfig(window=4)
     with pytest.raises(PlacementError, match=r"finish_s is .*; expected a finite number"):
         RoleLoad(work_device_s=1, busy_device_s=1, finish_s=np.nan, was_waiting=False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"work_device_s": float("inf")}, "work_device_s is inf; expected a finite number of at least 0"),
+        ({"finish_s": "3"}, "finish_s is '3'; expected a finite number of at least 0"),
+        ({"busy_device_s": [3.0]}, r"busy_device_s is \[3.0\]; expected a finite number of at least 0"),
+        ({"floor_s": True}, "floor_s is True; expected a finite number of at least 0"),
+    ],
+)
+def test_a_load_of_no_numbers_is_refused(changed: dict[str, Any], expected: str) -> None:
+    fine: dict[str, Any] = {"work_device_s": 8.0, "busy_device_s": 8.0, "finish_s": 2.0, "was_waiting": False}
+    with pytest.raises(PlacementError, match=expected):
+        RoleLoad(**{**fine, **changed})
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_round_has_a_load_of_each_role(count: int) -> None:
+    """What is refused leaves nothing behind."""
+    limits = RoleLimits(devices_per_replica=1)
+    space = PartitionSpace(num_devices=8, roles=(limits, limits))
+    policy = DynamicPartition(space, middle(space))
+    before = policy.state()
+    with pytest.raises(PlacementError, match=f"number of loads is {count}; expected 2, one for each role"):
+        policy.observe(*[load(8.0, 0.0, 4)] * count)
+    wrong: Any = "8.0"
+    with pytest.raises(PlacementError, match=r"loads\[1\] is '8.0'; expected a RoleLoad"):
+        policy.observe(load(8.0, 0.0, 4), wrong)
+    assert policy.state() == before

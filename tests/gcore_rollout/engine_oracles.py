@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from gcore_rollout import Completion, Engine, HFEngine, RepetitionDetection, Request, SamplingParams, VLLMEngine
 
@@ -47,6 +55,17 @@ def make_engine(kind: str, model: TinyModel, **options: Any) -> Engine:
     return VLLMEngine.from_pretrained(model.path, kv_cache_memory_bytes=64 << 20, **options)
 
 
+def save_tokenizer(path: Path) -> None:
+    """Write a tokenizer of letters and pairs of them, so that stop strings may end within a token."""
+    letters = [chr(ord("a") + i) for i in range(24)]
+    pairs = [first + second for first in "abcdef" for second in "abcdefghijk"]
+    tokens = ["<pad>", "<end>", "<start>", "<unk>", "<mask>", "<eos>", *letters, *pairs]
+    vocabulary = {token: i for i, token in enumerate(tokens[:VOCAB_SIZE])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(path)
+
+
 def make_tiny_model(path: Path, *, tie: bool, num_heads: int = 4) -> TinyModel:
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -63,6 +82,7 @@ def make_tiny_model(path: Path, *, tie: bool, num_heads: int = 4) -> TinyModel:
     )
     old, new = (_random_model(config, seed) for seed in (0, 1))
     old.save_pretrained(path)
+    save_tokenizer(path)
     return TinyModel(path, old, new)
 
 
@@ -192,7 +212,7 @@ def reference_log_probs(model: Any, request: Request, token_ids: NDArray[np.int6
     """log p of each of ``token_ids``, shape [T], after the request's prompt and at its temperature."""
     tokens = torch.tensor([*request.prompt_token_ids, *token_ids.tolist()])
     logits = model(tokens[None]).logits[0, len(request.prompt_token_ids) - 1 : -1]
-    return _pick(logits, token_ids, request.sampling.temperature)
+    return _pick(logits, token_ids, request.sampling)
 
 
 @torch.inference_mode()
@@ -206,9 +226,17 @@ def reference_after_swap(
     old_logits = old(tokens[None, :num_cached], past_key_values=cache, use_cache=True).logits[0]
     new_logits = new(tokens[None, num_cached:], past_key_values=cache, use_cache=True).logits[0]
     logits = torch.cat([old_logits[len(request.prompt_token_ids) - 1 :], new_logits[:-1]])
-    return _pick(logits, token_ids, request.sampling.temperature)
+    return _pick(logits, token_ids, request.sampling)
 
 
-def _pick(logits_TV: torch.Tensor, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
-    log_probs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
+def _pick(logits_TV: torch.Tensor, token_ids: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
+    logits_TV = logits_TV / (sampling.temperature or 1.0)
+    warpers: list[Any] = []
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    for warper in warpers:
+        logits_TV = warper(None, logits_TV)
+    log_probs_TV = torch.log_softmax(logits_TV, dim=-1)
     return log_probs_TV.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()

@@ -31,6 +31,7 @@ from engine_oracles import (
     until_idle,
     until_sampled,
 )
+from transformers import AutoTokenizer
 
 from gcore_rollout import Completion, Engine, RepetitionDetection, RequestError, RolloutError
 
@@ -129,6 +130,19 @@ async def test_temperatures_may_be_mixed(subject: Subject) -> None:
     requests = [make_request(f"r{t}", 9, n=2, temperature=t) for t in (0.0, 0.5, 1.0, 1.5)]
     found = await collect(subject.engine, *requests)
     assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+
+
+async def test_top_p_and_top_k(subject: Subject) -> None:
+    """Log-probs are of the distribution without the tokens that transformers leaves out; others are drawn from all."""
+    truncations = [(0.7, -1), (1.0, 3), (0.8, 5), (1.0, 1), (1.0, 0)]
+    requests = [make_request(f"r{p, k}", 9, n=2) for p, k in truncations]
+    for i, (top_p, top_k) in enumerate(truncations):
+        sampling = replace(requests[i].sampling, top_p=top_p, top_k=top_k, temperature=1.3)
+        requests[i] = replace(requests[i], sampling=sampling)
+    found = await collect(subject.engine, *requests)
+    assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+    assert not any(found["r(1.0, 1)", 0].log_probs)
+    assert all(found["r(1.0, 0)", 0].log_probs < 0)
 
 
 async def test_finish_reasons(subject: Subject) -> None:
@@ -611,6 +625,37 @@ async def test_repetition_ends_a_sample(subject: Subject, detection: RepetitionD
             assert repeats(tokens, detection) == (c.finish_reason == "repetition")
     assert "repetition" in {c.finish_reason for c in found.values()}
     assert max(errors(subject.model.old, free, found)) < TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+async def test_stop_strings_end_a_sample(subject: Subject, temperature: float) -> None:
+    """With the token that completes one, which stays; alongside samples that none ends, and after an abort."""
+    tokenizer = AutoTokenizer.from_pretrained(subject.model.path)
+    stop = ("ab", "dfe", "k<", "gh")
+    free = [make_request(f"r{i}", 4 + i, n=4, max_tokens=120, temperature=temperature) for i in range(6)]
+    guarded = [replace(r, sampling=replace(r.sampling, stop=stop)) for r in free]
+    found = await collect(subject.engine, *guarded[:5], free[5])
+    for completion in found.values():
+        pieces = tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
+        ends = [i for i in range(1, len(pieces) + 1) if any(string in "".join(pieces[:i]) for string in stop)]
+        if completion.request_id == "r5":
+            assert completion.finish_reason != "stop" or completion.token_ids[-1] in EOS_TOKEN_IDS
+        elif ends:
+            assert (ends, completion.finish_reason) == ([len(pieces)], "stop")
+    is_stopped = [c.finish_reason == "stop" and c.token_ids[-1] not in EOS_TOKEN_IDS for c in found.values()]
+    assert sum(is_stopped) > 3
+    assert max(errors(subject.model.old, free, found)) < TOLERANCE
+    running = asyncio.create_task(collect(subject.engine, *guarded[:2]))
+    await until_sampled(subject.engine, 20)
+    await subject.engine.abort()
+    partial = [c for c in (await running).values() if c.finish_reason == "abort"]
+    for request in guarded[:2]:
+        prefixes = tuple(c for c in partial if c.request_id == request.request_id)
+        if prefixes and temperature == 0:
+            indices = tuple(c.index for c in prefixes)
+            rest = await collect(subject.engine, replace(request, indices=indices, prefixes=prefixes))
+            for key, completion in rest.items():
+                assert completion.token_ids.tolist() == found[key].token_ids.tolist()
 
 
 async def test_stats(subject: Subject) -> None:

@@ -21,6 +21,8 @@ from engine_oracles import (
     tensor_bytes,
 )
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -38,14 +40,23 @@ from transformers import (
     Phi3Config,
     PhimoeConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout import (
+    HFEngine,
+    RepetitionDetection,
+    Request,
+    RequestError,
+    RolloutError,
+    SamplingParams,
+    UnsupportedModelError,
+)
+from gcore_rollout.engines.endings import StopStrings, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.hf import decoding, plain_attention
-from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -358,3 +369,35 @@ async def test_weights_that_replace_dropped_ones_are_taken_one_by_one(tied: Tiny
     request = make_request("r", 9, n=2)
     assert max(errors(tied.new, [request], await collect(engine, request))) < 1e-5
     await engine.close()
+
+
+def test_stop_strings_of_bytes(tmp_path: Path) -> None:
+    """A character of several tokens is none before the last; strings are found over any parts."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.save_pretrained(tmp_path)
+    strings = StopStrings(tmp_path)
+    stop = ("é!", "\n\n")
+    strings.check(Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, stop=stop)))
+    ids = fast("a " * 50 + "caf" + "é!" + " more")["input_ids"]
+    end = len(ids) - len(" more")
+    assert strings.find_end(ids, stop) == end
+    assert strings.find_end(ids[: end - 1], stop) is None
+    assert [strings.find_end(ids[k:], stop, before=[ids[:3], ids[3:k]]) for k in (3, 90, end - 1)] == [
+        end - 3,
+        end - 90,
+        1,
+    ]
+    assert strings.find_end(fast("a\n\nb")["input_ids"], stop) == 3
+    assert strings.find_end(ids, ()) is None
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+    request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, stop=("a",)))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(RequestError, match=r"request 'r' has stop=\('a',\); expected none, or an engine whose model"):
+        StopStrings(tmp_path).check(request)
+    with pytest.raises(RequestError, match=r"stop is 'a'; expected strings that are not empty"):
+        SamplingParams(max_tokens=1, stop="a")  # pyright: ignore[reportArgumentType]

@@ -297,14 +297,14 @@ class RecordedSteps(_Graphs):
         self._graphs.clear()
         self.num_drops += 1
 
-    def _record(self, size: int, length: int) -> Any:
+    def _record(self, size: int, length: int, truncates: bool) -> Any:
         addresses, decoder = self._decoder._addresses(), self._decoder
         self.num_recorded += 1
 
         class Step:
             def replay(self) -> None:
                 assert decoder._addresses() == addresses
-                decoder._advance(size, length)
+                decoder._advance(size, length, truncates)
 
         return Step()
 

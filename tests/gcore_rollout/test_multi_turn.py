@@ -17,6 +17,7 @@ from gcore_rollout import (
     ChatEncoder,
     Completion,
     EngineStats,
+    EnvironmentRole,
     EpisodeError,
     HFEngine,
     MultiTurnConfig,
@@ -31,6 +32,7 @@ from gcore_rollout import (
     Tool,
     ToolEnvironment,
     hermes_calls,
+    render_chat,
     run_episode,
 )
 
@@ -179,7 +181,7 @@ def test_a_template_that_cannot_continue_is_refused() -> None:
 def test_a_template_that_fails_is_one_error() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ 1 / 0 }}"
-    with pytest.raises(RolloutError, match="the chat template refuses a conversation: division by zero"):
+    with pytest.raises(RolloutError, match="the chat template refuses the messages: division by zero"):
         ChatEncoder(tokenizer).first([{"role": "user", "content": "x"}])
 
 
@@ -369,6 +371,178 @@ async def test_an_episode_with_tools() -> None:
     assert episode.score == 1.0
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+async def test_calls_between_special_tokens_are_run() -> None:
+    """As in the tokenizers whose marks of a call are special tokens: only the end of a turn is not in its text."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": [START, "<tool_call>", "</tool_call>"]})
+    engine = ScriptedEngine([encoded(tokenizer, CALL + END), encoded(tokenizer, "5" + END)])
+    world = ToolEnvironment([{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5"))
+    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
+    assert (episode.turns, episode.score, episode.end) == ((CALL, "5"), 1.0, "done")
+
+
+async def test_a_stop_string_is_a_part_of_its_turn() -> None:
+    """Its tokens are learned; the end of the turn, which the policy has not written, is added and is not."""
+    tokenizer = make_tokenizer()
+    engine = ScriptedEngine([encoded(tokenizer, "<a>x</a>"), encoded(tokenizer, "y" + END)])
+    world = Questions(["x", "abc"])
+    sampling = SamplingParams(max_tokens=200, stop=("</a>",))
+    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=sampling)
+    assert episode.turns == ("<a>x</a>", "y")
+    assert tokenizer.decode(episode.token_ids[episode.response_mask]) == f"<a>x</a>y{END}"
+    text = tokenizer.decode(episode.token_ids)
+    assert text == f"<a>x</a>{END}\n{START}user abc{END}\n{START}assistant y{END}"
+    assert engine.requests[0].sampling.stop == ("</a>",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>I could {CALL}</think>no",
+        f"I could {CALL}</think>no",
+        f"<think>first</think> then <think>{CALL}",
+        f"<think>{CALL} and {CALL}",
+    ],
+)
+def test_calls_of_a_thought_are_not_run(text: str) -> None:
+    """Also where the template has opened the thought, or the turn does not close it."""
+    assert hermes_calls(text) == []
+    assert [call.name for call in hermes_calls(f"<think>{CALL}</think>{CALL}<think>.</think>")] == ["add"]
+
+
+async def test_calls_of_a_turn_that_was_cut_off_are_not_run() -> None:
+    """No turn could read their results; the turn may be a thought that the template has opened."""
+    world = ToolEnvironment([{"role": "user", "content": "?"}], [], reward=lambda text: float(len(text)))
+    assert await world.step(CALL, truncated=True) == Reply(reward=len(CALL), done=True)
+
+
+@pytest.mark.parametrize("content", ["gcore-turn", "see gcore-turn", "gcore-turn gcore-turn."])
+def test_messages_may_have_any_text(content: str) -> None:
+    """That by which the encoder finds its place in a rendered conversation is in no message."""
+    tokenizer = make_tokenizer()
+    tokens = ChatEncoder(tokenizer).next([{"role": "user", "content": content}], last_token=tokenizer.eos_token_id)
+    assert tokens == encoded(tokenizer, f"\n<|start|>user {content}<|end|>\n<|start|>assistant ")
+
+
+def test_a_turn_may_end_with_the_next_role() -> None:
+    """As in GLM's templates: nothing ends a turn but the token with which the next message starts."""
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ '<|start|>' if m.role == 'user' else '<|end|>' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|end|>' }}{% endif %}"
+    )
+    encoder = ChatEncoder(tokenizer)
+    start = tokenizer.convert_tokens_to_ids(START)
+    assert encoder.next([{"role": "user", "content": "x"}], last_token=start) == encoded(tokenizer, "x<|end|>")
+    assert encoder.next([{"role": "user", "content": "x"}], last_token=7) == encoded(tokenizer, "<|start|>x<|end|>")
+
+
+@dataclass
+class Closing(Questions):
+    """Keeps the reasons of its `close`."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    async def close(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+async def test_environments_are_closed_once() -> None:
+    """However the episode ends: by itself, by a limit, by a failure, or because the run ends."""
+
+    class Failing(Closing):
+        async def step(self, completion: str) -> Reply:
+            raise KeyError(completion)
+
+    class Waiting(Closing):
+        async def step(self, completion: str) -> Reply:
+            await asyncio.sleep(60)
+            return await super().step(completion)
+
+    class Unopened(Closing):
+        async def reset(self) -> Opening:
+            raise OSError("no board")
+
+    async def play(world: Closing, *, max_tokens: int = 200) -> None:
+        engine = ScriptedEngine([[7, 8, 1]] * 4)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        await run_episode(engine, world, ChatEncoder(make_tokenizer()), request_id="e", sampling=sampling)
+
+    done = Closing(["x"])
+    await play(done)
+    too_long = Closing(["x"] * 4)
+    await play(too_long, max_tokens=4)
+    failing = Failing(["x"])
+    with pytest.raises(EpisodeError, match="KeyError"):
+        await play(failing)
+    unopened = Unopened(["x"])
+    with pytest.raises(EpisodeError, match="no board"):
+        await play(unopened)
+    cancelled = Waiting(["x"])
+    task = asyncio.create_task(play(cancelled))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    closed = [world.reasons for world in (done, too_long, failing, unopened, cancelled)]
+    assert closed == [["done"], ["length"], ["failed"], ["failed"], ["cancelled"]]
+
+
+async def test_a_close_that_fails_is_a_failure_of_the_episode() -> None:
+    class Stuck(Closing):
+        async def close(self, reason: str) -> None:
+            raise OSError(f"still running after {reason}")
+
+    with pytest.raises(EpisodeError, match="episode 'e': close: OSError: still running after done"):
+        await run_episode(
+            ScriptedEngine([[7, 1]]), Stuck(["x"]), ChatEncoder(make_tokenizer()), request_id="e", sampling=SAMPLING
+        )
+
+
+REFUSING = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_exception('only users') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (REFUSING, [{"role": "system", "content": "?"}], "reset: the chat template refuses the messages: only users"),
+        (TEMPLATE, [{"role": "user"}], "reset: message 1.content is missing; expected text"),
+        (TEMPLATE, [{"role": "user", "content": "\ud800"}], "reset: message 1.content has a lone surrogate"),
+        (
+            TEMPLATE,
+            [{"role": "user", "content": "x" * 600}],
+            "turn 1: request 'e/0' needs .* at most 512",
+        ),
+    ],
+)
+async def test_an_opening_that_cannot_be_answered_ends_its_episode(
+    tied: TinyModel, template: str, messages: list[dict[str, Any]], expected: str
+) -> None:
+    """And not the run: an `EpisodeError` is dropped where that is the reaction to failures."""
+
+    class Opened(Closing):
+        async def reset(self) -> Opening:
+            return Opening(messages=messages)
+
+    engine = HFEngine.from_pretrained(tied.path, eos_token_ids=EOS_TOKEN_IDS)
+    world = Opened(["x"])
+    with pytest.raises(EpisodeError, match=f"episode 'e': {expected}"):
+        await run_episode(
+            engine, world, ChatEncoder(make_tokenizer(template)), request_id="e", sampling=SamplingParams(max_tokens=8)
+        )
+    assert world.reasons == ["failed"]
+    await engine.close()
+
+
+def test_an_environment_that_cannot_be_made_fails_its_episode() -> None:
+    encoder, limits = ChatEncoder(make_tokenizer()), MultiTurnConfig()
+    role = EnvironmentRole(make=lambda row: row["board"], encoder=encoder, limits=limits, on_error="drop")
+    with pytest.raises(EpisodeError, match="the environment was not made: KeyError: 'board'"):
+        role.new({})
+
+
 def test_text_without_calls_has_none() -> None:
     assert hermes_calls("<tool_call> never closed") == []
 
@@ -410,3 +584,21 @@ def test_bad_revisions_are_refused() -> None:
         RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=0)
     with pytest.raises(RequestError, match="good_enough is nan; expected a finite number"):
         RevisionEnvironment([], by_length(""), good_enough=float("nan"), max_revisions=1)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for x in %}", "Expected an expression"),
+        ("{{ nothing.a }}", "'nothing' is undefined"),
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ range(10 ** 9) }}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_chat_template_that_fails(template: str, reason: str) -> None:
+    tokenizer = make_tokenizer(template)
+    with pytest.raises(RequestError, match=re.escape(f"the chat template refuses the messages: {reason}")):
+        render_chat(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)

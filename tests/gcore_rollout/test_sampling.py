@@ -1,14 +1,16 @@
 """Uniform numbers that depend on seed and position alone, and tokens drawn with them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from gcore_rollout.engines.hf.decoding import sample_tokens
+from gcore_rollout.engines.hf.decoding import sample_tokens, truncate_logits
 from gcore_rollout.engines.hf.static import draw_tokens
 from gcore_rollout.engines.queueing import sample_seeds, uniforms
 
@@ -79,6 +81,19 @@ def test_tokens_follow_the_probabilities(draw: Draw, temperature: float) -> None
     counts = torch.bincount(tokens, minlength=10).numpy()
     assert _chi_square(counts, n * expected_V.numpy()) < CHI_SQUARE_LIMIT[9]
     torch.testing.assert_close(log_probs.double(), expected_V.log()[tokens], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_truncation_is_that_of_transformers(seed: int) -> None:
+    """Top-k first, then top-p; rows of a batch may differ."""
+    logits_BV = 3 * torch.randn(64, 50, generator=torch.Generator().manual_seed(seed))
+    top_k = torch.tensor([1, 7, 50, 2**31 - 1]).repeat(16)
+    top_p = torch.tensor([0.1, 0.5, 0.9, 1.0]).repeat_interleave(16)
+    truncated_BV = truncate_logits(logits_BV, top_p, top_k)
+    for row, k, p, truncated in zip(logits_BV, top_k.clamp(max=50), top_p, truncated_BV, strict=True):
+        by_k: Any = TopKLogitsWarper(int(k))
+        by_p: Any = TopPLogitsWarper(float(p))
+        assert torch.equal(truncated, by_p(None, by_k(None, row[None]))[0])
 
 
 extreme_u = st.one_of(st.sampled_from([2.0**-53, 0.5, 1 - 2.0**-53]), st.floats(2.0**-53, 1 - 2.0**-53))

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,22 @@ async def test_the_server_is_notified_of_abandoned_requests(server: SmallServer,
     async with asyncio.timeout(300):
         while server.num_streams or len(server.aborted) < 3:
             await asyncio.sleep(0.01)
+
+
+async def test_a_stop_string_ends_a_sample_of_a_server(server: SmallServer, url: str) -> None:
+    """Here, with the token that completes it; the server is notified. It has sampled `b` again and again."""
+    engine = await connect(url)
+    free, guarded = make_request("free", 3, max_tokens=9), make_request("guarded", 3, max_tokens=400)
+    guarded = replace(guarded, sampling=replace(guarded.sampling, stop=("a", "bbbb")))
+    found = await collect(engine, free, guarded)
+    stopped = found["guarded", 0]
+    assert (stopped.token_ids.tolist(), stopped.finish_reason) == ([7] * 4, "stop")
+    assert (stopped.log_probs.tolist(), stopped.weight_versions.tolist()) == ([-1.0] * 4, [0] * 4)
+    assert found["free", 0].finish_reason == "length"
+    async with asyncio.timeout(300):
+        while server.num_streams or not server.aborted:
+            await asyncio.sleep(0.01)
+    await engine.close()
 
 
 async def test_an_update_without_a_folder(url: str, tied: TinyModel) -> None:

@@ -21,7 +21,7 @@ from tiny_jobs import EVENS
 
 from gcore_llm import train
 from gcore_llm.cli import parse_train
-from gcore_runs import Result, UserError, apply_chat_template, build_tokenizer, check_model
+from gcore_runs import Result, UserError, check_model
 
 
 def write(cli: Cli, name: str, text: str) -> str:
@@ -336,25 +336,6 @@ def test_a_reward_that_starts_to_fail_leaves_the_last_finished_step(cli: Cli, ow
     assert [row["step"] for row in step_rows(cli.cwd / "runs/default")] == [1, 2]
     write(cli, "mine.py", f"{good}\nfailing = reward\n")
     assert "resuming after step 2 of 4" in cli.ok(*args)
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{% for x in %}", "Expected an expression"),
-        ("{{ nothing.a }}", "'nothing' is undefined"),
-        ("{{ raise_exception('no system') }}", "no system"),
-        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ range(10 ** 9) }}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-    ],
-)
-def test_a_chat_template_that_fails(tiny: Path, template: str, reason: str) -> None:
-    tokenizer = build_tokenizer(tiny)
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match=re.escape(f"row 3: the model's chat template refuses it: {reason}")):
-        apply_chat_template(tokenizer, [{"role": "user", "content": "a"}], "row 3", tokenize=False)
 
 
 def test_brackets_deeper_than_can_be_read(cli: Cli, own_args: list[str]) -> None:

@@ -11,6 +11,13 @@ from typing import Any
 import pytest
 from command_line import Cli, option_set, read_rows, val_rows, write_rows
 
+from gcore_llm.config import DataConfig, RolloutConfig, TrainConfig
+from gcore_llm.evaluation.config import ValConfig
+from gcore_llm.evaluation.evaluate import val_sets
+from gcore_llm.prompts import PromptSets
+from gcore_llm.sampling import sampling_params
+from gcore_rollout import Prompt
+
 VOTING = '''
 from gcore_rollout import Scored
 
@@ -42,6 +49,20 @@ def evaluated(shared_cli: Cli, own_args: list[str]) -> Path:
     assert "40 training prompts, 15 held out" in out
     assert re.search(r"step 2: gsm8k: greedy [\d.]+ ± [\d.]+, avg@2 [\d.]+ ± [\d.]+, pass@2 ", out)
     return cwd / "runs/default"
+
+
+def test_top_p_and_top_k_are_of_evaluation_alone() -> None:
+    """A set may have others; responses to be trained on are drawn from all tokens."""
+    settings = ValConfig(top_p=0.95, top_k=20, sets={"x": {"top_k": 5}})
+    rollout = RolloutConfig(val_kwargs=settings, stop=("</a>",))
+    config = TrainConfig(rollout=rollout, data=DataConfig(train_files=("a.jsonl",), val_files=("x=b.jsonl", "c.jsonl")))
+    prompt = Prompt(text="1+1=", token_ids=(1,), row={})
+    prompts = PromptSets(train=[], val=[prompt], named={"x": [prompt]}, num_too_long=0, longest=1)
+    samplings = [own.sampling for own in val_sets(prompts, config, {})]
+    assert [(own.top_p, own.top_k) for own in samplings] == [(0.95, 20), (0.95, 5)]
+    trained = sampling_params(config)
+    assert (trained.top_p, trained.top_k) == (1.0, -1)
+    assert {own.stop for own in (trained, *samplings)} == {("</a>",)}
 
 
 def by_hand(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -170,9 +191,14 @@ def test_wrong_arguments(cli: Cli, own_args: list[str], tiny: Path) -> None:
     )
     val = (*own_args, "--data.val-files", "x=a.jsonl")
     assert "rollout.val_kwargs.sets.x.n is -1; expected 0 or more" in cli.refused(*val, f"{sets}.x.n", "-1")
-    assert "rollout.val_kwargs.sets.x has top_k; expected n, temperature, reward" in cli.refused(
-        *val, f"{sets}.x.top_k", "1"
+    assert "rollout.val_kwargs.sets.x has min_p; expected n, temperature, top_p, top_k, reward" in cli.refused(
+        *val, f"{sets}.x.min_p", "1"
     )
+    assert "rollout.val_kwargs.sets.x.top_p is 0.0; expected a number in (0, 1]" in cli.refused(
+        *val, f"{sets}.x.top_p", "0"
+    )
+    assert "chat_template_kwargs is '[1]'; expected a JSON object" in cli.refused(*on, "--chat-template-kwargs", "[1]")
+    assert "top_k is -2; expected 1 or more, or -1 for all tokens" in cli.refused(*on, "--top-k", "-2")
     assert "trainer.best_metric is 'val/y'; expected a metric of evaluations: val/greedy/score" in cli.refused(
         *own_args, "--trainer.best-metric", "val/y", "--trainer.export", "best"
     )

@@ -99,6 +99,20 @@ def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> 
         (GOOD + '{"prompt": "a", "completion": ""}', "rows.jsonl: row 2 has an empty completion"),
         (GOOD + '{"text": ""}', "rows.jsonl: row 2 is empty"),
         (GOOD + '{"text": 7}', "rows.jsonl: row 2: text is 7; expected text"),
+        (GOOD + '{"text": "a\\ud800"}', "rows.jsonl: row 2: text has a lone surrogate, '\\ud800' at character 2"),
+        (GOOD + '{"prompt": "a", "completion": "\\udfff"}', "rows.jsonl: row 2: completion has a lone surrogate"),
+        (
+            GOOD + '{"messages": [{"role": "assistant", "content": null}]}',
+            "rows.jsonl: row 2: messages: message 1.content is None; expected text",
+        ),
+        (
+            GOOD + '{"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}',
+            "rows.jsonl: row 2: messages: message 1.content has the part {'type': 'audio', 'audio': 'a.wav'}; expected",
+        ),
+        (
+            GOOD + '{"messages": [{"role": "user", "content": "a"}], "tools": "{"}',
+            "rows.jsonl: row 2: tools is '{'; expected a list of JSON schemas",
+        ),
         (
             GOOD + '{"messages": "hi"}',
             "rows.jsonl: row 2: messages is 'hi'; expected a list of messages with role and content",
@@ -160,7 +174,7 @@ def test_conversations_that_the_template_cannot_mark(cli: Cli, tiny: Path) -> No
     error = cli.refused(*job("sft", counting))
     assert "mark them in the template with {% generation %} and {% endgeneration %}" in error
     picky = with_template(tiny, cli.cwd / "picky", "{{ raise_exception('no roles') }}")
-    assert "the model's chat template refuses it: no roles" in cli.refused(*job("sft", picky))
+    assert "the chat template refuses the messages: no roles" in cli.refused(*job("sft", picky))
 
 
 def test_rows_too_long_for_the_model(cli: Cli, tiny: Path) -> None:

@@ -128,6 +128,44 @@ def test_text_that_has_its_bos_already(tmp_path: Path, monkeypatch: pytest.Monke
     assert whole.ids.tolist() == [*expected, 1]
 
 
+def test_messages_as_parquet_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are None are no keys, parts of text are text, and variables of the template are settings."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ mode }}" + TEMPLATE.replace("['content'] }}", "['content'] }}{{ m.keys() | length }}")
+    monkeypatch.chdir(tmp_path)
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    chats = [
+        [{"role": "user", "content": "1+1=", "name": None, "tool_calls": None}],
+        [{"role": "user", "content": parts, "tool_calls": None}],
+    ]
+    write_rows(Path("p.jsonl"), [{"prompt": chat} for chat in chats])
+    data = DataConfig(train_files=("p.jsonl",), chat_template_kwargs={"mode": "think"})
+    texts = {prompt.text for prompt in load_files(data, tokenizer, seed=0).train}
+    assert texts == {"think<user>1+1=2</user><assistant>"}
+    with pytest.raises(UserError, match=r"data.chat_template_kwargs is .*; expected none of add_"):
+        DataConfig(chat_template_kwargs={"tokenize": True})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a\ud800", "it has a lone surrogate, '\\ud800' at character 2; expected Unicode text"),
+        ([{"role": "user", "content": "\ud800"}], "message 1.content has a lone surrogate"),
+        ([{"role": "user", "content": None}], "message 1.content is None; expected text"),
+        ([{"role": "user", "content": 7}], "message 1.content is 7; expected text, or a list of parts of type text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 1.content has an image; expected text alone"),
+        ([{"role": 7, "content": "a"}], "message 1 has the role 7; expected text, such as 'user'"),
+    ],
+)
+def test_prompts_without_a_meaning(
+    prompt: object, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("p.jsonl"), [{"prompt": "fine"}, {"prompt": prompt}])
+    with pytest.raises(UserError, match=re.escape(f"p.jsonl: prompt of row 2: {expected}")):
+        load_files(DataConfig(train_files=("p.jsonl",)), tokenizer_of("template"), seed=0)
+
+
 def test_what_a_model_takes(tmp_path: Path, tiny: Path) -> None:
     """Prompts and responses within it are asked of vLLM, whatever data.max_prompt_length says."""
     GPT2Config(n_positions=96).save_pretrained(tmp_path / "gpt2")

@@ -1,5 +1,6 @@
 """`gcore-llm sft`: which tokens are learned, that the loss is transformers', and what a run leaves behind."""
 
+import json
 import math
 import signal
 import sys
@@ -84,6 +85,96 @@ def test_a_turn_ends_where_generation_would(tmp_path: Path) -> None:
     counting = "{{ messages | length }}" + TEMPLATE
     with pytest.raises(UserError, match=r"row 1: .* renders what comes before the assistant's turn \(message 3\)"):
         learned(encoder(counting), {"messages": CHAT})
+
+
+# As GLM's does: nothing ends a turn but the mark of the next role, which ends a response.
+UNENDED = (
+    "{% for m in messages %}{{ {'user': '\\n', 'system': '!', 'assistant': ':'}[m['role']] + "
+    "m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}:{% endif %}"
+)
+MARKED_UNENDED = UNENDED.replace(
+    "m['content'] }}{% endfor %}",
+    "'' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", [UNENDED, MARKED_UNENDED])
+def test_the_next_role_ends_a_turn(template: str) -> None:
+    """And is learned after each turn, as in generation."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = template
+    ends = [EOS, tokenizer.convert_tokens_to_ids("\n")]
+    own = Encoder(tokenizer, eos_token_ids=ends, apply_chat_template=True)
+    assert learned(own, {"messages": CHAT}) == ("!Add.\n1+1:2\n2+2:4!#", "2\n4!#")
+    assert own.notices() == []
+
+
+def test_what_is_not_learned_is_a_notice() -> None:
+    """Thoughts of earlier turns that the template leaves out, and turns that nothing ends."""
+    stripping = THINKING.replace("m['content']", "m['content'].split('</think>')[-1]")
+    thoughtful = [
+        *({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "<think>two?</think>2"}),
+        *({"role": "user", "content": "2+2"}, {"role": "assistant", "reasoning_content": "hm", "content": "4"}),
+    ]
+    own = encoder(stripping)
+    assert learned(own, {"messages": thoughtful})[1] == "2#(hm)4#"
+    assert learned(own, {"messages": CHAT})[1] == "2#(hm)4!#"
+    [notice] = own.notices()
+    assert notice.startswith("1 rows: the chat template leaves out reasoning of the assistant, which is not learned")
+    own = encoder(TEMPLATE)
+    learned(own, {"messages": CHAT})
+    [notice] = own.notices()
+    assert notice.startswith("1 rows: the chat template ends turns before the last with no token that ends a response")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": None}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_of_a_row_are_announced(tools: Any) -> None:
+    """As TRL's, a list or JSON of one; None, as Parquet has it in place of missing keys, is dropped."""
+    template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + TEMPLATE
+    row = {"messages": CHAT[1:3], "tools": tools}
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = template
+    announced = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
+    expected = tokenizer.apply_chat_template(CHAT[1:3], tools=announced, tokenize=False)
+    assert learned(encoder(template), row) == (f"{expected}#", "2</assistant>#")
+    with pytest.raises(UserError, match="row 1: tools are given; expected a chat template that announces them"):
+        learned(encoder(TEMPLATE), row)
+
+
+def test_messages_as_parquet_and_servers_have_them() -> None:
+    """Keys that are None are no keys, content may be parts of text, and null next to a call."""
+    template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.keys() | sort | join(',') }}")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}],
+            "tool_calls": None,
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": "2", "tool_calls": None},
+    ]
+    text = (
+        "<user>1+1content,role</user><assistant>content,role,tool_calls</assistant>"
+        "<tool>2content,role</tool><assistant>2content,role</assistant>#"
+    )
+    assert learned(encoder(template), {"messages": messages, "tools": None})[0] == text
+
+
+def test_variables_of_the_template() -> None:
+    """`data.chat_template_kwargs`."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = "{{ 'think' if enable_thinking else 'answer' }}" + TEMPLATE
+    own = Encoder(
+        tokenizer, eos_token_ids=[EOS], apply_chat_template=True, chat_template_kwargs={"enable_thinking": True}
+    )
+    assert learned(own, {"messages": CHAT[1:3]})[0] == "think<user>1+1</user><assistant>2</assistant>#"
 
 
 def test_text() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.data.chat_config import ChatDataConfig
 from gcore_llm.data.task_config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import (
@@ -24,7 +25,6 @@ from gcore_runs import (
     IS_TRUE,
     Amount,
     BaseAlgorithmConfig,
-    BaseDataConfig,
     BaseRLConfig,
     Bound,
     Count,
@@ -52,7 +52,7 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(BaseDataConfig):
+class DataConfig(ChatDataConfig):
     """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()
@@ -95,6 +95,9 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
     """Divides the logits when sampling, and when the trainer scores."""
+    stop: Annotated[tuple[str, ...], Bound(all, "strings that are not empty")] = ()
+    """Strings that end a response, such as '</answer>', as an end-of-sequence token does. The token that completes one
+    and those before it are a part of the response, and are learned; in several turns, they end a turn."""
     max_num_seqs: Count = 256
     """Most responses generated at once, by each replica."""
     partial_rollout: bool = False

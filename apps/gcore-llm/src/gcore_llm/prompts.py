@@ -12,11 +12,19 @@ from gcore_llm.config import DataConfig, TrainConfig
 from gcore_llm.data.loaded import LoadedPrompts, Progress, no_progress
 from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
-from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
+from gcore_rollout import (
+    Prompt,
+    PromptImages,
+    RequestError,
+    RolloutError,
+    check_text,
+    normalize_messages,
+    render_chat,
+    vision_processor,
+)
 from gcore_runs import (
     Rows,
     UserError,
-    apply_chat_template,
     columns,
     held_out_places,
     image_sources,
@@ -75,36 +83,37 @@ def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
 
 def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
     """Return the text that the model continues, for a prompt given as text or, with a chat template, as messages."""
-    if isinstance(value, str):
-        if not value:
-            raise UserError(f"{where} is empty")
-        if uses_plain_text(value, tokenizer, data):
-            return value
-        value = [{"role": "user", "content": value}]
-    if not are_messages(value):
-        raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
-    if tokenizer.chat_template is None:
-        raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
-    if data.image_key:
-        value = [{**message, "content": _with_image_parts(message["content"])} for message in value]
-    return apply_chat_template(tokenizer, value, where, add_generation_prompt=True, tokenize=False)
+    try:
+        if isinstance(value, str):
+            if not value:
+                raise UserError(f"{where} is empty")
+            check_text(value, "it")
+            if uses_plain_text(value, tokenizer, data):
+                return value
+            value = [{"role": "user", "content": value}]
+        if not are_messages(value):
+            raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it"
+            )
+        messages = normalize_messages(value, keeps_parts=bool(data.image_key))
+        if data.image_key:
+            messages = [{**message, "content": _with_image_parts(message["content"])} for message in messages]
+        kwargs = {**data.chat_template_kwargs, "add_generation_prompt": True, "tokenize": False}
+        return render_chat(tokenizer, messages, **kwargs)
+    except RequestError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Return whether ``value`` is a list of at least one chat message."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    )
+    """Return whether ``value`` is a list of at least one chat message; `normalize_messages` checks what is in them."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def _with_image_parts(content: Any) -> Any:
     """Return a message's content with each mark of an image as a part of its own, as chat templates expect."""
-    if not isinstance(content, str):
-        # Parquet gives every part the keys of all parts, and templates test which keys exist.
-        return [{k: v for k, v in part.items() if v is not None} for part in content]
-    if _IMAGE_MARK not in content:
+    if not isinstance(content, str) or _IMAGE_MARK not in content:
         return content
     parts: list[dict[str, str]] = []
     for i, text in enumerate(content.split(_IMAGE_MARK)):

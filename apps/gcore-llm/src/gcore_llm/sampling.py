@@ -350,4 +350,7 @@ async def _judge(
 
 def sampling_params(config: TrainConfig) -> SamplingParams:
     """Return how a run samples responses."""
-    return SamplingParams(max_tokens=config.data.max_response_length, temperature=config.rollout.temperature)
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length, temperature=rollout.temperature, stop=rollout.stop
+    )

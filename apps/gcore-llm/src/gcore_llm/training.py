@@ -25,10 +25,11 @@ from gcore_llm.sampling import (
     connect_engine,
     engine_factory,
     load_servers,
+    sampling_params,
     start_policy,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, Failed, Request, SamplingParams
+from gcore_rollout import Engine, Failed, Request
 from gcore_runs import (
     Display,
     Result,
@@ -177,9 +178,13 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
 
 def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
     """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
-    prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
-    build = config.rollout.multi_turn.build
-    environment = build(tokenizer, rewards.runner, prompt_key=prompt_key, on_error=on_error)
+    environment = config.rollout.multi_turn.build(
+        tokenizer,
+        rewards.runner,
+        prompt_key=config.data.prompt_key,
+        on_error=config.reward_calls.on_error,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
     own = {"reward": rewards.runner, "comparison": rewards.comparison, "graders": rewards.graders}
     return own | {"tokenizer": tokenizer, "environment": environment}
 
@@ -341,7 +346,11 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
     request = Request(
         request_id="sample",
         prompt_token_ids=ready.token_ids,
-        sampling=SamplingParams(max_tokens=max_tokens or config.data.max_response_length, temperature=temperature),
+        sampling=replace(
+            sampling_params(config),
+            max_tokens=max_tokens or config.data.max_response_length,
+            temperature=temperature,
+        ),
         n=n,
         seed=seed,
     )

@@ -13,7 +13,6 @@ from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
 from .host_memory import available_host_bytes as available_host_bytes, keep_free_memory as keep_free_memory
 from .inputs import (
-    apply_chat_template as apply_chat_template,
     build_tokenizer as build_tokenizer,
     check_model as check_model,
     check_safetensors as check_safetensors,

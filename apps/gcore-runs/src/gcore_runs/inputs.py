@@ -243,19 +243,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not UTF-8: {error}") from None
 
 
-def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
-    """Render messages by the model's chat template; `UserError`, which names ``where`` they are, if it fails.
-
-    transformers runs templates in Jinja's sandbox: they reach neither files nor modules, but may take any time.
-    """
-    try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except Exception as error:
-        # A template is a program, which may fail in any way.
-        reason = one_line(error) or type(error).__name__
-        raise UserError(f"{where}: the model's chat template refuses it: {reason}") from None
-
-
 def build_tokenizer(path: Path) -> Any:
     """Load the model folder's tokenizer; `UserError` if none loads, or it has no end-of-sequence token."""
     from transformers import AutoTokenizer

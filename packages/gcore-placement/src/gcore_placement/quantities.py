@@ -40,6 +40,13 @@ def check_share(field: str, value: float) -> None:
         raise refusal(field, value, "a number above 0, at most 1")
 
 
+def check_amount(field: str, value: Any) -> None:
+    """Check that `value` is a finite number of at least 0."""
+    is_number = isinstance(value, float | int | np.number) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < np.inf:
+        raise refusal(field, value, "a finite number of at least 0")
+
+
 def check_amounts(field: str, values: ArrayLike) -> Floats:
     """Return finite numbers of at least 0 as float64 of the same shape; an error names the first wrong index."""
     try:
@@ -74,7 +81,7 @@ def check_lengths(field: str, values: ArrayLike) -> Floats:
 Positive = Annotated[int, check_positive]
 Above0 = Annotated[float, check_above_0]
 Share = Annotated[float, check_share]
-Amount = Annotated[float, check_amounts]
+Amount = Annotated[float, check_amount]
 
 
 class Checked:

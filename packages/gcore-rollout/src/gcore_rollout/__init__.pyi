@@ -128,6 +128,8 @@ from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
 from .multi_turn.environment import (
     Environment as Environment,
+    EpisodeEnd as EpisodeEnd,
+    EpisodeOutcome as EpisodeOutcome,
     Opening as Opening,
     Reply as Reply,
     RevisionEnvironment as RevisionEnvironment,
@@ -136,7 +138,13 @@ from .multi_turn.environment import (
     ToolEnvironment as ToolEnvironment,
     hermes_calls as hermes_calls,
 )
-from .multi_turn.episode import Episode as Episode, EpisodeEnd as EpisodeEnd, run_episode as run_episode
+from .multi_turn.episode import Episode as Episode, run_episode as run_episode
+from .multi_turn.messages import (
+    check_text as check_text,
+    drop_none as drop_none,
+    normalize_messages as normalize_messages,
+    render_chat as render_chat,
+)
 from .response_lengths import LengthHistory as LengthHistory, MeasuredLength as MeasuredLength
 from .responses import (
     Prompt as Prompt,

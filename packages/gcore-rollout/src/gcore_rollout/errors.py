@@ -67,7 +67,7 @@ class EngineDiedError(RolloutError):
 
 
 class EpisodeError(RolloutError):
-    """An environment failed, or did not answer in time."""
+    """An episode failed: its environment did, or did not answer in time, or its messages cannot be answered."""
 
 
 class ServerRequestError(RolloutError):

@@ -253,7 +253,7 @@ class Generation:
         try:
             episode = await run_episode(
                 self.roles.policy,
-                environment.make(group.prompt.row),
+                environment.new(group.prompt.row),
                 environment.encoder,
                 request_id=f"{group.prompt_index}/{'greedy' if index is None else index}",
                 sampling=self._greedy if index is None else self.sampling,

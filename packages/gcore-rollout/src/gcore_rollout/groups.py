@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.multi_turn.episode import EpisodeEnd
+from gcore_rollout.multi_turn.environment import EpisodeEnd
 from gcore_rollout.responses import PromptImages, Response
 from gcore_rollout.rewards.reward import part_means
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion
-from gcore_rollout.multi_turn.episode import EpisodeEnd
+from gcore_rollout.multi_turn.environment import EpisodeEnd
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import Pixels, VisionProcessor

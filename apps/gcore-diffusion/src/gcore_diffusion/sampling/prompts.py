@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_diffusion.config import DataConfig
-from gcore_rollout import RolloutError, decode_image, read_image
+from gcore_rollout import RequestError, RolloutError, check_text, decode_image, read_image
 from gcore_runs import UserError, columns, hold_out, image_sources, mixed, open_rows, read_lines
 
 
@@ -89,6 +89,10 @@ def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str
     text = row[key]
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
+    try:
+        check_text(text, key)
+    except RequestError as error:
+        raise UserError(f"{where}: {error}") from None
     prompt = Prompt(text=text, row=row)
     return _with_images(prompt, config.image_key, folder, where) if config.image_key else prompt
 

@@ -22,14 +22,16 @@ from gcore_rollout import (
     ImageJudgeReward,
     ImageRewardKind,
     ImageRewardSettings,
+    RequestError,
     UnsupportedModelError,
     VisionProcessor,
     build_image_reward,
     engine_factory,
     load_function,
     register_image_reward,
+    render_chat,
 )
-from gcore_runs import UserError, apply_chat_template, build_tokenizer, check_model, keep_free_memory
+from gcore_runs import UserError, build_tokenizer, check_model, keep_free_memory
 from gcore_runs.engines import Instrumentation, device_options
 
 
@@ -215,7 +217,10 @@ def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     def encode(question: str) -> list[int]:
         parts = [{"type": "image"}, {"type": "text", "text": question}]
         message = {"role": "user", "content": parts}
-        text = apply_chat_template(tokenizer, [message], "a question", add_generation_prompt=True, tokenize=False)
+        try:
+            text = render_chat(tokenizer, [message], add_generation_prompt=True, tokenize=False)
+        except RequestError as error:
+            raise UserError(f"reward.path is {str(path)!r}: {error}") from None
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     decode = partial(tokenizer.decode, skip_special_tokens=True)

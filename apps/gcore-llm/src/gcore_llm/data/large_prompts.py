@@ -59,7 +59,8 @@ def load_large(
         UserError: a row has no prompt, or one of another type.
     """
     backend = tokenizer.backend_tokenizer.to_str()
-    settings = (data.prompt_key, data.image_key, data.apply_chat_template, data.max_prompt_length, fits)
+    kwargs = sorted(data.chat_template_kwargs.items())
+    settings = (data.prompt_key, data.image_key, data.apply_chat_template, kwargs, data.max_prompt_length, fits)
     key = (rows.identity, settings, backend, tokenizer.chat_template, tokenizer.name_or_path * bool(data.image_key))
 
     def write(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Arguments of `gcore-llm eval`."""
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -27,6 +28,16 @@ class EvalArgs(Checked):
     """Sampled responses to each prompt, next to the greedy one; None: as in the run, or 1."""
     temperature: float | None = None
     """Temperature of the sampled ones; None: as in the run, or 1."""
+    top_p: float | None = None
+    """The sampled ones are drawn from the fewest most probable tokens with at least this probability together; None: as
+    in the run, or 1, from all."""
+    top_k: int | None = None
+    """The sampled ones are drawn from so many most probable tokens; None: as in the run, or -1, from all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; empty: as in the run, or none."""
+    chat_template_kwargs: str = ""
+    """Further variables of the model's chat template as a JSON object, such as '{"enable_thinking": false}'; empty: as
+    in the run, or none."""
     max_tokens: NonNegative = 0
     """Longest response; 0: as in the run, or 2048, or for what a model has capacity."""
     limit: NonNegative = 0
@@ -46,4 +57,14 @@ class EvalArgs(Checked):
         super().__post_init__()
         self.require("n", self.n is None or self.n >= 0, "0 or more")
         self.require("temperature", self.temperature is None or self.temperature > 0, "a number above 0")
+        is_table = isinstance(self.template_kwargs, dict)
+        self.require("chat_template_kwargs", is_table, """a JSON object, such as '{"enable_thinking": false}'""")
         self.require("num_processes", self.num_processes is None or self.num_processes >= 0, "0 or more")
+
+    @property
+    def template_kwargs(self) -> Any:
+        """The variables of the chat template; None if they are no JSON."""
+        try:
+            return json.loads(self.chat_template_kwargs or "{}")
+        except ValueError:
+            return None

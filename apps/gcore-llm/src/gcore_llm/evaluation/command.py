@@ -109,17 +109,24 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
         check_model(model_folder(config.model), may_be_quantized=True)
     rollout, own, on = config.rollout, config.rollout.val_kwargs, config.data.val_files
     sources = val_sources(on, setting="on")
-    given = {name: value for name in ("n", "temperature") if (value := getattr(args, name)) is not None}
+    options = {name: getattr(args, name) for name in ("n", "temperature", "top_p", "top_k")}
+    given = {name: value for name, value in options.items() if value is not None}
     # An option is for all sets.
     names = own.sets.keys() & {source.name for source in sources}
     sets = {name: {key: value for key, value in own.sets[name].items() if key not in given} for name in names}
     rollout = replace(
         rollout,
         engine=args.engine or rollout.engine,
+        stop=args.stop or rollout.stop,
         num_processes=rollout.num_processes if args.num_processes is None else args.num_processes,
         val_kwargs=replace(own, **given, sets=sets),
     )
-    data = replace(config.data, val_files=on, prompt_key=args.prompt_key or config.data.prompt_key)
+    data = replace(
+        config.data,
+        val_files=on,
+        prompt_key=args.prompt_key or config.data.prompt_key,
+        chat_template_kwargs=args.template_kwargs or config.data.chat_template_kwargs,
+    )
     config = replace(config, data=data, rollout=rollout, reward=args.reward or config.reward)
     has_reward = config.reward or config.reward_model.is_used or config.rollout.multi_turn.environment
     ungraded = [source.path for source in sources if source.name not in config.set_rewards]
@@ -186,6 +193,9 @@ def _identity(config: TrainConfig, sets: Sequence[ValSet], step: int | None) -> 
                 "name": own.name,
                 "n": own.n,
                 "temperature": own.sampling.temperature,
+                "top_p": own.sampling.top_p,
+                "top_k": own.sampling.top_k,
+                "stop": list(own.sampling.stop),
                 "right_from": own.right_from,
                 "reward": config.set_rewards.get(own.name, ""),
                 "prompts": sha256(repr([(p.text, dict(p.row)) for p in own.prompts]).encode()).hexdigest(),

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from gcore_llm.evaluation.sets import val_sources
-from gcore_runs import Amount, Bound, Checked, NonNegative, UserError, converted
+from gcore_runs import Amount, Bound, Checked, FractionAbove0, NonNegative, UserError, at_least, converted
 
-_OWN: dict[str, Any] = {"n": int, "temperature": float, "reward": str}
+_OWN: dict[str, Any] = {"n": int, "temperature": float, "top_p": float, "top_k": int, "reward": str}
 """Settings that a set may have of its own, and their types."""
 _FINITE = Bound(lambda score: abs(score) < float("inf"), "a finite number")
 
@@ -20,11 +20,16 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
     """Sampled responses to each held-out prompt, next to the greedy one; from 2 on there are pass@k and maj@k, too."""
     temperature: Amount = 0.0
     """Temperature of the sampled ones; 0: rollout.temperature."""
+    top_p: FractionAbove0 = 1.0
+    """The sampled ones are drawn from the fewest most probable tokens with at least this probability together; 1: from
+    all. In training they always are."""
+    top_k: Annotated[int, at_least(-1, "1 or more, or -1 for all tokens")] = -1
+    """The sampled ones are drawn from so many most probable tokens; -1 or 0: from all."""
     right_from: Annotated[float, _FINITE] = 1.0
     """Lowest score of a response that pass@k counts as right."""
     sets: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Other values of n and temperature for single sets of data.val-files, and their reward in place of the run's, by
-    the set's name: --rollout.val-kwargs.sets.NAME '{n = 32, reward = "aime"}'."""
+    """Other values of n, temperature, top_p and top_k for single sets of data.val-files, and their reward in place of
+    the run's, by the set's name: --rollout.val-kwargs.sets.NAME '{n = 32, reward = "aime"}'."""
 
     def of_set(self, name: str) -> Self:
         """Return these settings with what the set of this name has of its own; `UserError` if that is wrong."""

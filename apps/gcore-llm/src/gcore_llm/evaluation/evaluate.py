@@ -57,12 +57,17 @@ def val_sets(prompts: PromptSets, config: TrainConfig, graders: Mapping[str, Rew
     sampling, found = sampling_params(config), list[ValSet]()
     for name, own in {"": prompts.val, **prompts.named}.items():
         settings = config.rollout.val_kwargs.of_set(name)
-        temperature = settings.temperature or sampling.temperature
+        own_sampling = replace(
+            sampling,
+            temperature=settings.temperature or sampling.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
         found.append(
             ValSet(
                 name=name,
                 prompts=own,
-                sampling=replace(sampling, temperature=temperature),
+                sampling=own_sampling,
                 n=settings.n,
                 reward=graders.get(name),
                 right_from=settings.right_from,

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
+from gcore_llm.data.chat_config import ChatDataConfig
 from gcore_llm.learning.config import AdapterConfig, adapter_settings
 from gcore_runs import (
     BACKEND_SETTINGS,
@@ -22,7 +23,6 @@ from gcore_runs import (
     one_of,
     optimizer_settings,
 )
-from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 
@@ -75,7 +75,7 @@ class OptimConfig(Checked, section="optim"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsConfig(BaseDataConfig):
+class RowsConfig(ChatDataConfig):
     """Rows of answers or pairs, under TRL's column names."""
 
     val_size: NonNegative = 256

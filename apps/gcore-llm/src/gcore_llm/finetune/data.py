@@ -1,5 +1,6 @@
 """Examples of a run: rows of files or of a task, checked, tokenized, filtered and split."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ import numpy as np
 
 from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig
-from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
+from gcore_llm.finetune.tokens import Encoder, Messages, Tokens, Tools
 from gcore_llm.prompts import Problem, are_messages
 from gcore_placement import TransformerWorkload, micro_batches
+from gcore_rollout import RequestError, check_text, drop_none, normalize_messages
 from gcore_runs import BaseDataConfig, hold_out, open_rows
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, Sample, scored_at_end
@@ -31,7 +33,7 @@ class ExampleSets:
     """Number of training examples from each of data.train-files."""
     val: list[Example]
     notices: list[str]
-    """Lines about rows that were left out."""
+    """Lines about rows that were left out, and about what is not learned of others."""
 
 
 def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
@@ -63,6 +65,7 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
     if not rows and not data.val_files:
         train, val = hold_out(train, size=data.val_size, seed=data.shuffle_seed)
     notices = [f"left out {count} rows {reason}" for reason, count in left_out.items() if count]
+    notices += encoder.notices()
     prepare = _scored if isinstance(config, RewardModelRunConfig) else _learned
     return ExampleSets(
         train=[prepare(tokens) for part in train for tokens in part],
@@ -98,22 +101,30 @@ def _read(source: str, data: BaseDataConfig) -> list[Row]:
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
-    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``."""
-    given = {key for key in ("messages", "prompt", "completion", "text") if row.get(key) is not None}
-    if given == {"messages"}:
-        return encoder.conversation(_messages(row, "messages", where), where)
-    if given == {"prompt", "completion"}:
-        return _answered(encoder, row, "completion", where)
-    if given == {"text"}:
-        return encoder.text(_text(row, "text", where), where)
+    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``.
+
+    With messages, ``tools`` are what the chat template announces: JSON schemas, or a JSON text of them.
+    """
+    columns = _read_columns(row, ("messages", "prompt", "completion", "text"), where)
+    if columns.keys() == {"messages"}:
+        messages = _messages(columns, "messages", where)
+        return encoder.conversation(messages, where, tools=_tools(row, where))
+    if columns.keys() == {"prompt", "completion"}:
+        return _answered(encoder, columns, "completion", where, _tools(row, where))
+    if columns.keys() == {"text"}:
+        return encoder.text(_text(columns, "text", where), where)
     raise UserError(
         f"{where} has the columns {', '.join(row) or 'none'}; expected messages, or prompt and completion, or text"
     )
 
 
 def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[Tokens, Tokens]:
-    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, or without it to the start that they share."""
-    chosen, rejected = row.get("chosen"), row.get("rejected")
+    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, or without it to the start that they share.
+
+    ``tools`` are as in `sft_tokens`.
+    """
+    columns = _read_columns(row, ("prompt", "chosen", "rejected"), where)
+    chosen, rejected = columns.get("chosen"), columns.get("rejected")
     if chosen is None or rejected is None:
         raise UserError(
             f"{where} has the columns {', '.join(row) or 'none'}; expected chosen and rejected, and prompt "
@@ -121,22 +132,62 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
         )
     num_given: int | None = None
     # Some data sets repeat the start of their conversations as text in `prompt`.
-    if are_messages(chosen) and are_messages(rejected) and not are_messages(row.get("prompt")):
+    if are_messages(chosen) and are_messages(rejected) and not are_messages(columns.get("prompt")):
         shortest = min(len(chosen), len(rejected))
         num_shared = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
         num_given = min(num_shared, shortest - 1) if num_shared else None
 
+    tools = _tools(row, where)
+
     def encode(key: str) -> Tokens:
         if num_given is not None:
-            return encoder.conversation(row[key], f"{where}, {key}", num_given=num_given)
-        if row.get("prompt") is None:
-            return encoder.text(_text(row, key, where), f"{where}, {key}")
-        return _answered(encoder, row, key, where)
+            return encoder.conversation(columns[key], f"{where}, {key}", num_given=num_given, tools=tools)
+        if "prompt" not in columns:
+            return encoder.text(_text(columns, key, where), f"{where}, {key}")
+        return _answered(encoder, columns, key, where, tools)
 
     return encode("chosen"), encode("rejected")
 
 
-def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) -> Tokens:
+def _read_columns(row: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
+    """Return those of some columns that a row has, with messages in one form; `UserError` if these are malformed."""
+    columns: dict[str, Any] = {}
+    for name in names:
+        value = row.get(name)
+        if value is None:
+            continue
+        try:
+            if isinstance(value, str):
+                check_text(value, name)
+            elif are_messages(value):
+                value = normalize_messages(value)
+        except RequestError as error:
+            reason = str(error) if isinstance(value, str) else f"{name}: {error}"
+            raise UserError(f"{where}: {reason}") from None
+        columns[name] = value
+    return columns
+
+
+def _tools(row: Mapping[str, Any], where: str) -> Tools:
+    """Return the JSON schemas of the column ``tools``, which may be a JSON text of them; otherwise a `UserError`."""
+    value = row.get("tools")
+    if not value:
+        return ()
+    tools: Any = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value)
+        except ValueError:
+            tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools is {value!r:.80}; expected a list of JSON schemas, or a JSON text of one")
+    try:
+        return drop_none(tools, "tools")
+    except RequestError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str, tools: Tools) -> Tokens:
     """Encode the prompt with the answer in column ``key``, which is learned."""
     prompt, answer = row["prompt"], row[key]
     for name, value in (("prompt", prompt), (key, answer)):
@@ -147,7 +198,8 @@ def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) ->
     messages: list[dict[str, Any]] = []
     for name, value, role in (("prompt", prompt, "user"), (key, answer, "assistant")):
         messages += [{"role": role, "content": value}] if isinstance(value, str) else _messages(row, name, where)
-    return encoder.conversation(messages, f"{where}, {key}", num_given=1 if isinstance(prompt, str) else len(prompt))
+    num_given = 1 if isinstance(prompt, str) else len(prompt)
+    return encoder.conversation(messages, f"{where}, {key}", num_given=num_given, tools=tools)
 
 
 def _messages(row: Mapping[str, Any], key: str, where: str) -> Messages:

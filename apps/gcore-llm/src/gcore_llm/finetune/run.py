@@ -81,8 +81,13 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     if model:
         check_model(model)
     tokenizer = build_tokenizer(model) if model else tiny_tokenizer()
-    applies = config.data.apply_chat_template == "auto"
-    return tokenizer, Encoder(tokenizer, eos_token_ids=eos_token_ids(tokenizer, model), apply_chat_template=applies)
+    encoder = Encoder(
+        tokenizer,
+        eos_token_ids=eos_token_ids(tokenizer, model),
+        apply_chat_template=config.data.apply_chat_template == "auto",
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    return tokenizer, encoder
 
 
 def _check_fits(sets: ExampleSets, model: Path | None) -> None:

@@ -1,7 +1,7 @@
 """Token ids of text and chat messages, with a mask of the tokens to learn."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.prompts import takes_special_tokens
-from gcore_runs import UserError, apply_chat_template
+from gcore_rollout import RequestError, render_chat
+from gcore_runs.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions."""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,9 +43,17 @@ class Encoder:
     """Turns rows into `Tokens`, whose last token to learn is one of ``eos_token_ids``, which end a response.
 
     A prompt and its answer given as text become messages if ``apply_chat_template`` is set and there is a template.
+    ``chat_template_kwargs`` are further variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, *, eos_token_ids: Collection[int], apply_chat_template: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos_token_ids: Collection[int],
+        apply_chat_template: bool,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"the model's tokenizer is {type(tokenizer).__name__}; expected a fast one, with tokenizer.json, which "
@@ -49,7 +61,25 @@ class Encoder:
             )
         self._tokenizer = tokenizer
         self._eos_token_ids = set(eos_token_ids)
+        self._template_kwargs = dict(chat_template_kwargs or {})
         self.makes_messages = apply_chat_template and tokenizer.chat_template is not None
+        self._num_without_thoughts = 0
+        self._num_without_ends = 0
+
+    def notices(self) -> list[str]:
+        """Return lines about what was not learned of the conversations so far."""
+        lines: list[str] = []
+        if self._num_without_thoughts:
+            lines.append(
+                f"{self._num_without_thoughts:,} rows: the chat template leaves out reasoning of the assistant, which "
+                "is not learned; a row for each turn, with the messages up to it, keeps it"
+            )
+        if self._num_without_ends:
+            lines.append(
+                f"{self._num_without_ends:,} rows: the chat template ends turns before the last with no token that "
+                "ends a response (eos_token_id in generation_config.json), so that their end is not learned"
+            )
+        return lines
 
     def text(self, text: str, where: str) -> Tokens:
         """Encode text that is learned as a whole."""
@@ -67,8 +97,11 @@ class Encoder:
         ids, ends = self._encode(prompt + completion, add_special_tokens=adds)
         return self._ended(ids, ends > len(prompt))
 
-    def conversation(self, messages: Messages, where: str, *, num_given: int = 0) -> Tokens:
+    def conversation(self, messages: Messages, where: str, *, num_given: int = 0, tools: Tools = ()) -> Tokens:
         """Encode messages, of which the assistant's after the first ``num_given`` are learned.
+
+        The template announces the ``tools``. After each turn the token that ends a response is learned, too, be it the
+        first of the next message.
 
         The chat template says itself which tokens are the assistant's, if it holds ``{% generation %}``. Otherwise
         it is rendered up to every such message, which has to give a prefix of the whole; learned is what follows, up to
@@ -76,32 +109,47 @@ class Encoder:
         """
         if self._tokenizer.chat_template is None:
             raise UserError(f"{where} holds chat messages: the model's tokenizer has no chat template to render them")
+        template = self._tokenizer.chat_template
+        if tools and "tools" not in str(template):
+            raise UserError(
+                f"{where}: tools are given; expected a chat template that announces them, the model's does not"
+            )
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_given]
         if not turns:
             raise UserError(f"{where} has no message of the assistant to learn from")
-        if _GENERATION_MARK.search(self._tokenizer.chat_template):
-            ids, mask = self._marked(messages, num_given, where)
+        if _GENERATION_MARK.search(template):
+            ids, mask = self._marked(messages, num_given, where, tools)
         else:
-            ids, mask = self._found(messages, turns, where)
+            ids, mask = self._found(messages, turns, where, tools)
         if not mask.any():
             raise UserError(f"{where} has no token of the assistant to learn from, as the chat template renders it")
+        self._count_left_out_thoughts(messages, turns, where, tools)
         return self._ended(ids, mask)
 
-    def _marked(self, messages: Messages, num_given: int, where: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        encoded = self._apply(messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    def _count_left_out_thoughts(self, messages: Messages, turns: Sequence[int], where: str, tools: Tools) -> None:
+        thoughts = [thought for i in turns for thought in _find_thoughts(messages[i])]
+        if thoughts:
+            whole: str = self._apply(messages, where, tools, tokenize=False)
+            self._num_without_thoughts += any(thought not in whole for thought in thoughts)
+
+    def _marked(
+        self, messages: Messages, num_given: int, where: str, tools: Tools
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        options: dict[str, Any] = {"tokenize": True, "return_dict": True}
+        encoded = self._apply(messages, where, tools, **options, return_assistant_tokens_mask=True)
         mask = np.array(encoded["assistant_masks"], np.bool_)
         if num_given:
-            given = self._apply(messages[:num_given], where, tokenize=True, return_dict=True)
+            given = self._apply(messages[:num_given], where, tools, **options)
             mask[: len(given["input_ids"])] = False
         return np.array(encoded["input_ids"], np.int64), mask
 
     def _found(
-        self, messages: Messages, turns: Sequence[int], where: str
+        self, messages: Messages, turns: Sequence[int], where: str, tools: Tools
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        whole: str = self._apply(messages, where, tokenize=False)
+        whole: str = self._apply(messages, where, tools, tokenize=False)
         starts: list[int] = []
         for i in turns:
-            opening: str = self._apply(messages[:i], where, tokenize=False, add_generation_prompt=True)
+            opening: str = self._apply(messages[:i], where, tools, tokenize=False, add_generation_prompt=True)
             if not whole.startswith(opening):
                 raise _unstable(where, i)
             starts.append(len(opening))
@@ -109,7 +157,7 @@ class Encoder:
         is_end = np.isin(ids, list(self._eos_token_ids))
         mask = np.zeros(ids.shape, np.bool_)
         for i, start, next_start in zip(turns, starts, [*starts[1:], len(whole)], strict=True):
-            closing: str = self._apply(messages[: i + 1], where, tokenize=False)
+            closing: str = self._apply(messages[: i + 1], where, tools, tokenize=False)
             is_stable = whole.startswith(closing)
             turn = np.flatnonzero((ends > start) & (ends <= (len(closing) if is_stable else next_start)))
             closers = np.flatnonzero(is_end[turn])
@@ -118,8 +166,14 @@ class Encoder:
             mask[turn[: closers[0] + 1] if closers.size else turn] = True
         return ids, mask
 
-    def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
-        return apply_chat_template(self._tokenizer, messages, where, **options)
+    def _apply(self, messages: Messages, where: str, tools: Tools, **options: Any) -> Any:
+        options = {**self._template_kwargs, **options}
+        if tools:
+            options["tools"] = list(tools)
+        try:
+            return render_chat(self._tokenizer, list(messages), **options)
+        except RequestError as error:
+            raise UserError(f"{where}: {error}") from None
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return token ids, and the end of each in the text; 0 for tokens that are not in the text."""
@@ -128,15 +182,29 @@ class Encoder:
         return np.array(encoded["input_ids"], np.int64), offsets[:, 1]
 
     def _ended(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tokens:
-        """Return the tokens with one after the last turn that ends a response, to be learned too: present or added."""
-        end = int(np.flatnonzero(mask)[-1]) + 1
-        if ids[end - 1] not in self._eos_token_ids:
-            if end < ids.size and ids[end] in self._eos_token_ids:
-                mask[end] = True
-            else:
-                ids = np.append(ids[:end], self._tokenizer.eos_token_id)
-                mask = np.append(mask[:end], True)
+        """Return the tokens with one after each turn that ends a response, to be learned too.
+
+        After the last turn it is added where the template has none.
+        """
+        is_end = np.isin(ids, list(self._eos_token_ids))
+        *earlier, last = np.flatnonzero(mask & ~np.append(mask[1:], False)).tolist()
+        for turn_end in (*earlier, last):
+            if not is_end[turn_end] and is_end[turn_end + 1 : turn_end + 2].any():
+                mask[turn_end + 1] = True
+        has_end = is_end | np.append((is_end & mask)[1:], False)
+        self._num_without_ends += not has_end[earlier].all()
+        if not has_end[last]:
+            ids = np.append(ids[: last + 1], self._tokenizer.eos_token_id)
+            mask = np.append(mask[: last + 1], True)
         return Tokens(ids=ids, mask=mask)
+
+
+def _find_thoughts(message: Mapping[str, Any]) -> list[str]:
+    """Return the reasoning of a turn, in its content or in a field of its own."""
+    thoughts: list[str] = _THOUGHT.findall(message["content"])
+    thoughts += [message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message]
+    stripped = [thought.strip() for thought in thoughts]
+    return [thought for thought in stripped if thought]
 
 
 def _unstable(where: str, message: int) -> UserError:

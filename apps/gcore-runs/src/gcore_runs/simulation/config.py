@@ -19,7 +19,10 @@ from gcore_runs.settings.bounds import (
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:
     if total % value:
-        raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total})")
+        divisors = [number for number in range(1, total + 1) if total % number == 0]
+        nearest = sorted(divisors, key=lambda number: abs(number - value))[:3]
+        accepted = " or ".join(map(str, sorted(nearest)))
+        raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total}), such as {accepted}")
 
 
 @dataclass(frozen=True, kw_only=True)

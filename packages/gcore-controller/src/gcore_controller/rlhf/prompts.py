@@ -42,11 +42,17 @@ class ShardedSampler(data.Sampler[int]):
     def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; expected at least 1")
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; expected at least 1")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; expected a rank from 0 to {world_size - 1}")
         self._num_rows, self._seed = num_rows, seed
         self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
 
     def row(self, prompt_index: int) -> int:
         """Return the number of the row that a prompt index stands for."""
+        if prompt_index < 0:
+            raise ValueError(f"prompt_index is {prompt_index}; expected 0 or more")
         epoch, entry = divmod(prompt_index, self._num_rows)
         return int(permutation(self._num_rows, self._seed, epoch)[entry])
 
@@ -73,6 +79,8 @@ class PromptLoader(Generic[RowT]):
     """The first prompt index of the next `take` over all controllers."""
 
     def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers is {self.num_workers}; expected 0 or more")
         self._open()
 
     def _open(self) -> None:
@@ -90,6 +98,8 @@ class PromptLoader(Generic[RowT]):
         All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
         fewer rows than controllers.
         """
+        if count < 0:
+            raise ValueError(f"count is {count}; expected 0 or more")
         first = _first_index(self.cursor, self.rank, self.world_size)
         self.cursor += count
         with self.timer.stage("data"):
@@ -118,6 +128,8 @@ class PromptLoader(Generic[RowT]):
         for name in ("num_rows", "seed"):
             if state[name] != (own := self.state()[name]):
                 raise StateError(f"{name} of the saved position is {state[name]}; expected {own}, as this data set has")
+        if state["cursor"] < 0:
+            raise StateError(f"cursor of the saved position is {state['cursor']}; expected 0 or more")
         self.cursor = state["cursor"]
         self._open()
 

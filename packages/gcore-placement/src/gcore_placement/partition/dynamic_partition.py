@@ -68,6 +68,13 @@ class DynamicPartition:
             is_within_step: whether the next round belongs to the same step.
         """
         check_above_0("size", size)
+        num_roles = len(self.space.roles)
+        unchecked: Sequence[object] = loads
+        for place, load in enumerate(unchecked):
+            if not isinstance(load, RoleLoad):
+                raise refusal(f"loads[{place}]", load, "a RoleLoad")
+        if len(loads) != num_roles:
+            raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
         self._history.add(loads, self.partition.devices, size)
         before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
         latest = self._history.latest(size)

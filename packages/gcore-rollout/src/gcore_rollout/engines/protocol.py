@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 FinishReason = Literal["stop", "length", "repetition", "abort"]
-"""An end-of-sequence token was sampled; max_tokens were; the last tokens repeat a pattern; `Engine.abort` cut it."""
+"""An end-of-sequence token was sampled, or a stop string is complete; max_tokens were sampled; the last tokens repeat a
+pattern; `Engine.abort` cut it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +47,40 @@ class RepetitionDetection:
 class SamplingParams:
     """Parameters of the sampling of tokens.
 
-    There is no top-p or top-k: truncation would make the sampled distribution differ from the policy whose gradient
-    the trainer takes, and bias every importance ratio.
+    ``top_p`` and ``top_k`` are for evaluation: in training, truncation would make the sampled distribution differ from
+    the policy whose gradient the trainer takes, and bias every importance ratio.
     """
 
     max_tokens: int
     """Longest completion, in tokens, end-of-sequence included."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw from the fewest most probable tokens with at least this probability together, after the temperature; 1: from
+    all."""
+    top_k: int = -1
+    """Draw from so many most probable tokens; -1 or 0: from all. Applied before ``top_p``."""
     repetition_detection: RepetitionDetection | None = None
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion with the token that completes one, as an end-of-sequence token does; that token,
+    which may have more text after the string, and those before it stay in the completion."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens}; expected at least 1")
         if not self.temperature >= 0:
             raise RequestError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; expected a number above 0, at most 1")
+        if self.top_k < -1:
+            raise RequestError(f"top_k is {self.top_k}; expected 1 or more, or -1 for all tokens")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise RequestError(f"stop is {self.stop!r}; expected strings that are not empty")
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens are never drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

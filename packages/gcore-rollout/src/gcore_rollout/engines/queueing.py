@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import (
     ClosableEngine,
     Completion,
@@ -285,7 +286,10 @@ class TokenEngine(QueueingEngine[Request, Completion]):
         self._max_num_seqs = max_num_seqs
         self._vision = vision
 
+    _stop_strings = StopStrings()
+
     def _check_request(self, request: Request) -> None:
+        self._stop_strings.check(request)
         if request.images and self._vision is None:
             raise RequestError(
                 f"request {request.request_id!r} has {len(request.images)} images; expected none: only the hf and vllm "

@@ -6,13 +6,20 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from gcore_rollout.errors import RequestError, require
 from gcore_rollout.multi_turn.chat import Message
 from gcore_rollout.rewards.reward import Scored
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+
+EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
+"""The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
+episode were used up; its turns were."""
+EpisodeOutcome = Literal[EpisodeEnd, "failed", "cancelled"]
+"""How an episode ended, or that it was given up: something failed in it, or the run ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +53,30 @@ class Reply:
 
 
 class Environment(Protocol):
-    """The environment of one episode. Both methods may take long: other episodes continue meanwhile."""
+    """The environment of one episode. Its methods may take long: other episodes continue meanwhile.
+
+    An environment that holds resources, such as a process or a session of a server, has a third method
+    ``async def close(self, reason: EpisodeOutcome) -> None``. It is awaited once for each episode, however that ends,
+    also if ``reset`` has failed.
+
+    Example:
+        >>> class Echo:
+        ...     async def reset(self) -> Opening:
+        ...         return Opening(messages=[{"role": "user", "content": "Say something."}])
+        ...
+        ...     async def step(self, completion: str) -> Reply:
+        ...         return Reply(reward=float(len(completion)), done=True)
+        ...
+        ...     async def close(self, reason: str) -> None:
+        ...         print(f"the episode is over: {reason}")
+    """
 
     async def reset(self) -> Opening:
         """Start the episode."""
         ...
 
     async def step(self, completion: str) -> Reply:
-        """Answer the text of one turn, which has no special tokens.
+        """Answer the text of one turn, which has its special tokens but for the one that ends it.
 
         A ``step`` with a further parameter ``truncated: bool`` is notified by it of a turn that was cut off at its
         largest number of tokens. After such a turn the episode ends, whatever the answer.
@@ -106,8 +129,14 @@ class ToolCall:
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """Parse calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    return [_call(match) for match in _HERMES.findall(text)]
+    """Parse calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+
+    What stands in ``<think>`` is a thought and no call, also where the chat template has opened it, or nothing closes
+    it.
+    """
+    without_thoughts = _THOUGHT.sub("", text)
+    answer = without_thoughts.rpartition("</think>")[2]
+    return [_call(match) for match in _HERMES.findall(answer)]
 
 
 def _call(text: str) -> ToolCall:
@@ -157,7 +186,10 @@ class Tool:
 
 @dataclass(eq=False)
 class ToolEnvironment:
-    """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it."""
+    """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it.
+
+    So is a turn that was cut off: no further turn could read the results of its calls.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Tool]
@@ -173,8 +205,8 @@ class ToolEnvironment:
     async def reset(self) -> Opening:
         return Opening(messages=self.messages, tools=[tool.schema for tool in self.tools])
 
-    async def step(self, completion: str) -> Reply:
-        calls = self.parse(completion)
+    async def step(self, completion: str, truncated: bool = False) -> Reply:
+        calls = [] if truncated else self.parse(completion)
         if calls:
             answers = await asyncio.gather(*(self._answer(call) for call in calls))
             named = zip(calls, answers, strict=True)

@@ -2,25 +2,25 @@
 
 import asyncio
 import inspect
+import logging
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError
+from gcore_rollout.errors import EpisodeError, RequestError
 from gcore_rollout.multi_turn.chat import ChatEncoder
-from gcore_rollout.multi_turn.environment import Environment
+from gcore_rollout.multi_turn.environment import Environment, EpisodeEnd, EpisodeOutcome
 from gcore_rollout.rewards.registry import MultiTurnConfig
 
 T = TypeVar("T")
-EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
-"""The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
-episode were used up; its turns were."""
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,12 +67,39 @@ async def run_episode(
         limits: of turns, tokens and the environment's time; default: `MultiTurnConfig()`.
         seed: together with the turn's number, determines the random numbers.
 
-    `EpisodeError` if the environment failed or did not answer in time, `RequestError` if its first messages do not fit.
+    However the episode ends, an environment's method ``close``, if it has one, is awaited once at its end.
+
+    Raises:
+        EpisodeError: the environment failed or did not answer in time, or its messages are malformed, refused by the
+            chat template or too long.
     """
     limits = limits or MultiTurnConfig()
+    outcome: EpisodeOutcome = "failed"
+    try:
+        episode = await _play(engine, environment, encoder, request_id, sampling, limits, seed)
+        outcome = episode.end
+    except asyncio.CancelledError:
+        outcome = "cancelled"
+        raise
+    finally:
+        await _close(environment, outcome, limits.step_timeout_s, f"episode {request_id!r}: close")
+    return episode
+
+
+async def _play(
+    engine: Engine,
+    environment: Environment,
+    encoder: ChatEncoder,
+    request_id: str,
+    sampling: SamplingParams,
+    limits: MultiTurnConfig,
+    seed: int,
+) -> Episode:
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
-    opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
-    prompt_ids = encoder.first(opening.messages, tools=opening.tools)
+    what = f"episode {request_id!r}: reset"
+    opening = await _within(environment.reset(), limits.step_timeout_s, what)
+    with _failing(what):
+        prompt_ids = encoder.first(opening.messages, tools=opening.tools)
     response: list[int] = []
     columns: list[tuple[float, int, bool]] = []
     """For each token of the response, the log-prob, the version, and whether the policy wrote it."""
@@ -81,20 +108,21 @@ async def run_episode(
     end: EpisodeEnd | None = None
     while end is None:
         num_left = sampling.max_tokens - len(response)
-        request = Request(
-            request_id=f"{request_id}/{len(turns)}",
-            session=request_id,
-            prompt_token_ids=(*prompt_ids, *response),
-            sampling=replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
-            seed=hash((seed, len(turns))),
-        )
-        completion = await _completed(engine, request)
+        with _failing(f"episode {request_id!r}: turn {len(turns) + 1}"):
+            request = Request(
+                request_id=f"{request_id}/{len(turns)}",
+                session=request_id,
+                prompt_token_ids=(*prompt_ids, *response),
+                sampling=replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
+                seed=hash((seed, len(turns))),
+            )
+            completion = await _completed(engine, request)
         written = completion.token_ids.tolist()
         response += written
         columns += zip(completion.log_probs.tolist(), completion.weight_versions.tolist(), repeat(True))
-        turns.append(encoder.text(written))
-        what = f"episode {request_id!r}: step {len(turns)}"
         is_truncated = completion.finish_reason != "stop"
+        turns.append(encoder.turn_text(written, stop=sampling.stop, is_ended=not is_truncated))
+        what = f"episode {request_id!r}: step {len(turns)}"
         answering = environment.step(turns[-1], **({"truncated": is_truncated} if takes_truncated else {}))
         reply = await _within(answering, limits.step_timeout_s, what)
         if not math.isfinite(reply.reward):
@@ -108,12 +136,13 @@ async def run_episode(
         elif len(turns) == limits.max_assistant_turns:
             end = "max_turns"
         else:
-            said = encoder.next(reply.messages, last_token=response[-1])
-            if len(response) + len(said) >= sampling.max_tokens:
+            with _failing(what):
+                added = encoder.next(reply.messages, last_token=response[-1])
+            if len(response) + len(added) >= sampling.max_tokens:
                 end = "length"
             else:
-                response += said
-                columns += [(0.0, -1, False)] * len(said)
+                response += added
+                columns += [(0.0, -1, False)] * len(added)
     log_probs, versions, mask = zip(*columns, strict=True) if columns else ((), (), ())
     return Episode(
         prompt_ids=np.array(prompt_ids, np.int64),
@@ -125,6 +154,28 @@ async def run_episode(
         score=score,
         end=end,
     )
+
+
+@contextmanager
+def _failing(what: str) -> Generator[None]:
+    """Raise an `EpisodeError` for messages or a prompt that are refused: other episodes are not affected."""
+    try:
+        yield
+    except RequestError as error:
+        raise EpisodeError(f"{what}: {error}") from error
+
+
+async def _close(environment: Environment, outcome: EpisodeOutcome, timeout_s: float, what: str) -> None:
+    """Close an environment that can be closed; an `EpisodeError` unless the episode has failed already."""
+    close: Callable[[str], Awaitable[None]] | None = getattr(environment, "close", None)
+    if close is None:
+        return
+    try:
+        await _within(close(outcome), timeout_s, what)
+    except EpisodeError as error:
+        if outcome not in ("failed", "cancelled"):
+            raise
+        _logger.warning("%s", error)
 
 
 async def _completed(engine: Engine, request: Request) -> Completion:

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, require
+from gcore_rollout.errors import EpisodeError, RequestError, RewardConfigError, RewardError, require
 from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
+from gcore_rollout.multi_turn.messages import normalize_messages
 from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
 from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, MultipleChoiceReward
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
@@ -68,6 +69,13 @@ class EnvironmentRole:
     failures: FailureLog = field(default_factory=FailureLog)
     """Failures of environments, with ``on_error`` "drop"."""
 
+    def new(self, row: Mapping[str, Any]) -> Environment:
+        """Make the environment of an episode; `EpisodeError` if that fails."""
+        try:
+            return self.make(row)
+        except (Exception, SystemExit) as error:
+            raise EpisodeError(f"the environment was not made: {type(error).__name__}: {error}") from error
+
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTurnConfig:
@@ -103,12 +111,18 @@ class MultiTurnConfig:
         return bool(self.environment or self.max_revisions)
 
     def build(
-        self, tokenizer: Any, reward: RewardRunner, *, prompt_key: str, on_error: OnError
+        self,
+        tokenizer: Any,
+        reward: RewardRunner,
+        *,
+        prompt_key: str,
+        on_error: OnError,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> EnvironmentRole | None:
         """Build the environment; None: responses have one turn.
 
-        ``tokenizer`` is the policy's, with a chat template. For revisions, ``reward`` scores what is revised, and the
-        column ``prompt_key`` of a row has the messages to answer.
+        ``tokenizer`` is the policy's, with a chat template, whose further variables are ``chat_template_kwargs``. For
+        revisions, ``reward`` scores what is revised, and the column ``prompt_key`` of a row has the messages to answer.
         """
         if not self.is_used:
             return None
@@ -116,11 +130,12 @@ class MultiTurnConfig:
             make = partial(self._revision, reward, prompt_key)
         else:
             make = load_function(self.environment, setting="rollout.multi_turn.environment")
-        return EnvironmentRole(make=make, encoder=ChatEncoder(tokenizer), limits=self, on_error=on_error)
+        encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        return EnvironmentRole(make=make, encoder=encoder, limits=self, on_error=on_error)
 
     def _revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
         prompt = row[prompt_key]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else normalize_messages(prompt)
 
         async def score(completion: str) -> Scored:
             scored = await reward.score(prompt=str(messages[-1]["content"]), completion=completion, row=row)

@@ -182,8 +182,35 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def truncate_logits(logits_BV: torch.Tensor, top_p_B: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
+    """Return logits that are -inf for the tokens that top-k and then top-p leave out.
+
+    Top-p keeps the fewest most probable tokens whose probability is at least p ("The curious case of neural text
+    degeneration", arXiv 1904.09751, section 3.1).
+
+    Args:
+        logits_BV: logits after the temperature.
+        top_p_B: in (0, 1].
+        top_k_B: 1 or more; of the vocabulary's size or more: all tokens.
+    """
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
+    ranks_1V = torch.arange(logits_BV.shape[1], device=logits_BV.device)[None]
+    sorted_BV = sorted_BV.masked_fill(ranks_1V >= top_k_B[:, None], -torch.inf)
+    probs_BV = sorted_BV.softmax(dim=-1)
+    before_BV = probs_BV.cumsum(dim=-1) - probs_BV
+    # The most probable token is always kept.
+    is_left_out_BV = (before_BV >= top_p_B[:, None]) & (top_p_B[:, None] < 1) & (ranks_1V > 0)
+    sorted_BV = sorted_BV.masked_fill(is_left_out_BV, -torch.inf)
+    return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)
+
+
 def sample_tokens(
-    logits_BV: torch.Tensor, temperatures: NDArray[np.float32], u: NDArray[np.float64]
+    logits_BV: torch.Tensor,
+    temperatures: NDArray[np.float32],
+    u: NDArray[np.float64],
+    *,
+    top_p: NDArray[np.float32] | None = None,
+    top_k: NDArray[np.int64] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverting the cumulative distribution at ``u``.
 
@@ -191,6 +218,7 @@ def sample_tokens(
         logits_BV: raw logits.
         temperatures: shape [B]; rows with 0 take the arg max.
         u: shape [B], in (0, 1).
+        top_p: shape [B], with ``top_k``, as `truncate_logits` takes them; None: every token can be drawn.
 
     Returns:
         tokens (int64, [B]) and their log-probabilities (float32, [B]) at the row's temperature (1 for greedy rows).
@@ -200,6 +228,9 @@ def sample_tokens(
     if (temperatures != 1).any():
         divisors = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(logits_BV.device)
         logits_BV = logits_BV / divisors[:, None]
+    if top_p is not None and top_k is not None:
+        device = logits_BV.device
+        logits_BV = truncate_logits(logits_BV, torch.from_numpy(top_p).to(device), torch.from_numpy(top_k).to(device))
     log_probs_BV = torch.log_softmax(logits_BV, dim=-1)
     cdf_BV = log_probs_BV.double().exp_().cumsum(dim=-1)
     threshold_B1 = torch.from_numpy(u).to(cdf_BV.device)[:, None] * cdf_BV[:, -1:]

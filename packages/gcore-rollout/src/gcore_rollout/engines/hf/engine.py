@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_rollout.engines.endings import StopStrings, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
 from gcore_rollout.engines.hf.memory import MemoryPlan
@@ -27,9 +28,11 @@ from gcore_rollout.engines.queueing import (
     sample_seeds,
     uniforms,
 )
-from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.checked import held
+
+ALL_TOKENS = 2**31 - 1
+"""Top-k of samples that are drawn from all tokens."""
 
 
 class Rows:
@@ -39,6 +42,8 @@ class Rows:
         self.samples: list[Sample] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.top_k = np.full(num_rows, ALL_TOKENS, np.int64)
         self.prompt_lengths, self.num_sampled, self.max_tokens, self.last_tokens, self.rope_offsets = np.zeros(
             (5, num_rows), np.int64
         )
@@ -48,6 +53,7 @@ class Rows:
         # Least and largest size of a pattern, and how often it must come; 0: repetitions are not looked for.
         self.patterns = np.zeros((num_rows, 3), np.int64)
         self.runs = np.zeros((num_rows, 0), np.int64)
+        self.has_stop = np.zeros(num_rows, bool)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -67,16 +73,25 @@ class Rows:
         self.samples.extend(group)
         self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
         self.temperatures[slots] = sampling.temperature
+        self.top_p[slots] = sampling.top_p if sampling.truncates else 1.0
+        self.top_k[slots] = sampling.top_k if sampling.truncates and sampling.top_k > 0 else ALL_TOKENS
         self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
         self.num_sampled[slots] = prefix_length
         self.max_tokens[slots] = sampling.max_tokens
         self.rope_offsets[slots] = 0
         self.patterns[slots] = pattern
         self.runs[slots] = 0
+        self.has_stop[slots] = bool(sampling.stop)
         if prefix_length:
             prefix = group[0].prefix.token_ids
             self.tokens[slots, :prefix_length] = prefix
             self.runs[slots] = runs_at_end(prefix, self.runs.shape[1])
+
+    @property
+    def truncates(self) -> bool:
+        """True if a running sample is drawn by top-p or top-k."""
+        live = slice(len(self))
+        return bool((self.top_p[live] < 1).any() or (self.top_k[live] < ALL_TOKENS).any())
 
     def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
         """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
@@ -174,6 +189,7 @@ class HFEngine(InProcessEngine):
             make = make(decode_mode, model, has_vision=vision is not None)
         engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
         decoding.check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
+        engine._stop_strings = StopStrings(path)
         engine._planned_length = min(max_model_len or 0, engine._max_length)
         if kv_cache_bytes is not None:
             engine._max_num_seqs = engine.memory_plan.limited_to(kv_cache_bytes).num_slots
@@ -339,7 +355,10 @@ class HFEngine(InProcessEngine):
         """Draw a token of every sample, and return the slots of those that ended with it."""
         rows, batch = self._rows, len(self._rows)
         u = uniforms(rows.seeds[:batch], rows.num_sampled[:batch])
-        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u)
+        truncation: dict[str, Any] = {}
+        if rows.truncates:
+            truncation = {"top_p": rows.top_p[:batch], "top_k": rows.top_k[:batch]}
+        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u, **truncation)
         return np.flatnonzero(self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()))
 
     def _record(
@@ -355,6 +374,10 @@ class HFEngine(InProcessEngine):
         rows.num_sampled[slots] = at + 1
         self._completion_tokens += len(slots)
         stopped, full = np.isin(tokens, self._eos), at + 1 >= rows.max_tokens[slots]
+        for i in np.flatnonzero(rows.has_stop[slots] & ~stopped).tolist():
+            stop = rows.samples[slots[i]].request.sampling.stop
+            before = rows.tokens[slots[i], : at[i]]
+            stopped[i] = self._stop_strings.find_end([int(tokens[i])], stop, before=[before]) is not None
         ended = stopped | full
         if rows.runs.size:
             which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gcore_rollout.engines.hf.decoding import Decode, SlotCache, round_up
+from gcore_rollout.engines.hf.decoding import Decode, SlotCache, round_up, truncate_logits
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
 
 LENGTH_STEP = 256
@@ -58,14 +58,20 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def draw_tokens(
-    logits_BV: torch.Tensor, temperatures_B: torch.Tensor, u_B: torch.Tensor
+    logits_BV: torch.Tensor,
+    temperatures_B: torch.Tensor,
+    u_B: torch.Tensor,
+    truncation: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw as `sample_tokens` does, without a branch that depends on values and with few passes over the logits.
 
-    The cumulative distribution is inverted in two steps, over sums of chunks and within one chunk.
+    The cumulative distribution is inverted in two steps, over sums of chunks and within one chunk. ``truncation`` has
+    top-p and top-k of each row; None: every token can be drawn.
     """
     is_greedy_B1 = (temperatures_B == 0)[:, None]
     logits_BV = logits_BV.float() / temperatures_B[:, None].masked_fill(is_greedy_B1, 1)
+    if truncation is not None:
+        logits_BV = truncate_logits(logits_BV, *truncation)
     top_B1, most_probable_B1 = logits_BV.max(-1, keepdim=True)
     vocab_size = logits_BV.shape[1]
     width = min(vocab_size & -vocab_size, _CHUNK)
@@ -177,6 +183,8 @@ class StaticDecoder:
         # Tokens to be computed next, their positions, the largest position of each sample, seeds, lengths of prompts.
         self._state = torch.zeros((5, max_num_seqs), dtype=torch.int64, device=device)
         self._temperatures = torch.ones(max_num_seqs, device=device)
+        self._top_p = torch.ones(max_num_seqs, device=device)
+        self._top_k = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_num_seqs, device=device)
         # The host reads one while the device writes the other.
         self._drawn, self._next_drawn = (_Drawn(max_num_seqs, device) for _ in range(2))
@@ -225,10 +233,13 @@ class StaticDecoder:
         if num_old < batch:
             self._upload(rows, num_old, sampled)
         drawn, self._drawn, self._next_drawn = self._drawn, self._next_drawn, self._drawn
+        truncates = rows.truncates
         if prefill_logits is not None:
             tokens, positions, _, seeds, starts = self._state[:, num_old:batch]
             u = uniforms_on_device(seeds, positions - starts)
-            first_tokens, first_log_probs = draw_tokens(prefill_logits, self._temperatures[num_old:batch], u)
+            new = slice(num_old, batch)
+            truncation = self._truncation(new) if truncates else None
+            first_tokens, first_log_probs = draw_tokens(prefill_logits, self._temperatures[new], u, truncation)
             tokens.copy_(first_tokens)
             drawn.tokens[0, num_old:batch] = first_tokens
             drawn.log_probs[0, num_old:batch] = first_log_probs
@@ -238,7 +249,7 @@ class StaticDecoder:
         length = min(round_up(int(last.max()) + num_steps, LENGTH_STEP), self._cache.capacity)
         advance = self._advance if self._graphs is None else self._graphs.at(self._addresses())
         for step in range(1, num_steps + 1):
-            advance(size, length)
+            advance(size, length, truncates)
             drawn.tokens[step, :size] = self._state[0, :size]
             drawn.log_probs[step, :size] = self._log_probs[:size]
         read = drawn.copied(num_steps, batch)
@@ -246,7 +257,7 @@ class StaticDecoder:
 
     def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy the state of the samples in slots ``src`` to slots ``dst`` (both [M], disjoint)."""
-        for state in (*self._state, self._temperatures):
+        for state in (*self._state, self._temperatures, self._top_p, self._top_k):
             state[dst] = state[src]
 
     def clear(self, first: int, end: int) -> None:
@@ -257,6 +268,8 @@ class StaticDecoder:
         """
         self._state[:, first:end] = 0
         self._temperatures[first:end] = 1
+        self._top_p[first:end] = 1
+        self._top_k[first:end] = 1
 
     def drop_graphs(self) -> None:
         """Free the memory of the graphs; they are recorded again when they are needed."""
@@ -284,6 +297,12 @@ class StaticDecoder:
         state = [rows.last_tokens[new], prompts + sampled[new] - 1, last, rows.seeds[new].view(np.int64), prompts]
         self._state[:, new] = to_device(np.stack(state), self._device)
         self._temperatures[new] = to_device(rows.temperatures[new], self._device)
+        self._top_p[new] = to_device(rows.top_p[new], self._device)
+        self._top_k[new] = to_device(rows.top_k[new], self._device)
+
+    def _truncation(self, slots: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return top-p and top-k of some slots."""
+        return self._top_p[slots], self._top_k[slots]
 
     def _step_logits(self, size: int, length: int) -> torch.Tensor:
         """Return logits [N, V], from the state on the device alone."""
@@ -295,12 +314,13 @@ class StaticDecoder:
             )
         return output.logits[0]
 
-    def _advance(self, size: int, length: int) -> None:
-        """Draw one token of each sample, and let the state follow."""
+    def _advance(self, size: int, length: int, truncates: bool = False) -> None:
+        """Draw one token of each sample, by top-p and top-k if ``truncates``, and let the state follow."""
         logits_NV = self._step_logits(size, length)
         tokens, positions, limits, seeds, starts = self._state[:, :size]
         u = uniforms_on_device(seeds, positions + 1 - starts)
-        drawn_N, log_probs_N = draw_tokens(logits_NV, self._temperatures[:size], u)
+        truncation = self._truncation(slice(size)) if truncates else None
+        drawn_N, log_probs_N = draw_tokens(logits_NV, self._temperatures[:size], u, truncation)
         tokens.copy_(drawn_N)
         self._log_probs[:size].copy_(log_probs_N)
         positions.copy_(torch.minimum(positions + 1, limits))
@@ -312,12 +332,12 @@ class StaticDecoder:
 
 
 class _Graphs:
-    """CUDA graphs of a step, one for each pair of sizes, which share their memory."""
+    """CUDA graphs of a step, one for each pair of sizes and way of drawing, which share their memory."""
 
-    def __init__(self, advance: Callable[[int, int], None], state: torch.Tensor) -> None:
+    def __init__(self, advance: Callable[[int, int, bool], None], state: torch.Tensor) -> None:
         self._advance = advance
         self._state = state
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._addresses: tuple[int, ...] = ()
         self._stream = torch.cuda.Stream(state.device)
         self.drop()
@@ -330,30 +350,31 @@ class _Graphs:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def at(self, addresses: tuple[int, ...]) -> Callable[[int, int], None]:
+    def at(self, addresses: tuple[int, ...]) -> Callable[[int, int, bool], None]:
         """Return what replays a step; graphs that read other addresses are dropped."""
         if addresses != self._addresses:
             self.drop()
             self._addresses = addresses
         return self._replay
 
-    def _replay(self, size: int, length: int) -> None:
-        if (size, length) not in self._graphs:
-            self._graphs[size, length] = self._record(size, length)
-        self._graphs[size, length].replay()
+    def _replay(self, size: int, length: int, truncates: bool) -> None:
+        key = size, length, truncates
+        if key not in self._graphs:
+            self._graphs[key] = self._record(size, length, truncates)
+        self._graphs[key].replay()
 
-    def _record(self, size: int, length: int) -> torch.cuda.CUDAGraph:
+    def _record(self, size: int, length: int, truncates: bool) -> torch.cuda.CUDAGraph:
         state = self._state.clone()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Libraries allocate and choose kernels in their first calls. The tokens are computed again afterwards.
-            self._advance(size, length)
+            self._advance(size, length, truncates)
             self._state.copy_(state)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                self._advance(size, length)
+                self._advance(size, length, truncates)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import AutoConfig
 
+from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.queueing import Control, Sample, SampleFilter, TokenEngine
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo, write_weights
@@ -62,6 +63,7 @@ class ServerEngine(TokenEngine):
         self._is_tied = bool(config.tie_word_embeddings)
         self._repacks_head = self._is_tied and info.is_on_cpu
         self._shapes = checkpoint_shapes(self._model_path)
+        self._stop_strings = StopStrings(self._model_path)
         self._declared_eos = eos_token_ids(self._model_path)
         self._eos = self._declared_eos if eos is None else list(eos)
         self._identity = uuid.uuid4().hex
@@ -190,7 +192,7 @@ class ServerEngine(TokenEngine):
                     if "error" in event:
                         error = event["error"]
                         raise self._failure(running.sample, status=int(error["code"]), answer=error["message"])
-                    piece = read(event)
+                    piece = self._cut_at_stop_string(running, read(event))
                     running.token_ids += piece.token_ids
                     running.log_probs += piece.log_probs
                     self._completion_tokens += len(piece.token_ids)
@@ -219,6 +221,21 @@ class ServerEngine(TokenEngine):
         finally:
             self._running.pop(running.server_id, None)
             self._start()
+
+    def _cut_at_stop_string(self, running: RunningSample, piece: Piece) -> Piece:
+        """Return a piece up to the token that completes a stop string, if there is one."""
+        sample = running.sample
+        before = [sample.prefix.token_ids, running.token_ids]
+        end = self._stop_strings.find_end(piece.token_ids, sample.request.sampling.stop, before=before)
+        if end is None:
+            return piece
+        return replace(
+            piece,
+            token_ids=piece.token_ids[:end],
+            log_probs=piece.log_probs[:end],
+            finish_reason="stop",
+            ended_here=piece.finish_reason is None or piece.ended_here,
+        )
 
     async def _abort_running(self, which: SampleFilter) -> None:
         """End samples on the server, and wait until they have come."""

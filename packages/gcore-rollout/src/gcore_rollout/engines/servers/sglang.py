@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gcore_rollout.engines.endings import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.protocol import FinishReason, Request
 from gcore_rollout.engines.queueing import Sample
-from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
 from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo
@@ -99,8 +99,8 @@ class SGLangServerEngine(ServerEngine):
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
                 # The model's own generation config may hold others.
-                "top_p": 1.0,
-                "top_k": -1,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
             },

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
 from gcore_rollout.engines.vllm import options, process, ranks, translation
@@ -97,6 +98,8 @@ class VLLMEngine(InProcessEngine):
         self._recompute_kv = recompute_kv
         self._running: dict[str, Sample] = {}
         self._sample_ids = count()
+        self._num_checked: dict[str, int] = {}
+        """New tokens of running samples in which no stop string ends."""
 
     @classmethod
     def from_pretrained(
@@ -211,7 +214,7 @@ class VLLMEngine(InProcessEngine):
                     raise
                 raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
             process.check_head_size(config)
-            return cls(
+            engine = cls(
                 config,
                 shapes=shapes,
                 eos_token_ids=eos_token_ids,
@@ -219,6 +222,8 @@ class VLLMEngine(InProcessEngine):
                 seed_per_sample=seed_per_sample,
                 vision=vision,
             )
+        engine._stop_strings = StopStrings(path)
+        return engine
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
@@ -323,6 +328,7 @@ class VLLMEngine(InProcessEngine):
                 self._engine.collective_rpc(ranks.seed_generators, args=(seed,))
             outputs: list[Any] = self._engine.step()
         self._take_in(outputs)
+        self._end_at_stop_strings()
 
     @contextmanager
     def _noting_deaths(self) -> Generator[None]:
@@ -339,12 +345,41 @@ class VLLMEngine(InProcessEngine):
         for output in outputs:
             sample, result = self._running.pop(output.request_id), output.outputs[0]
             self._completion_tokens += len(result.token_ids)
-            if result.finish_reason in ("stop", "length", "repetition"):
+            end = self._find_end(sample, result.token_ids)
+            if end is not None:
+                translation.finish(sample, result, "stop", num_tokens=end)
+            elif result.finish_reason in ("stop", "length", "repetition"):
                 translation.finish(sample, result, result.finish_reason)
             else:
                 reason = f"{result.finish_reason}, {result.stop_reason}"
                 error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
                 sample.call.finished.put_nowait(error)
+
+    def _find_end(self, sample: Sample, token_ids: Sequence[int], num_checked: int = 0) -> int | None:
+        """Return how many new tokens a sample has up to a stop string; None: it has none."""
+        before = [sample.prefix.token_ids, token_ids[:num_checked]]
+        end = self._stop_strings.find_end(token_ids[num_checked:], sample.request.sampling.stop, before=before)
+        return None if end is None else num_checked + end
+
+    def _end_at_stop_strings(self) -> None:
+        """End the running samples whose text has a stop string."""
+        watched = {sample_id: sample for sample_id, sample in self._running.items() if sample.request.sampling.stop}
+        ended: list[str] = []
+        for state in self._states(watched):
+            sample_id: str = state.external_req_id
+            sample, token_ids = watched[sample_id], state.detokenizer.output_token_ids
+            num_checked = self._num_checked.get(sample_id, 0)
+            self._num_checked[sample_id] = len(token_ids)
+            end = self._find_end(sample, token_ids, num_checked)
+            if end is not None:
+                self._completion_tokens += len(token_ids)
+                translation.finish(sample, self._output_so_far(state), "stop", num_tokens=end)
+                ended.append(sample_id)
+        if ended:
+            self._engine.abort_request(ended)
+        for sample_id in ended:
+            del self._running[sample_id]
+        self._num_checked = {name: count for name, count in self._num_checked.items() if name in self._running}
 
     def _settle(self) -> None:
         """Take in the steps in flight, where steps overlap, without starting another."""
@@ -367,18 +402,21 @@ class VLLMEngine(InProcessEngine):
             return []
         self._completion_tokens += self._tokens_sampled(removed)
         if as_aborted:
-            from vllm.v1.engine import FinishReason as VLLMFinishReason
-
             for state in self._states(removed):
-                # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
-                output: Any = state.make_request_output(
-                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
-                )
-                translation.finish(removed[output.request_id], output.outputs[0], "abort")
+                translation.finish(removed[state.external_req_id], self._output_so_far(state), "abort")
         self._engine.abort_request(list(removed))
         for sample_id in removed:
             del self._running[sample_id]
         return list(removed.values())
+
+    def _output_so_far(self, state: Any) -> Any:
+        """Return the tokens of a running sample as vLLM does when it aborts, but only for an asynchronous front end."""
+        from vllm.v1.engine import FinishReason as VLLMFinishReason
+
+        output: Any = state.make_request_output(
+            new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
+        )
+        return output.outputs[0]
 
     def _tokens_sampled(self, sample_ids: Mapping[str, Sample]) -> int:
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))

@@ -85,6 +85,8 @@ def sampling_settings(sample: Sample, eos_token_ids: Sequence[int], *, has_seed:
     return {
         "max_tokens": sampling.max_tokens - sample.prefix_length,
         "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "repetition_detection": None if detection is None else asdict(detection),
         # vLLM's generators take signed 64-bit seeds, and -1 for none.
         "seed": sample.generator_seed if has_seed else None,
@@ -106,13 +108,15 @@ def sampling_params(sample: Sample, eos_token_ids: Sequence[int], *, has_seed: b
     return SamplingParams(**settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
-def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:
+def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason, *, num_tokens: int | None = None) -> None:
+    """Hand over a sample, or its first ``num_tokens`` new tokens."""
+    kept = slice(num_tokens)
     spans = result.weight_versions or []
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(
-        np.array(result.token_ids, np.int64),
-        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32),
-        np.concatenate([np.empty(0, np.int32), *versions]),
+        np.array(result.token_ids, np.int64)[kept],
+        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32)[kept],
+        np.concatenate([np.empty(0, np.int32), *versions])[kept],
         reason,
     )
 
