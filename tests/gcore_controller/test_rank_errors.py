@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import ObjectLostError
@@ -70,7 +71,11 @@ def test_a_loss_is_named_by_every_later_call(number: str, how: str) -> None:
 def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any rank waits for another one; callers get the error as it is."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
-    spec = TrainerSpec(make_worker=int, num_ranks=2, device="cpu", num_threads=1, enter_process=int)
+
+    def make_worker(device: str) -> Any:
+        raise AssertionError(f"no rank meets the others on {device}")
+
+    spec = TrainerSpec(make_worker=make_worker, num_ranks=2, device="cpu", num_threads=1, enter_process=lambda _: None)
     with pytest.raises(ClusterError, match=r"GLOO_SOCKET_IFNAME is 'eth77'; expected an interface of .+: lo") as info:
         join_ranks(spec, 0, None, "cpu")
     assert rank_failure(info.value, "training rank 0 failed", ()) is info.value

@@ -79,7 +79,7 @@ def test_a_run_may_ask_for_all_of_its_room(cli: Cli, own_args: list[str], cluste
 def test_the_device_is_that_of_the_nodes(cluster: Cluster) -> None:
     """Whatever this machine has, also where the settings of a run are read again to load its models here."""
     here = resolve(TrainConfig()).device
-    on_cluster = TrainConfig(runtime="ray", ray=RayConfig(address=cluster.address))
+    on_cluster = TrainConfig(runtime="ray", ray=RayConfig(address=str(cluster.address)))
     assert resolve(on_cluster).device == "cpu"
     node = cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20)
     assert resolve(on_cluster).device == "cuda"
