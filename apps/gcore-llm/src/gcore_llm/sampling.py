@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from gcore_ckpt import load
 from gcore_llm.config import RolloutConfig, TrainConfig
-from gcore_llm.prompts import longest_sequence
+from gcore_llm.prompts import PromptSets, longest_sequence
 from gcore_llm.reward_config import RunJudge
 from gcore_rollout import (
     ChatEncoder,
@@ -24,14 +24,15 @@ from gcore_rollout import (
     JudgeReward,
     PairwiseJudge,
     Prompt,
-    ReasoningGymReward,
     RequestError,
+    RewardError,
     RewardFunction,
     RewardRunner,
     RolloutError,
     SamplingParams,
     WinnerPattern,
     build_reward,
+    build_task_reward,
     check_servers,
     connect_servers,
     engine_factory as factory_of,
@@ -236,7 +237,10 @@ class Rewards:
         ``engines`` are those of judges, by their roles, to be closed with the rewards; others are started here.
         """
         settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
-        graders = {name: RewardRunner(build_reward(spec), calls) for name, spec in config.set_rewards.items()}
+        limits = config.reward_calls.process_limits
+        graders: dict[str, RewardRunner] = {}
+        for name, spec in config.set_rewards.items():
+            graders[name] = RewardRunner(build_reward(spec, process_limits=limits), calls)
         async with AsyncExitStack() as models:
             if not settings.is_used:
                 runner = RewardRunner(reward_function(config), calls)
@@ -273,6 +277,20 @@ class Rewards:
                 graders=graders,
             )
 
+    def check_rows(self, prompts: PromptSets) -> None:
+        """Raise `UserError` for a prompt in memory whose row its reward cannot score."""
+        sets = [("training prompt", self.runner, prompts.train), ("held-out prompt", self.runner, prompts.val)]
+        for name, held_out in prompts.named.items():
+            sets.append((f"prompt of {name}", self.graders.get(name, self.runner), held_out))
+        for kind, runner, own in sets:
+            if not isinstance(own, list):  # its rows are read when they are sampled
+                continue
+            for prompt in own:
+                try:
+                    runner.check_row(prompt.row)
+                except RewardError as error:
+                    raise UserError(f"the row of the {kind} {prompt.text[-200:]!r}: {error}") from None
+
     async def close(self) -> None:
         """Free the models. Idempotent."""
         for runner in (self.runner, *self.graders.values()):
@@ -282,9 +300,14 @@ class Rewards:
 
 def reward_function(config: TrainConfig) -> RewardFunction:
     """Load the reward function that the config names, if it names one; see `TrainConfig.check_inputs`."""
+    limits = config.reward_calls.process_limits
     if config.reward:
-        return build_reward(config.reward, prompt_key=config.data.prompt_key)
-    return ReasoningGymReward(answer_after=config.answer_after) if config.task.name else no_reward
+        return build_reward(
+            config.reward, prompt_key=config.data.prompt_key, kwargs=config.reward_kwargs, process_limits=limits
+        )
+    if config.task.name:
+        return build_task_reward(config.task.name, answer_after=config.answer_after)
+    return no_reward
 
 
 def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

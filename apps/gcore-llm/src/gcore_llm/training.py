@@ -163,7 +163,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
 
 async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str], None]) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
-    _check_rows(rewards, prompts)
+    rewards.check_rows(prompts)
     first = prompts.train[0]
     scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)
     if isinstance(scored, Failed):
@@ -173,24 +173,6 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
     for name, grader in rewards.graders.items():
         for prompt in prompts.named[name][:1]:
             await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
-
-
-def _check_rows(rewards: Rewards, prompts: PromptSets) -> None:
-    """Refuse prompts in memory whose rows their reward cannot score; `UserError` with the prompt's text."""
-    sets: list[tuple[str, RewardRunner, Sequence[Prompt]]] = [
-        ("training prompt", rewards.runner, prompts.train),
-        ("held-out prompt", rewards.runner, prompts.val),
-    ]
-    for name, held_out in prompts.named.items():
-        sets.append((f"prompt of {name}", rewards.graders.get(name, rewards.runner), held_out))
-    for kind, runner, own in sets:
-        if not isinstance(own, list):  # rows that are read when they are sampled
-            continue
-        for prompt in own:
-            try:
-                runner.check_row(prompt.row)
-            except RewardError as error:
-                raise UserError(f"the row of the {kind} {prompt.text[-200:]!r}: {error}") from None
 
 
 def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:

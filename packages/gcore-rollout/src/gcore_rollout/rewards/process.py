@@ -64,7 +64,7 @@ class ProcessReward:
     affected.
 
     ``make`` returns the reward and is picklable, such as ``partial(MathVerifyReward, answer_key="gold")``. It is
-    called here, too, so that a reward which cannot be made is an error at once.
+    called here, too, unless its result is given as ``reward``: one that cannot be made is an error at once.
 
     Example:
         >>> reward = ProcessReward(MathVerifyReward, limit_score=0.0)  # doctest: +SKIP
@@ -75,26 +75,30 @@ class ProcessReward:
         self,
         make: Callable[[], RewardFunction],
         *,
+        reward: RewardFunction | None = None,
         limits: ProcessLimits | None = None,
         limit_score: float | None = None,
         preload: tuple[str, ...] = (),
     ) -> None:
-        reward = make()
+        if reward is None:
+            reward = make()
         if is_async(reward):
-            raise RewardError(f"reward {name_of(reward)!r} is async; expected a synchronous one in a process of its own")
+            raise RewardError(
+                f"reward {name_of(reward)!r} is async; expected a synchronous one in a process of its own"
+            )
         self.__name__ = name_of(reward)
         self.check_row = partial(check_row, reward)
-        self._limits = limits or ProcessLimits()
+        self.limits = limits or ProcessLimits()
         self._limit_score = limit_score
         self._preload = preload
-        self._factory = pickle.dumps(partial(_make_limited, make, self._limits.memory_bytes))
+        self._factory = pickle.dumps(partial(_make_limited, make, self.limits.memory_bytes))
         self._child: _Child | None = None
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
         """Score one completion; see the class."""
         loop = asyncio.get_running_loop()
         if self._child is None or self._child.loop is not loop or self._child.task.done():
-            self._child = _Child(self._factory, self._limits, self._preload, self.__name__)
+            self._child = _Child(self._factory, self.limits, self._preload, self.__name__)
         # Calls ahead of this one may each take as long as they are allowed to.
         with pause_time_limit():
             try:
@@ -102,7 +106,9 @@ class ProcessReward:
             except _LimitExceededError as error:
                 if self._limit_score is None:
                     raise RewardError(str(error)) from None
-                _logger.warning("reward %r %s, and scores %g: %.80r", self.__name__, error, self._limit_score, completion)
+                _logger.warning(
+                    "reward %r %s, and scores %g: %.80r", self.__name__, error, self._limit_score, completion
+                )
                 return Scored(score=self._limit_score)
 
     def close(self) -> None:
@@ -193,7 +199,11 @@ class _Child:
                 self._process = None
                 self._stop_clock()
         if self._calls:
-            reason = f"did not answer within {self._limits.call_s:g} s" if self._is_killed else f"ended its process, which {end}"
+            reason = (
+                f"did not answer within {self._limits.call_s:g} s"
+                if self._is_killed
+                else f"ended its process, which {end}"
+            )
             self._answer(self._calls[0], _LimitExceededError(reason))
 
     def _take(self, message: Any, made: "asyncio.Future[Any]") -> None:

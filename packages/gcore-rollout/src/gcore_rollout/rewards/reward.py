@@ -197,6 +197,10 @@ def exit_error(error: BaseException) -> RewardExitError:
     return found
 
 
+_ThreadCall = tuple[Future[Any], Callable[[], str], Callable[[], Any]]
+"""The result to come of a call, its description, and the call."""
+
+
 class ThreadedReward:
     """Runs a reward in at most ``max_workers`` daemon threads, so that generation continues meanwhile.
 
@@ -211,7 +215,9 @@ class ThreadedReward:
         self._reward = reward
         self.__name__ = name_of(reward)
         self._max_workers = max_workers
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], str], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], str], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._num_threads = 0
         self._idle = threading.Semaphore(0)
 

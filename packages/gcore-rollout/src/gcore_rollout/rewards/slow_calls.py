@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 SLOW_S = 5.0
 """Seconds after which a call is named."""
-_CHECK_S = 1.0
+CHECK_S = 1.0
+"""Seconds between two looks at the calls that run."""
 _logger = logging.getLogger(__name__)
 
 
@@ -47,7 +48,7 @@ class SlowCalls:
         reported = -1
         while True:
             self._has_calls.wait()
-            time.sleep(_CHECK_S)
+            time.sleep(CHECK_S)
             self._has_calls.clear()
             for number, (start_s, describe) in list(self._running.items()):
                 self._has_calls.set()

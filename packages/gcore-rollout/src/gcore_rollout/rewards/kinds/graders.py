@@ -154,7 +154,9 @@ class _NumberReward(ABC):
         text = gold_answer(row, self._answer_key, f"{self.kind} to compare with")
         number = self.find(text)
         if number is None:
-            raise RewardError(f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {self.expected}")
+            raise RewardError(
+                f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {self.expected}"
+            )
         return number
 
     @abstractmethod

@@ -37,8 +37,8 @@ class ReasoningGymReward:
 
     Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
     policy soon learns to write long answers. The answer is what follows the last ``answer_after``; empty: it is the
-    whole completion. An answer that the verifier cannot read is wrong. Some verifiers compute what an answer says, which
-    may take for ever: see `build_task_reward`.
+    whole completion. An answer that the verifier cannot read is wrong. Some verifiers compute what an answer says,
+    which may take for ever: see `build_task_reward`.
     """
 
     def __init__(self, *, answer_after: str = "") -> None:
