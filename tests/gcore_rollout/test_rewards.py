@@ -167,6 +167,11 @@ def check_broken_answers(tasks: Sequence[str]) -> None:
             assert reward("", entry["answer"], {"entry": entry}).score == 1.0
 
 
+def test_a_score_may_be_the_part_of_its_task(sums: Any) -> None:
+    scored = ReasoningGymReward(names_task=True)("", sums[0]["answer"], {"entry": sums[0]})
+    assert scored.parts == {"chain_sum": 1.0}
+
+
 def test_a_verifier_that_fails_at_the_right_answer_is_an_error() -> None:
     entry = {"metadata": {"source_dataset": "prime_factorization"}, "answer": "two"}
     with pytest.raises(ValueError, match="two"):

@@ -132,7 +132,7 @@ class _Child:
         self._preload = preload
         self._name = name
         self._calls: deque[_Call] = deque()
-        """Those without an answer, in the order in which the process makes them."""
+        """Calls without an answer, in the order in which the process makes them."""
         self._num_calls = 0
         self._has_calls = asyncio.Event()
         self._channel: Channel | None = None

@@ -279,7 +279,7 @@ def build_task_reward(task: str, *, answer_after: str = "") -> RewardFunction:
 
     A response that keeps it busy for longer than `ProcessLimits.call_s` scores 0.
     """
-    make = partial(ReasoningGymReward, answer_after=answer_after)
+    make = partial(ReasoningGymReward, answer_after=answer_after, names_task=task == "composite")
     reward = make()
     if not reward.computes(task):
         return reward

@@ -58,4 +58,4 @@ class SlowCalls:
 
 
 slow_calls = SlowCalls()
-"""Those of this process."""
+"""The calls of this process."""

@@ -38,11 +38,13 @@ class ReasoningGymReward:
     Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
     policy soon learns to write long answers. The answer is what follows the last ``answer_after``; empty: it is the
     whole completion. An answer that the verifier cannot read is wrong. Some verifiers compute what an answer says,
-    which may take for ever: see `build_task_reward`.
+    which may take for ever: see `build_task_reward`. With ``names_task`` the score is also the part of the task's name,
+    as of the tasks in a ``composite``.
     """
 
-    def __init__(self, *, answer_after: str = "") -> None:
+    def __init__(self, *, answer_after: str = "", names_task: bool = False) -> None:
         self._answer_after = answer_after
+        self._names_task = names_task
         self._gym = import_reasoning_gym()
         self._verifiers: dict[str, Callable[[str, Mapping[str, Any]], float]] = {}
 
@@ -56,7 +58,8 @@ class ReasoningGymReward:
             raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
         answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion
         answer = answer.strip()
-        return Scored(score=float(self._is_right(name, answer, entry)), answer=answer)
+        score = float(self._is_right(name, answer, entry))
+        return Scored(score=score, parts={name: score} if self._names_task else {}, answer=answer)
 
     def computes(self, task: str) -> bool:
         """Return whether a task's verifier does more than to compare texts, so that an answer may keep it busy."""
