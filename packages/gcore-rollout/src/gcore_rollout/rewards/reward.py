@@ -159,7 +159,7 @@ def gold_answer(row: Mapping[str, Any], name: str, purpose: str) -> str:
     """Return the right answer in a column of a row as text; `RewardError` if it is missing, NaN, blank, or of another
     type than text or a number."""
     value = column(row, name, purpose)
-    is_answer = isinstance(value, str | numbers.Number) and not isinstance(value, bool)
+    is_answer = not isinstance(value, bool) and isinstance(value, str | numbers.Number)
     # NaN alone differs from itself; tables have it where a cell is empty.
     if not is_answer or value != value or not str(value).strip():
         raise RewardError(f"the row's {name!r} is {value!r:.200}; expected a text or a number")

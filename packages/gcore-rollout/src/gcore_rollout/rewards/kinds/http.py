@@ -109,13 +109,13 @@ class JSONServer:
             async with self._session.post(url, data=body, allow_redirects=False) as answer:
                 text = (await self._read(answer)).decode(errors="replace")
             if answer.status not in (307, 308):
-                break
+                return answer, text
             target = urljoin(url, answer.headers.get("Location", ""))
             if urlsplit(target)[:2] != urlsplit(self.url)[:2]:
                 # The rows, and headers such as an authorization, are not for another host.
                 raise RewardError(f"{self.url} redirects to {target!r:.200}; expected the URL that answers")
             url = target
-        return answer, text
+        raise RewardError(f"{self.url} redirects more than {_MAX_REDIRECTS} times; expected the URL that answers")
 
     async def _read(self, answer: Any) -> bytes:
         """Read the body of an answer, up to a bound."""
