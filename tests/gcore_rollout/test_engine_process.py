@@ -267,7 +267,7 @@ async def test_errors_come_back(slow: EngineProcess, name: str, kind: type[Excep
         await collect(slow, make_request(name, 2))
     assert str(info.value) == message
     (note,) = info.value.__notes__
-    assert note.startswith(f"raised in engine process {slow.pid}:\nTraceback")
+    assert note.startswith(f"raised in process {slow.pid}:\nTraceback")
     assert "fake_engine.py" in note
     assert len(await collect(slow, make_request("fine", 2, max_tokens=1))) == 1
 
@@ -367,7 +367,7 @@ async def test_starts_that_fail() -> None:
         await start_bare(be_killed)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'") as info:
         await start_bare(partial(cast(Any, FakeEngine), no_such=1))
-    assert "raised in engine process" in info.value.__notes__[0]
+    assert "raised in process" in info.value.__notes__[0]
     with pytest.raises(ValueError, match="num_threads is 0; expected at least 1"):
         await start_bare(FakeEngine, num_threads=0)
     with pytest.raises(ValueError, match="heartbeat_timeout_s is 0; expected more than 0"):

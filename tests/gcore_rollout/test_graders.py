@@ -4,12 +4,14 @@ import random
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gcore_rollout import (
     AIMEReward,
     CodeReward,
     GSM8KReward,
+    MathVerifyReward,
     MultipleChoiceReward,
     RewardError,
     Sandbox,
@@ -145,22 +147,34 @@ def test_multiple_choice() -> None:
         grade("", "A", {"answer": 4, "choices": ["x", "y"]})
 
 
+GOLD_ROWS: dict[str, dict[str, Any]] = {
+    "gsm8k": {"answer": "#### 1"},
+    "aime": {"answer": 1},
+    "multiple-choice": {"answer": "A"},
+    "math-verify": {"answer": "1"},
+}
+
+
 def test_graders_are_named_and_take_any_text() -> None:
-    rows: dict[str, dict[str, Any]] = {
-        "gsm8k": {"answer": "#### 1"},
-        "aime": {"answer": 1},
-        "multiple-choice": {"answer": "A"},
-        "math-verify": {"answer": "1"},
-    }
     rng = random.Random(0)
-    for name, row in rows.items():
-        grade: Any = build_reward(name)
+    for name, row in GOLD_ROWS.items():
+        # Without the process of its own, which math-verify has by its name.
+        grade: Any = MathVerifyReward() if name == "math-verify" else build_reward(name)
         assert grade("", "The answer is (A), \\boxed{A1}" if name[:2] == "mu" else "\\boxed{1}", row).score == 1.0
         for _ in range(50 if name == "math-verify" else 300):
             text = "".join(
                 rng.choices(["\\boxed{", "}", "#### ", "1", ",", "/", "0", "-", "(A)", " ", "\n", "."], k=12)
             )
             assert grade("", text, row).score in (0.0, 1.0), text
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), np.float32("nan"), "", " ", [], ["1"], True])
+@pytest.mark.parametrize("name", GOLD_ROWS)
+def test_a_row_without_a_right_answer_is_refused(name: str, answer: object) -> None:
+    reward: Any = build_reward(name)
+    reward.check_row(GOLD_ROWS[name])
+    with pytest.raises(RewardError, match=r"the row's 'answer' is .*; expected a text or a number"):
+        reward.check_row({"answer": answer})
 
 
 HUMAN_EVAL = {

@@ -22,7 +22,13 @@ from gcore_rollout import (
 )
 
 QUICK = RetryPolicy(max_retries=2, backoff_s=0.01)
-Answer = tuple[int, Any] | None
+
+
+class Redirect(str):
+    """An answer with a location."""
+
+
+Answer = tuple[int, Any] | Redirect | None
 """Status and JSON; None: the connection is closed without a word."""
 
 
@@ -50,6 +56,10 @@ class Server:
                 self._at_once -= 1
                 if answer is None:
                     break
+                if isinstance(answer, Redirect):
+                    head = f"HTTP/1.1 307 Moved\r\nLocation: {answer}\r\nContent-Length: 0\r\n\r\n"
+                    writer.write(head.encode())
+                    continue
                 body = answer[1] if isinstance(answer[1], bytes) else json.dumps(answer[1]).encode()
                 writer.write(f"HTTP/1.1 {answer[0]} Reason\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
                 await writer.drain()
@@ -187,3 +197,23 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'gcore-rollout\[http\]'"):
         HTTPReward("http://x")
+
+
+async def test_an_answer_has_a_bound() -> None:
+    async with serving(Server((200, b"x" * ((16 << 20) + 1)))) as reward:
+        with pytest.raises(RewardError, match="answers more than 16 MB; expected a few numbers"):
+            await ask(reward)
+
+
+async def test_redirects_stay_on_the_host() -> None:
+    """The row, and an authorization, are not for another one."""
+    other = Server((200, {"score": 1}))
+    async with serving(other):
+        server = Server()
+        async with serving(server, headers={"Authorization": "secret"}) as reward:
+            server.answers = [Redirect("/score/"), (200, {"score": 0.5}), Redirect(other.url)]
+            assert (await ask(reward)).score == 0.5
+            assert len(server.requests) == 2
+            with pytest.raises(RewardError, match=r"redirects to 'http://127.0.0.1:\d+/score'; expected the URL"):
+                await ask(reward)
+    assert other.requests == []

@@ -160,7 +160,7 @@ async def test_errors_come_back(slow: RayEngine, name: str, kind: type[Exception
         await collect(slow, make_request(name, 2))
     assert str(info.value) == message
     (note,) = info.value.__notes__
-    assert note.startswith(f"raised in engine process {pid_of(slow)}:\nTraceback")
+    assert note.startswith(f"raised in process {pid_of(slow)}:\nTraceback")
     assert "_obey" in note
     with pytest.raises(ValueError, match="expected a version above the current"):
         await slow.update_weights([("w", torch.ones(1))], version=0)

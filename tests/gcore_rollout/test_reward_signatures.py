@@ -1,13 +1,24 @@
 """Reward functions with the parameters of verl and TRL: one file serves both libraries and gcore."""
 
+import asyncio
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gcore_rollout import NoScoreError, RewardError, Scored, build_reward, evaluate, load_reward
+from gcore_rollout import (
+    NoScoreError,
+    RewardError,
+    RewardRunner,
+    RewardRunnerConfig,
+    Scored,
+    build_reward,
+    evaluate,
+    load_reward,
+)
 
 MESSAGES = [{"role": "user", "content": "2+2="}]
 ROW: dict[str, Any] = {
@@ -108,10 +119,63 @@ async def test_none_adds_nothing_to_a_sum(file: Path) -> None:
             await evaluate(build_reward(alone), prompt="", completion="4", row=ROW)
 
 
+BATCHES = """
+sizes = []
+
+def lists(prompts, completions, rows, scale=1.0):
+    sizes.append(len(prompts))
+    return [None if c == "skip" else scale * (c == r["answer"]) for c, r in zip(completions, rows, strict=True)]
+
+def scaled(prompt, completion, row, scale=1.0):
+    return scale
+
+def trl_scaled(completions, level, scale=1.0):
+    return [scale * level[0]]
+
+def too_few(prompts, completions, rows):
+    return [1.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "batches.py"
+    path.write_text(BATCHES)
+    return path
+
+
+async def test_lists_have_all_calls_that_wait(batches: Path) -> None:
+    runner = RewardRunner(build_reward(f"{batches}:lists", kwargs={"scale": 2.0}), RewardRunnerConfig(on_error="drop"))
+    texts = ["4", "5", "skip", *["4"] * 7]
+    scored = await asyncio.gather(*(runner.score(prompt="p", completion=text, row=ROW) for text in texts))
+    assert [one.score if isinstance(one, Scored) else None for one in scored] == [2.0, 0.0, None, *[2.0] * 7]
+    assert sys.modules["gcore_user_batches"].sizes == [10]
+    few = RewardRunner(build_reward(f"{batches}:too_few"), RewardRunnerConfig(on_error="drop"))
+    failed = await asyncio.gather(*(few.score(prompt="p", completion=text, row=ROW) for text in "ab"))
+    assert all("returned 1 scores; expected one for each of 2" in str(getattr(one, "error", "")) for one in failed)
+
+
+async def test_arguments_of_settings(batches: Path) -> None:
+    """Each reward of a sum gets those that it has a parameter for; a column of the same name does not replace them."""
+    spec = f"{batches}:scaled + 10 * {batches}:trl_scaled"
+    row = ROW | {"scale": 7.0}
+    scored = await evaluate(build_reward(spec, kwargs={"scale": 0.5}), prompt="", completion="", row=row)
+    assert scored.parts == {"scaled": 0.5, "trl_scaled": 1.0}
+    gold = await evaluate(
+        build_reward("aime", kwargs={"answer_key": "gold"}), prompt="", completion="3", row={"gold": 3}
+    )
+    assert gold.score == 1.0
+    for wrong in ({"scael": 0.5}, {"row": {}}):
+        with pytest.raises(
+            RewardError, match=r"reward_kwargs\.(scael|row) is .*; expected the name of a parameter of "
+        ):
+            build_reward(spec, kwargs=wrong)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("other", r"reward is other\(text, \*, gold\); expected the parameters \(prompt, completion, row\), verl's "),
+        ("other", r"reward is other\(text, \*, gold\); expected the parameters \(prompt, completion, row\), \("),
         ("trl_state", "expected no trainer_state, which gcore does not pass"),
     ],
 )

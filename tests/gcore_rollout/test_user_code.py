@@ -1,11 +1,14 @@
 """Rewards that block, or try to end the process: Ctrl-C and time limits reach them, and errors name them."""
 
 import asyncio
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +18,20 @@ from gcore_rollout import (
     CompositeReward,
     Failed,
     FailureLog,
+    ProcessLimits,
+    ProcessReward,
     RewardError,
     RewardExitError,
     RewardRunner,
     RewardRunnerConfig,
+    Scored,
     ThreadedReward,
+    build_reward,
     evaluate_images,
+    load_reward,
+    score,
 )
+from gcore_rollout.rewards import slow_calls
 
 LONG_S = 600.0
 
@@ -169,6 +179,96 @@ async def test_a_call_that_never_returns_does_not_keep_threads_from_ending() -> 
     release.set()
     assert await second == 1.0
     threaded.close()
+
+
+IN_A_PROCESS = """
+import os, signal, sys, time
+
+def reward(prompt, completion, row):
+    match completion:
+        case "hangs":
+            9 ** 9**9**9
+        case "waits":
+            time.sleep(600)
+        case "takes memory":
+            bytearray(1 << 30)
+        case "leaves":
+            sys.exit(3)
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "fails":
+            raise ValueError(prompt)
+    return float(os.getpid())
+"""
+
+
+@pytest.mark.slow
+async def test_a_reward_in_a_process_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A call that hangs, dies or takes too much memory fails alone: those before and after it have their scores."""
+    limits = ProcessLimits(call_s=0.5, memory_bytes=1 << 28)
+    spec = f"{tmp_path}/mine.py:reward"
+    Path(tmp_path, "mine.py").write_text(IN_A_PROCESS)
+    in_process: Any = build_reward(spec, process_limits=limits)
+    # The time of calls that wait for others does not run.
+    runner = runner_of(in_process, timeout_s=0.6)
+    ends = {
+        "hangs": "did not answer within 0.5 s",
+        "waits": "did not answer within 0.5 s",
+        "takes memory": "took more than 0.25 GiB of memory",
+        "dies": "ended its process, which was killed by SIGKILL",
+        "fails": "ValueError: p",
+    }
+    first = await run(runner)
+    assert isinstance(first, Scored)
+    assert first.score != os.getpid()
+    texts = ["a", "hangs", "b", "waits", "takes memory", "c", "dies", "fails", "d"]
+    outcomes = await asyncio.gather(*(runner.score(prompt="p", completion=text, row={}) for text in texts))
+    for text, outcome in zip(texts, outcomes, strict=True):
+        if text in ends:
+            assert isinstance(outcome, Failed)
+            assert ends[text] in str(outcome.error)
+        else:
+            assert isinstance(outcome, Scored)
+    assert runner.stats().num_timeouts == 0
+    with pytest.raises(RewardExitError, match="tried to end the process: SystemExit: 3"):
+        await runner.score(prompt="p", completion="leaves", row={})
+    in_process.close()
+    scoring = ProcessReward(partial(load_reward, spec), limits=limits, limit_score=0.0)
+    assert await score(scoring, prompt="p", completion="hangs", row={}) == 0.0
+    assert "did not answer within 0.5 s, and scores 0: 'hangs'" in caplog.text
+    scoring.close()
+
+
+@pytest.mark.slow
+async def test_math_verify_survives_a_tower_of_powers() -> None:
+    """By its name it has a process of its own."""
+    reward: Any = build_reward("math-verify")
+    reward.limits = ProcessLimits(call_s=1.0)
+    texts = ["4", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{4}"]
+    calls = (score(reward, prompt="", completion=text, row={"answer": 4}) for text in texts)
+    assert await asyncio.gather(*calls) == [1.0, 0.0, 1.0]
+    reward.close()
+
+
+async def test_a_slow_call_is_named_while_it_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_calls, "SLOW_S", 0.05)
+    monkeypatch.setattr(slow_calls, "CHECK_S", 0.01)
+
+    def slow(*_: object) -> float:
+        for _ in range(1000):
+            if caplog.records:
+                return 1.0
+            time.sleep(0.01)
+        return 0.0
+
+    for in_threads in (False, True):
+        caplog.clear()
+        runner = runner_of(slow, sync_in_threads=in_threads)
+        assert await run(runner) == Scored(score=1.0)
+        assert "reward 'slow' on prompt 'p', completion 'c' has been running for 0.05 s" in caplog.text
+        runner.close()
 
 
 async def test_failures_are_counted_by_kind(caplog: pytest.LogCaptureFixture) -> None:

@@ -140,3 +140,10 @@ def test_modules_that_are_not_there_are_refused(qwen2: Path) -> None:
         make_trainer(qwen2, LoRAConfig(target_modules=("query_key_value",)))
     with pytest.raises(ConfigError, match=r"^rank is 0; expected 1 or more"):
         LoRAConfig(rank=0)
+
+
+@pytest.mark.parametrize("names", [("lm_head",), ("q_proj", "lm_head")])
+def test_the_head_gets_no_adapter(qwen2: Path, names: tuple[str, ...]) -> None:
+    """The packed head computes with the weight of the layer, so such an adapter would never learn."""
+    with pytest.raises(ConfigError, match="expected layers other than the head 'lm_head'"):
+        make_trainer(qwen2, LoRAConfig(rank=2, target_modules=names))

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from gcore_trainer import ConfigError, PackedModel, StateError, UnsupportedModelError
+from gcore_trainer.torch.sliced_weights import make_model
 
 _loaded: dict[Path, tuple[PackedModel, Any]] = {}
 
@@ -129,6 +130,21 @@ def test_weights_that_do_not_fit_are_refused(qwen2: Path, tmp_path: Path, change
 def test_a_model_with_ordinary_attention_is_refused(qwen2: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'eager'; expected 'gcore_packed'"):
         PackedModel(load_padded(qwen2))
+
+
+def test_weights_of_more_layers_than_the_configuration_has_are_refused(qwen2: Path, tmp_path: Path) -> None:
+    """transformers leaves them out, without an error: the model would be another one."""
+    path = tmp_path / "more"
+    shutil.copytree(qwen2, path)
+    config = json.loads((path / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    config |= {"num_hidden_layers": last, "layer_types": None, "max_window_layers": last}
+    (path / "config.json").write_text(json.dumps(config))
+    message = rf"layers that config\.json does not have, such as model\.layers\.{last}\..*; expected the configuration"
+    with pytest.raises(StateError, match=message):
+        PackedModel.from_pretrained(path)
+    with pytest.raises(StateError, match=message):
+        make_model(PackedModel, path, attention="gcore_packed", dtype=torch.float32, device=torch.device("cpu"))
 
 
 UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {

@@ -186,6 +186,9 @@ def test_math_verify(cli: Cli, job: list[str]) -> None:
     assert "held-out score" in finished.out
     write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
     assert "the row has no 'answer' for math-verify to compare with" in cli.refused(*args, "--name", "without")
+    write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1=", "answer": None if i == 7 else "1"} for i in range(20)])
+    refused = cli.refused(*args, "--name", "null")
+    assert "prompt '7+1=': the row's 'answer' is None; expected a text or a number" in refused
 
 
 def test_a_task_with_the_users_reward(cli: Cli, tiny: Path) -> None:

@@ -72,7 +72,7 @@ def test_interrupted_run_ends_as_if_nothing_had_happened(cli: Cli, job: list[str
 
 
 def test_a_tokenizer_that_pads_with_its_end(cli: Cli, job: list[str], tiny: Path) -> None:
-    """transformers would score a padded batch before its end: the export declares no padding, and says so instead."""
+    """transformers would score before its end any text that ends in padding: the export pads with another token."""
     model = cli.cwd / "padded"
     with_template(tiny, model, TEMPLATE)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -81,9 +81,15 @@ def test_a_tokenizer_that_pads_with_its_end(cli: Cli, job: list[str], tiny: Path
     job[job.index(str(tiny))] = str(model)
     cli.ok(*job, "--trainer.total-training-steps", "1")
     export = cli.cwd / "runs/reward-model/export"
-    assert AutoModelForSequenceClassification.from_pretrained(export).config.pad_token_id is None
-    with pytest.raises(ValueError, match="no padding token"):
-        rewards(export, ["1:2<eos>", "1:23<eos>"])
+    padding = AutoTokenizer.from_pretrained(export).pad_token_id
+    assert AutoModelForSequenceClassification.from_pretrained(export).config.pad_token_id == padding
+    assert padding != tokenizer.eos_token_id
+    texts = ["1:2<eos>", "1:23<eos>"]
+    assert rewards(export, texts).tolist() == pytest.approx([rewards(export, [text]).item() for text in texts])
+    exported: Any = AutoModelForSequenceClassification.from_pretrained(export)
+    hidden = exported.model(AutoTokenizer.from_pretrained(export)(texts[0], return_tensors="pt")["input_ids"])
+    last = exported.score(hidden.last_hidden_state)[0, -1, 0].item()
+    assert rewards(export, texts)[0].item() == pytest.approx(last, abs=1e-6)
 
 
 def test_demo(cli: Cli) -> None:

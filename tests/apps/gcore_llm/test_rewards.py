@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from gcore_llm.cli import parse_train
 from gcore_llm.sampling import Rewards
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Scored
+from gcore_rollout import RewardError, Scored
 from gcore_runs.settings.parsing import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
@@ -172,6 +172,49 @@ def test_a_classifier(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     assert asyncio.run(score()) == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
     assert all(row["critic/score/mean"] == pytest.approx(row["reward/model/mean"]) for row in rows)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+SCORER_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>\n{% endfor %}"
+
+
+def test_a_classifier_of_another_family(own_args: list[str], tmp_path: Path) -> None:
+    """It sees prompt and answer in its own markup up to the token that ends the answer, which pads its batches, too."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    tokenizer = tiny_tokenizer()
+    eos = tokenizer.eos_token_id
+    config = Qwen3Config(vocab_size=128, **sizes, **heads, num_labels=1, pad_token_id=eos, eos_token_id=eos)
+    model: Any = Qwen3ForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "scorer")
+    tokenizer.chat_template = SCORER_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "scorer")
+    options = ["--reward-model.kind", "classifier", "--reward-model.path", str(tmp_path / "scorer"), "--reward", ""]
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1="}]
+
+    async def scores(*calls: tuple[str, str, Any]) -> list[float]:
+        rewards = await Rewards.start(resolve(parse_train([*own_args[1:], *options])))
+        runner = rewards.runner
+        scored = await asyncio.gather(*(runner.score(prompt=p, completion=c, row={"prompt": r}) for p, c, r in calls))
+        await rewards.close()
+        return [one.score for one in scored if isinstance(one, Scored)]
+
+    calls = [("[user]1+1=[a]", "2", "1+1="), ("[system]short[user]1+1=[a]", "", messages), ("1+1=", "22", "1+1=")]
+    texts = [
+        "<user>1+1=<eos>\n<assistant>2<eos>",
+        "<system>short<eos>\n<user>1+1=<eos>\n<assistant><eos>",
+        "1+1=22<eos>",
+    ]
+    expected: list[float] = []
+    for text in texts:
+        hidden = model.model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state
+        expected.append(model.score(hidden)[0, -1, 0].item())
+    assert asyncio.run(scores(*calls)) == pytest.approx(expected, abs=1e-5)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "scorer")
+    (tmp_path / "scorer/chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(RewardError, match=r"reward_model\.path has no chat template; expected one"):
+        asyncio.run(scores(calls[0]))
 
 
 class _Scorer(BaseHTTPRequestHandler):

@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from gcore_llm.sampling import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
-from gcore_runs.errors import UserError
+from gcore_runs.errors import UserError, one_line, printable
 from gcore_runs.logs import log_to, merged_lines
 from gcore_runs.loop.recorder import Display, shown_cells
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
@@ -687,3 +688,12 @@ def test_importing_the_reader_is_cheap() -> None:
     code = "import json, sys, gcore_runs.logs; print(json.dumps([*sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "torch", "rich", "prometheus_client"} & set(json.loads(result.stdout))
+
+
+def test_control_characters_from_outside_are_escaped() -> None:
+    """A reward's error may hold a response, which could clear the screen or draw over it."""
+    assert one_line("no\x1b[2J\r\n  score [/red]") == "no\\x1b[2J score [/red]"
+    assert printable("a\tb\nc\x9b1m\u202e") == "a\tb\nc\\x9b1m\\u202e"
+    output = StringIO()
+    Display(Console(file=output)).say("failed: [/red] \x1b[2J")
+    assert output.getvalue() == "failed: [/red] \\x1b[2J\n"

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.data.chat_config import ChatDataConfig
@@ -287,6 +287,9 @@ class TrainConfig(BaseRLConfig):
     """PATH.py:function, a function of (prompt, completion, row); math-verify, gsm8k, aime or multiple-choice, which
     compare with the row's column answer; or code, which runs the row's tests in a sandbox. Tasks bring their own
     verifier."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the reward by name, such as a threshold, in addition to those of each call; on the command line
+    --reward-kwargs.NAME and a value. In a sum of rewards, each gets those that it has a parameter for."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
     dry_run: bool = False
@@ -374,7 +377,10 @@ class TrainConfig(BaseRLConfig):
 
     def check_inputs(self) -> None:
         """Raise `UserError` if the model, the prompts or the reward is missing; a task brings them all."""
-        if self.runtime == "sim" or self.task.name:
+        if self.runtime == "sim":
+            return
+        self.require("reward_kwargs", bool(self.reward) or not self.reward_kwargs, "none without reward")
+        if self.task.name:
             return
         if not self.model:
             raise UserError(

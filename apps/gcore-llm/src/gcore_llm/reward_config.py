@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from gcore_rollout import OnError, RetryPolicy, RewardRunnerConfig
+from gcore_rollout import OnError, ProcessLimits, RetryPolicy, RewardRunnerConfig
 from gcore_runs import Bound, Checked, Fraction, NonNegative, UserError, above, at_least
 from gcore_runs.engines import EngineConfig, JudgeOptions
 
@@ -156,7 +156,8 @@ class RewardCallsConfig(Checked, section="reward_calls"):
     max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
     """Largest number of concurrent calls."""
     timeout_s: Annotated[float, above(0, "more than 0")] = 300.0
-    """Time limit of one call of an asynchronous reward, and of the trial call of any reward before the run starts."""
+    """Time limit of one call of an asynchronous reward, or of one with in_process, and of the trial call of any reward
+    before the run starts."""
     max_retries: NonNegative = 2
     """Attempts after the first, if that timed out or lost its connection."""
     on_error: OnError = "raise"
@@ -166,6 +167,23 @@ class RewardCallsConfig(Checked, section="reward_calls"):
     more end the run. 1: any."""
     in_threads: bool = False
     """Call a synchronous reward in a thread, so that generation continues meanwhile: for one that takes long."""
+    in_process: bool = False
+    """Call a synchronous reward in a process of its own, which is killed and started again if a call takes longer than
+    timeout_s; that call fails, as does one that takes more memory than process_memory_gb: see on_error. math-verify and
+    verifiers of tasks that compute always have one, with 10 seconds and 2 GB; beyond them a response scores 0."""
+    process_memory_gb: Annotated[float, above(0, "more than 0")] = 4.0
+    """With in_process, the memory in GB that calls may take in addition to what the reward takes when it is loaded."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("in_process", not (self.in_process and self.in_threads), f"false with {self.section}.in_threads")
+
+    @property
+    def process_limits(self) -> ProcessLimits | None:
+        """The limits of a reward in a process of its own; None: it has none."""
+        if not self.in_process:
+            return None
+        return ProcessLimits(call_s=self.timeout_s, memory_bytes=int(self.process_memory_gb * 2**30))
 
     @property
     def runner(self) -> RewardRunnerConfig:

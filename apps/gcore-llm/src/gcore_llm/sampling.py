@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from gcore_ckpt import load
 from gcore_llm.config import RolloutConfig, TrainConfig
-from gcore_llm.prompts import longest_sequence
+from gcore_llm.prompts import PromptSets, longest_sequence, takes_special_tokens
 from gcore_llm.reward_config import RunJudge
 from gcore_rollout import (
     ChatEncoder,
@@ -24,14 +24,15 @@ from gcore_rollout import (
     JudgeReward,
     PairwiseJudge,
     Prompt,
-    ReasoningGymReward,
     RequestError,
+    RewardError,
     RewardFunction,
     RewardRunner,
     RolloutError,
     SamplingParams,
     WinnerPattern,
     build_reward,
+    build_task_reward,
     check_servers,
     connect_servers,
     engine_factory as factory_of,
@@ -236,7 +237,10 @@ class Rewards:
         ``engines`` are those of judges, by their roles, to be closed with the rewards; others are started here.
         """
         settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
-        graders = {name: RewardRunner(build_reward(spec), calls) for name, spec in config.set_rewards.items()}
+        limits = config.reward_calls.process_limits
+        graders: dict[str, RewardRunner] = {}
+        for name, spec in config.set_rewards.items():
+            graders[name] = RewardRunner(build_reward(spec, process_limits=limits), calls)
         async with AsyncExitStack() as models:
             if not settings.is_used:
                 runner = RewardRunner(reward_function(config), calls)
@@ -273,6 +277,20 @@ class Rewards:
                 graders=graders,
             )
 
+    def check_rows(self, prompts: PromptSets) -> None:
+        """Raise `UserError` for a prompt in memory whose row its reward cannot score."""
+        sets = [("training prompt", self.runner, prompts.train), ("held-out prompt", self.runner, prompts.val)]
+        for name, held_out in prompts.named.items():
+            sets.append((f"prompt of {name}", self.graders.get(name, self.runner), held_out))
+        for kind, runner, own in sets:
+            if not isinstance(own, list):  # its rows are read when they are sampled
+                continue
+            for prompt in own:
+                try:
+                    runner.check_row(prompt.row)
+                except RewardError as error:
+                    raise UserError(f"the row of the {kind} {prompt.text[-200:]!r}: {error}") from None
+
     async def close(self) -> None:
         """Free the models. Idempotent."""
         for runner in (self.runner, *self.graders.values()):
@@ -282,9 +300,14 @@ class Rewards:
 
 def reward_function(config: TrainConfig) -> RewardFunction:
     """Load the reward function that the config names, if it names one; see `TrainConfig.check_inputs`."""
+    limits = config.reward_calls.process_limits
     if config.reward:
-        return build_reward(config.reward, prompt_key=config.data.prompt_key)
-    return ReasoningGymReward(answer_after=config.answer_after) if config.task.name else no_reward
+        return build_reward(
+            config.reward, prompt_key=config.data.prompt_key, kwargs=config.reward_kwargs, process_limits=limits
+        )
+    if config.task.name:
+        return build_task_reward(config.task.name, answer_after=config.answer_after)
+    return no_reward
 
 
 def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
@@ -302,17 +325,55 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
     check_model(path, setting="reward_model.path", may_be_quantized=True)
     tokenizer = build_tokenizer(path)
 
-    def encode(prompt: str, completion: str) -> Sequence[int]:
-        # The prompt is rendered already, and the model has learned to score at the token that ends an answer.
-        text = prompt + completion + tokenizer.eos_token
-        return tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-
+    encode = _classifier_encoder(tokenizer, eos_token_ids(tokenizer, path), config.data.prompt_key)
     dtype: torch.dtype = getattr(torch, config.dtype)
     # Ray shows a controller its own GPU alone.
     device = "cuda" if config.runtime == "ray" and config.device.startswith("cuda") else config.device
-    classifier = SequenceClassifierReward.from_pretrained(path, encode=encode, dtype=dtype, device=device)
-    models.callback(classifier.close)
+    model = SequenceClassifierReward.from_pretrained(path, dtype=dtype, device=device)
+    models.callback(model.close)
+
+    async def classifier(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        return await model.score_tokens(encode(prompt, completion, row))
+
     return classifier
+
+
+def _classifier_encoder(
+    tokenizer: Any, eos: Sequence[int], prompt_key: str
+) -> Callable[[str, str, Mapping[str, Any]], list[int]]:
+    """Return a function from a prompt, a completion and the prompt's row to the tokens that a reward model scores.
+
+    Prompts that the policy's chat template rendered are rendered again, by that of the reward model, which may be of
+    another family. The last token is the one that ends an answer.
+    """
+    from jinja2 import TemplateError
+
+    def encode(prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
+        messages = row.get(prompt_key)
+        if messages is None or messages == prompt:
+            adds = takes_special_tokens(prompt, tokenizer)
+            return end(tokenizer(prompt + completion, add_special_tokens=adds)["input_ids"])
+        if tokenizer.chat_template is None:
+            raise RewardError("reward_model.path has no chat template; expected one for prompts that are chat messages")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        whole = [*messages, {"role": "assistant", "content": completion}]
+        try:
+            text = tokenizer.apply_chat_template(whole, tokenize=False)
+        except TemplateError as error:
+            raise RewardError(f"the chat template of reward_model.path refuses a prompt: {error}") from None
+        return end(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def end(token_ids: list[int]) -> list[int]:
+        """Return the tokens up to the last one that ends an answer, of the template or added."""
+        for place in reversed(range(len(token_ids))):
+            if token_ids[place] in eos:
+                return token_ids[: place + 1]
+            if tokenizer.decode(token_ids[place]).strip():
+                break
+        return [*token_ids, tokenizer.eos_token_id]
+
+    return encode
 
 
 async def _judge(

@@ -165,6 +165,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
 
 async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str], None]) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
+    rewards.check_rows(prompts)
     first = prompts.train[0]
     scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)
     if isinstance(scored, Failed):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import tyro
 
 from gcore_controller import RankError
-from gcore_runs.errors import UserError, one_line, said
+from gcore_runs.errors import UserError, one_line, printable, said
 from gcore_runs.settings.bounds import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments
 
@@ -273,6 +273,6 @@ def logs_command(app: str, args: Sequence[str]) -> None:
     folder = RunFolder.existing(parsed.run).path / "logs"
     try:
         for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):
-            print(line, flush=parsed.follow)
+            print(printable(line), flush=parsed.follow)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -20,7 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from gcore_runs.errors import UserError
+from gcore_runs.errors import UserError, printable
 
 T = TypeVar("T")
 
@@ -77,6 +77,8 @@ def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool =
     _add(handler, stack)
     stack.push(_log_error)
     if is_first and not redirect and logging.lastResort is not None:
+        stack.callback(logging.lastResort.setFormatter, logging.lastResort.formatter)
+        logging.lastResort.setFormatter(_Printable())
         _add(logging.lastResort, stack)
     stack.callback(root.setLevel, root.level)
     root.setLevel(logging.INFO)
@@ -102,7 +104,15 @@ class _Prefixed(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         start = f"{_utc(record.created)} {self._process} {record.levelname} "
-        return "\n".join(start + line for line in super().format(record).rstrip("\n").split("\n"))
+        text = printable(super().format(record))
+        return "\n".join(start + line for line in text.rstrip("\n").split("\n"))
+
+
+class _Printable(logging.Formatter):
+    """Formats records for the screen."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _File(RotatingFileHandler):

@@ -154,6 +154,7 @@ from .responses import (
     read_image as read_image,
     vision_processor as vision_processor,
 )
+from .rewards.batch import BatchReward as BatchReward
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
     ImageCompositeReward as ImageCompositeReward,
@@ -186,6 +187,7 @@ from .rewards.kinds.verifiers import (
     import_reasoning_gym as import_reasoning_gym,
     last_code_block as last_code_block,
 )
+from .rewards.process import ProcessLimits as ProcessLimits, ProcessReward as ProcessReward
 from .rewards.registry import (
     EnvironmentRole as EnvironmentRole,
     ImageRewardKind as ImageRewardKind,
@@ -193,6 +195,7 @@ from .rewards.registry import (
     MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
+    build_task_reward as build_task_reward,
     image_reward_kind as image_reward_kind,
     load_function as load_function,
     load_reward as load_reward,

@@ -52,9 +52,12 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
     except ImportError:
         raise MissingExtraError("peft", "lora") from None
     names, targets = config.target_modules, list(config.target_modules)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name, module in model.named_modules():
+        if output is not None and module is output:
+            _refuse_head(config, name)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
-        output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         targets = [
             name
             for name, module in model.named_modules()
@@ -84,6 +87,16 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
         for name, parameter in trained.items():
             if start or name.endswith(A_OF):
                 parameter.copy_(initial_value(name, parameter.shape, start, seed=seed))
+
+
+def _refuse_head(config: LoRAConfig, head: str) -> None:
+    """Raise `ConfigError` for an adapter of the output layer: packed training computes with its weight alone."""
+    for target in config.target_modules:
+        if head == target or head.endswith(f".{target}"):
+            raise ConfigError(
+                f"target_modules is {config.target_modules}; expected layers other than the head {head!r}, which is "
+                "computed without one: leave it out, or merge the adapters of a folder that has one into its model"
+            )
 
 
 def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:

@@ -59,7 +59,8 @@ def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
             raise UserError(f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}") from error
         # Without the sentence around a sum, which a tiny model would spend its time reading: 7+8-3=
         question = f"{_terms(entry)}=" if task.name == "chain_sum" else entry["question"]
-        yield Problem(value=question, row={"entry": entry, "answer": entry["answer"]}, where=f"task {task.name}")
+        row = {"prompt": question, "entry": entry, "answer": entry["answer"]}
+        yield Problem(value=question, row=row, where=f"task {task.name}")
 
 
 def _terms(entry: Mapping[str, Any]) -> str:

@@ -61,6 +61,7 @@ async def _evaluated(args: EvalArgs, display: Display) -> tuple[Path, int | None
     config = _with_lengths(config, args, prompts.longest)
     rewards = await Rewards.start(config)
     try:
+        rewards.check_rows(prompts)
         sets = val_sets(prompts, config, rewards.graders)
         for own in sets:
             first, runner = own.prompts[0], own.reward or rewards.runner

@@ -100,6 +100,21 @@ def _check_fits(sets: ExampleSets, model: Path | None) -> None:
         )
 
 
+def _padding_token(tokenizer: Any, model: Path) -> str:
+    """Return a padding token that ends no response of a model folder, as the tokenizer's own may do.
+
+    transformers scores the last token that is no padding, and refuses batches without a padding token.
+    """
+    from gcore_runs import eos_token_ids
+
+    ends = eos_token_ids(tokenizer, model)
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
+    # Without a special token to spare any other one will do: the attention mask hides it.
+    candidates.extend(range(len(ends) + 1))
+    usable = [token for token in candidates if token is not None and token not in ends]
+    return tokenizer.convert_ids_to_tokens(usable[0])
+
+
 class _Loop:
     """The steps of one run, with its model, checkpoints and evaluations."""
 
@@ -153,14 +168,13 @@ class _Loop:
     def _export(self, path: Path) -> None:
         """Write a Hugging Face folder."""
         self._learner.save_pretrained(path)
-        self._tokenizer.save_pretrained(path)
         if self._objective.scores == "values" and not self._config.exports_adapters:
-            # transformers scores the last token that is no padding: if padding ends responses, it would score a padded
-            # batch before its end. Without a padding token it refuses such a batch.
-            pad, file = self._tokenizer.pad_token_id, path / "config.json"
+            self._tokenizer.pad_token = _padding_token(self._tokenizer, path)
+            file = path / "config.json"
             settings = json.loads(file.read_text())
-            settings["pad_token_id"] = None if pad == self._tokenizer.eos_token_id else pad
+            settings["pad_token_id"] = self._tokenizer.pad_token_id
             file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        self._tokenizer.save_pretrained(path)
 
     def _with_reference(self, *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
         """Return the training and held-out pairs with their log-probs under the initial model.

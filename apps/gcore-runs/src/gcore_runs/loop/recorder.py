@@ -37,6 +37,7 @@ from gcore_controller import (
 )
 from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
+from gcore_runs.errors import one_line, printable
 from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due, keep_best
 from gcore_runs.loop.learning_signal import SIGNAL, reason
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans
@@ -89,7 +90,8 @@ class Display:
     def say(self, message: str) -> None:
         """Print a line that stays on the screen, and log it."""
         _logger.info("%s", message)
-        self.console.print(message, soft_wrap=True)
+        # A text in brackets would be taken for a style.
+        self.console.print(printable(message), soft_wrap=True, markup=False)
 
     def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
         """Show on a terminal in which of the present ``stages``, by rank, each of several controllers is.
@@ -364,8 +366,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     def _warn_of_rewards(self, event: RewardsFailed) -> None:
         failures: list[Failure] = event.failures
         for failure in failures:
+            reason = one_line(failure.message) or "no message"
             message = (
-                f"a reward failed and its group was dropped: {failure.kind}: {failure.message or 'no message'}; "
+                f"a reward failed and its group was dropped: {failure.kind}: {reason}; "
                 f"the traceback is in {self.run.logs}"
             )
             self.warnings.warn(event.step, message, key=failure.kind, count=failure.count)

@@ -184,7 +184,7 @@ class _FiguresRecorder:
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
                 device_s=self._ledger.cut(),
-                controller_load=[busy_s / step_s for busy_s in self._meter.cut()],
+                controller_load=[busy_s / step_s if step_s > 0 else 0.0 for busy_s in self._meter.cut()],
                 metrics=metrics,
             )
             self.steps.append(figures)

@@ -190,7 +190,7 @@ def _stage_table(title: str, seconds: NDArray[np.float64]) -> "Table":
     rows: list[Sequence[str]] = []
     for name, (measured_s, simulated_s) in zip((*_STAGE_NAMES, "step"), [*pairs.T, pairs.sum(axis=1)], strict=True):
         error = f"{simulated_s / measured_s - 1:+.1%}" if measured_s > 0 else ""
-        share = f"{(simulated_s - measured_s) / step_s:+.1%}"
+        share = f"{(simulated_s - measured_s) / step_s:+.1%}" if step_s > 0 else ""
         rows.append((name, f"{measured_s:.4g}", f"{simulated_s:.4g}", error, share))
     columns = ("seconds a step, mean", "measured", "simulated", "error", "of the step")
     return _table(title, rows, columns, last=(_STAGE_NAMES[-1],))

@@ -155,7 +155,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
             work=DeviceWork.merged([DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]),
-            load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process else None,
+            load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process and step_s > 0 else None,
             rewards=self._failures.drain(),
             samples=samples,
         )
@@ -169,7 +169,8 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                 **metrics,
                 **{f"timing_s/{stage}": value for stage, value in seconds_by_stage([*spans, *batch.spans]).items()},
                 "timing_s/step": step_s,
-                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s,
+                # A coarse clock may not see a short step.
+                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s if step_s > 0 else 0.0,
                 **{f"perf/generated/{stage}": float(number) for stage, number in work.generated.items()},
                 **({"placement/lent": float(work.num_lent)} if work.num_lent else {}),
                 **failed,

@@ -1,6 +1,7 @@
 """Settings of rewards and environments, and what they name: registered rewards, URLs and ``PATH.py:function``."""
 
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -16,9 +17,10 @@ from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironmen
 from gcore_rollout.multi_turn.messages import normalize_messages
 from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
 from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, MultipleChoiceReward
-from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
-from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored
-from gcore_rollout.rewards.runner import OnError, RewardRunner
+from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward, ReasoningGymReward
+from gcore_rollout.rewards.process import ProcessLimits, ProcessReward
+from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored, name_of
+from gcore_rollout.rewards.runner import OnError, RewardRunner, is_async
 from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")
@@ -168,12 +170,21 @@ def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFuncti
             return models.ImageRewardScore(settings.head, settings.path, device=settings.device)
 
 
-_REWARDS: dict[str, Callable[[], RewardFunction]] = {
-    "math-verify": MathVerifyReward,
+def _math_verify(answer_key: str = "answer") -> RewardFunction:
+    make = partial(MathVerifyReward, answer_key=answer_key)
+    return ProcessReward(make, limit_score=0.0, preload=("math_verify",))
+
+
+def _code(tests_key: str = "tests", partial: bool = False) -> RewardFunction:
+    return CodeReward(Sandbox(), tests_key=tests_key, partial=partial)
+
+
+_REWARDS: dict[str, Callable[..., RewardFunction]] = {
+    "math-verify": _math_verify,
     "gsm8k": GSM8KReward,
     "aime": AIMEReward,
     "multiple-choice": MultipleChoiceReward,
-    "code": lambda: CodeReward(Sandbox()),
+    "code": _code,
 }
 _IMAGE_REWARDS = {
     name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head, is_model=bool(path))
@@ -217,22 +228,77 @@ def reward_names() -> list[str]:
     return list(_REWARDS)
 
 
-def build_reward(spec: str, *, prompt_key: str = "prompt") -> RewardFunction:
+def build_reward(
+    spec: str,
+    *,
+    prompt_key: str = "prompt",
+    kwargs: Mapping[str, Any] | None = None,
+    process_limits: ProcessLimits | None = None,
+) -> RewardFunction:
     """Make the registered reward of this name, import the function that ``PATH.py:function`` names, or add several.
 
     ``0.5 * PATH.py:format + PATH.py:correct`` is a `CompositeReward`, whose parts have the names of the functions.
-    ``prompt_key`` is the column of the prompt; see `load_reward`.
+
+    Args:
+        prompt_key: the column of the prompt; see `load_reward`.
+        kwargs: arguments of the reward by name; of several, each gets those that it has a parameter for.
+        process_limits: run synchronous functions in a process of their own, with these limits; see `ProcessReward`.
+
+    Raises:
+        RewardError: there is no such function, it cannot be called, or one of ``kwargs`` is no parameter of any.
     """
-    if spec in _REWARDS:
-        return _REWARDS[spec]()
-    terms = reward_terms(spec, setting="reward") if " + " in spec or " * " in spec else {}
-    if not terms:
-        return load_reward(spec, prompt_key=prompt_key)
+    terms = {spec: 1.0}
+    if spec not in _REWARDS and (" + " in spec or " * " in spec):
+        terms = reward_terms(spec, setting="reward")
+    rest = dict(kwargs or {})
+    rewards: dict[str, RewardFunction] = {}
+    for term in terms:
+        function = _REWARDS.get(term) or load_function(term, setting="reward")
+        own: dict[str, Any] = {}
+        for name, value in (kwargs or {}).items():
+            if _takes_setting(function, name):
+                own[name] = value
+                rest.pop(name, None)
+        if term in _REWARDS:
+            rewards[term] = function(**own)
+            continue
+        reward = _with_arguments(function, prompt_key=prompt_key, kwargs=own)
+        if process_limits is not None and not is_async(reward):
+            make = partial(load_reward, term, prompt_key=prompt_key, kwargs=own)
+            reward = ProcessReward(make, reward=reward, limits=process_limits)
+        rewards[term] = reward
+    if rest:
+        name, value = next(iter(rest.items()))
+        raise RewardConfigError(f"reward_kwargs.{name} is {value!r}; expected the name of a parameter of {spec}")
+    if terms == {spec: 1.0}:
+        return rewards[spec]
     names = {term: term.rpartition(":")[2] for term in terms}
     if len(set(names.values())) < len(names):
         names = {term: term for term in terms}
-    rewards = {names[term]: build_reward(term, prompt_key=prompt_key) for term in terms}
-    return CompositeReward(rewards, weights={names[term]: weight for term, weight in terms.items()})
+    named = {names[term]: reward for term, reward in rewards.items()}
+    return CompositeReward(named, weights={names[term]: weight for term, weight in terms.items()})
+
+
+def _takes_setting(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of this name that is not one of each call."""
+    from gcore_rollout.rewards.signatures import CALL_PARAMETERS
+
+    if name in CALL_PARAMETERS:
+        return False
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def build_task_reward(task: str, *, answer_after: str = "") -> RewardFunction:
+    """Make the `ReasoningGymReward` of a task, in a process of its own if the task's verifier computes.
+
+    A response that keeps it busy for longer than `ProcessLimits.call_s` scores 0.
+    """
+    make = partial(ReasoningGymReward, answer_after=answer_after, names_task=task == "composite")
+    reward = make()
+    if not reward.computes(task):
+        return reward
+    return ProcessReward(make, limit_score=0.0, preload=("reasoning_gym",))
 
 
 def build_image_reward(
@@ -261,13 +327,20 @@ def build_image_reward(
     raise RewardConfigError(f"{setting} is {name!r}; expected {', '.join(_IMAGE_REWARDS)}, a URL or PATH.py:function")
 
 
-def load_reward(spec: str, *, prompt_key: str = "prompt") -> RewardFunction:
+def load_reward(spec: str, *, prompt_key: str = "prompt", kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     """Import the reward that ``PATH.py:function`` names; see `load_function`.
 
-    Its parameters are those of a `RewardFunction`, of verl or of TRL; see `with_known_parameters`. ``prompt_key`` is
-    the column of a row that has the prompt.
+    Its parameters are those of a `RewardFunction`, of verl or of TRL, or lists; see `with_known_parameters`.
+    ``prompt_key`` is the column of a row that has the prompt, and ``kwargs`` are further arguments by name.
     """
-    function = load_function(spec, setting="reward")
+    return _with_arguments(load_function(spec, setting="reward"), prompt_key=prompt_key, kwargs=kwargs or {})
+
+
+def _with_arguments(function: Callable[..., Any], *, prompt_key: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+    if kwargs:
+        name = name_of(function)
+        function = partial(function, **kwargs)
+        function.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]
     code = getattr(function, "__code__", None)
     if code is not None and code.co_varnames[: code.co_argcount] == ("prompt", "completion", "row"):
         return function

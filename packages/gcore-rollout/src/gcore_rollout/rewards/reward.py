@@ -5,6 +5,7 @@ import contextvars
 import inspect
 import logging
 import math
+import numbers
 import queue
 import statistics
 import threading
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, Self
 
 from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, RolloutError, require
+from gcore_rollout.rewards.slow_calls import slow_calls
 
 _MAX_KINDS = 100
 """Most kinds of failures that are distinguished."""
@@ -131,11 +133,37 @@ def name_of(reward: object) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
+def describe_call(reward: object, arguments: Sequence[object]) -> str:
+    """Return the name of a reward with the ends of the prompt and the completion of a call, for errors."""
+    call = f"reward {name_of(reward)!r}"
+    if len(arguments) > 1 and isinstance(arguments[0], str) and isinstance(arguments[1], str):
+        call += f" on prompt {arguments[0][-80:]!r}, completion {arguments[1][:80]!r}"
+    return call
+
+
 def column(row: Mapping[str, Any], name: str, purpose: str) -> Any:
     """Return a column of a row; `RewardError` if there is none."""
     if name not in row:
         raise RewardError(f"the row has no {name!r} for {purpose}: it has {sorted(row)}")
     return row[name]
+
+
+def check_row(reward: object, row: Mapping[str, Any]) -> None:
+    """Raise `RewardError` for a row that the reward cannot score, if the reward has a method ``check_row`` for it."""
+    check: Callable[[Mapping[str, Any]], None] | None = getattr(reward, "check_row", None)
+    if check is not None:
+        check(row)
+
+
+def gold_answer(row: Mapping[str, Any], name: str, purpose: str) -> str:
+    """Return the right answer in a column of a row as text; `RewardError` if it is missing, NaN, blank, or of another
+    type than text or a number."""
+    value = column(row, name, purpose)
+    is_answer = not isinstance(value, bool) and isinstance(value, str | numbers.Number)
+    # NaN alone differs from itself; tables have it where a cell is empty.
+    if not is_answer or value != value or not str(value).strip():
+        raise RewardError(f"the row's {name!r} is {value!r:.200}; expected a text or a number")
+    return str(value)
 
 
 @contextmanager
@@ -169,6 +197,10 @@ def exit_error(error: BaseException) -> RewardExitError:
     return found
 
 
+_ThreadCall = tuple[Future[Any], Callable[[], str], Callable[[], Any]]
+"""The result to come of a call, its description, and the call."""
+
+
 class ThreadedReward:
     """Runs a reward in at most ``max_workers`` daemon threads, so that generation continues meanwhile.
 
@@ -183,7 +215,9 @@ class ThreadedReward:
         self._reward = reward
         self.__name__ = name_of(reward)
         self._max_workers = max_workers
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], str], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._num_threads = 0
         self._idle = threading.Semaphore(0)
 
@@ -193,7 +227,8 @@ class ThreadedReward:
             name = f"reward-{self.__name__}-{self._num_threads}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
         result: Future[Any] = Future()
-        self._calls.put((result, partial(contextvars.copy_context().run, self._reward, *arguments)))
+        describe = partial(describe_call, self, arguments)
+        self._calls.put((result, describe, partial(contextvars.copy_context().run, self._reward, *arguments)))
         value = await asyncio.wrap_future(result)
         return await value if inspect.isawaitable(value) else value
 
@@ -205,18 +240,21 @@ class ThreadedReward:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            result, work = call
+            result, describe, work = call
             # A call that was given up before its turn is not made.
             if result.set_running_or_notify_cancel():
                 try:
-                    result.set_result(work())
+                    with slow_calls.watch(describe):
+                        value = work()
+                    result.set_result(value)
+                    del value
                 except StopIteration as error:
                     result.set_exception(RuntimeError(f"the function raised {error!r}"))
                 except Exception as error:
                     result.set_exception(error)
                 except BaseException as error:
                     result.set_exception(exit_error(error))
-            del call, result, work
+            del call, result, describe, work
             self._idle.release()
 
 

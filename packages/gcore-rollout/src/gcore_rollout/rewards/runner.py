@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,11 +26,14 @@ from gcore_rollout.rewards.reward import (
     RewardStats,
     Scored,
     ThreadedReward,
+    check_row,
+    describe_call,
     exit_error,
     located,
     may_pass,
     name_of,
 )
+from gcore_rollout.rewards.slow_calls import slow_calls
 
 OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""
@@ -37,6 +41,8 @@ OnError = Literal["raise", "drop"]
 T = TypeVar("T")
 _blocking_limit_s: ContextVar[float | None] = ContextVar("blocking_limit_s", default=None)
 """Time limit of a call in the main thread."""
+_time_limit: ContextVar["_TimeLimit | None"] = ContextVar("time_limit", default=None)
+"""Time limit of the present attempt."""
 _interrupted: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 """Loops in which Ctrl-C has interrupted a call: others that are ready would block them again before they can react."""
 
@@ -54,7 +60,7 @@ async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row:
         RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
     """
-    with located(_call_of(reward, prompt, completion)):
+    with located(describe_call(reward, (prompt, completion))):
         return checked(await answer(reward, prompt, completion, row))
 
 
@@ -62,15 +68,11 @@ async def evaluate_group(
     reward: GroupRewardFunction, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
 ) -> list[Scored]:
     """Evaluate a group of completions of one prompt; see `evaluate`."""
-    with located(_call_of(reward, prompt, completions[0] if completions else "")):
+    with located(describe_call(reward, (prompt, completions[0] if completions else ""))):
         values = await answer(reward, prompt, completions, row)
         if len(values) != len(completions):
             raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
         return [checked(value) for value in values]
-
-
-def _call_of(reward: object, prompt: str, completion: str) -> str:
-    return f"reward {name_of(reward)!r} on prompt {prompt[-80:]!r}, completion {completion[:80]!r}"
 
 
 def checked(value: object) -> Scored:
@@ -104,7 +106,8 @@ async def answer(function: Callable[..., Any], *arguments: Any) -> Any:
     end the process, or blocked it for too long in `RewardRunner.try_on`.
     """
     try:
-        value = _call(function, *arguments)
+        with slow_calls.watch(partial(describe_call, function, arguments)):
+            value = _call(function, *arguments)
         return await value if inspect.isawaitable(value) else value
     except InterruptedCallError:
         await asyncio.get_running_loop().create_future()
@@ -229,6 +232,37 @@ class _Guard:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
+class _TimeLimit:
+    """The time limit of an attempt, which does not run while a part of it is paused."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self.timeout = timeout
+        self.num_paused = 0
+        self.rest_s = 0.0
+
+
+@contextmanager
+def pause_time_limit() -> Generator[None]:
+    """Stop the time of the attempt during this block: for a call with a limit of its own that may have to wait."""
+    limit = _time_limit.get()
+    if limit is None:
+        yield
+        return
+    clock = asyncio.get_running_loop().time
+    if limit.num_paused == 0:
+        end_s = limit.timeout.when()
+        assert end_s is not None
+        limit.rest_s = end_s - clock()
+        limit.timeout.reschedule(None)
+    limit.num_paused += 1
+    try:
+        yield
+    finally:
+        limit.num_paused -= 1
+        if limit.num_paused == 0:
+            limit.timeout.reschedule(clock() + limit.rest_s)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     """The number of retries and the time between them."""
@@ -290,6 +324,7 @@ class RewardRunner:
         self._places = asyncio.Semaphore(self._config.max_concurrency)
         self._stats = RewardStats()
         self._threads: ThreadedReward | None = None
+        self._check_row = partial(check_row, reward)
         if self._config.sync_in_threads and not is_async(reward):
             reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
 
@@ -299,6 +334,10 @@ class RewardRunner:
 
         limited.__name__ = name_of(reward)
         self._reward: Callable[..., Any] = limited
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` for a row that the reward cannot score, as far as that is known before it is called."""
+        self._check_row(row)
 
     def stats(self) -> RewardStats:
         return replace(self._stats)
@@ -373,6 +412,7 @@ class RewardRunner:
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
         timeout = asyncio.timeout(self._config.timeout_s)
+        token = _time_limit.set(_TimeLimit(timeout))
         try:
             async with timeout:
                 return await work
@@ -381,3 +421,5 @@ class RewardRunner:
                 raise
             self._stats.num_timeouts += 1
             raise TimeoutError(f"no answer within timeout_s={self._config.timeout_s}") from None
+        finally:
+            _time_limit.reset(token)

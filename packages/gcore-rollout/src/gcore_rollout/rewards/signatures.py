@@ -1,21 +1,32 @@
-"""Reward functions with the parameters of verl and of TRL, called as these libraries call them."""
+"""Reward functions with other parameters: lists, or those of verl and of TRL, called as these libraries call them."""
 
 import inspect
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from gcore_rollout.errors import NotApplicableError, RewardError
+from gcore_rollout.rewards.batch import BatchReward
 from gcore_rollout.rewards.reward import RewardFunction, Scored, column, name_of
 from gcore_rollout.rewards.runner import is_async
 
 FORMS = (
     "(prompt, completion, row)",
+    "(prompts, completions, rows), which are lists",
     "verl's (data_source, solution_str, ground_truth, extra_info=None)",
     "TRL's (completions, prompts=None, **columns)",
 )
 """Parameters of a reward function that are recognised, in words."""
 
+CALL_PARAMETERS = {
+    *("prompt", "completion", "row", "prompts", "completions", "rows", "completion_ids"),
+    *("data_source", "solution_str", "ground_truth", "extra_info"),
+    *("log_metric", "log_extra", "trainer_state", "environments"),
+}
+"""Names of parameters that calls have in one of the forms: no further arguments may have them."""
+
+_BATCH = {"prompts", "completions", "rows"}
 _VERL = {"solution_str", "ground_truth"}
 _TRL = {"completions"}
 _TRL_OWN = {"prompt", "prompts", "completion", "completions", "completion_ids"}
@@ -30,6 +41,8 @@ def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_
     is the column ``prompt_key``, of the completion, as a message where the prompt is messages, and of every other
     column that it has a parameter for; it returns a list of one number, or of None where it does not apply.
 
+    One with the parameters ``(prompts, completions, rows)`` gets lists of many entries each; see `BatchReward`.
+
     Raises:
         RewardError: the parameters are of no known form; ``setting`` is the name of the setting, for errors.
     """
@@ -39,15 +52,19 @@ def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_
         # A callable of an extension module, whose parameters cannot be read.
         return function
     names = set(signature.parameters)
+    if names >= _BATCH:
+        return BatchReward(function)
     if names >= _VERL:
         return _adapted(function, _verl_arguments(signature), _verl_result)
     if names >= _TRL:
-        return _adapted(function, _trl_arguments(signature, setting, name_of(function), prompt_key), _trl_result)
+        # Arguments that settings give it, rather than columns.
+        fixed = function.keywords if isinstance(function, partial) else ()
+        return _adapted(function, _trl_arguments(signature, setting, name_of(function), prompt_key, fixed), _trl_result)
     try:
         signature.bind("", "", {})
     except TypeError:
         found = f"{name_of(function)}{signature}"
-        expected = f"the parameters {FORMS[0]}, {FORMS[1]} or {FORMS[2]}"
+        expected = f"the parameters {', '.join(FORMS[:-1])} or {FORMS[-1]}"
         raise RewardError(f"{setting} is {found}; expected {expected}") from None
     return function
 
@@ -111,7 +128,9 @@ def _verl_result(value: Any, _: dict[str, float]) -> float | Scored:
     return Scored(score=value["score"], parts=parts)
 
 
-def _trl_arguments(signature: inspect.Signature, setting: str, name: str, prompt_key: str) -> _Arguments:
+def _trl_arguments(
+    signature: inspect.Signature, setting: str, name: str, prompt_key: str, fixed: Collection[str]
+) -> _Arguments:
     for missing in ("trainer_state", "completion_ids", "environments"):
         parameter = signature.parameters.get(missing)
         if parameter is not None and parameter.default is parameter.empty:
@@ -123,7 +142,7 @@ def _trl_arguments(signature: inspect.Signature, setting: str, name: str, prompt
         given: dict[str, Any] = {n: [v] for n, v in row.items() if n not in _TRL_OWN and n != prompt_key}
         given |= {"prompts": [prompt], "completions": [answer]}
         given |= {"log_metric": logged.__setitem__, "log_extra": lambda *_: None}
-        return {n: value for n, value in given.items() if _accepts(signature, n)}
+        return {n: value for n, value in given.items() if _accepts(signature, n) and n not in fixed}
 
     return arguments
 

@@ -18,12 +18,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from gcore_trainer.errors import UnsupportedModelError
+from gcore_trainer.errors import StateError, UnsupportedModelError
 from gcore_trainer.megatron.pieces import Piece
 from gcore_trainer.torch.streamed_folder import write_tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QKV = re.compile(r"\.[qkv]_proj\.")
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
@@ -34,6 +35,7 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
 
     Raises:
         UnsupportedModelError: there are no safetensors files, or a tensor is missing, misshapen or of no known kind.
+        StateError: the folder has layers that its configuration does not have.
     """
     with ExitStack() as stack:
         opened = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
@@ -70,6 +72,14 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
                 shape = (piece.shape[1] // len(names), piece.shape[2])
                 value = torch.cat([read(name, shape, (slice(None), slice(None))) for name in names])[None]
             piece.view(parameter.view(-1)).copy_(value)
+    num_layers: int = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    for name in sorted(file_of):
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= num_layers:
+            raise StateError(
+                f"the weights in {folder} have layers that config.json does not have, such as {name}; expected the "
+                f"configuration that the weights were saved with (num_hidden_layers is {num_layers})"
+            )
     left = {_NUMBER.sub("*", name) for name in file_of if name.startswith("model.layers.")} - kinds
     # Old folders hold what the config says.
     if unknown := sorted(name for name in left if not name.endswith(".rotary_emb.inv_freq")):

@@ -4,7 +4,8 @@ transformers' models differ in more than their configuration says: masks, positi
 would get wrong without an error. So a loaded model scores a packed row of a few sequences, and each on its own.
 """
 
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ _MAX_ROUNDED_DIFFERENCE = 0.05
 """The same with fewer bits; four times the difference of transformers' own eager and SDPA attention, if larger."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by models that are called in a way that they do not know."""
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
@@ -51,7 +53,8 @@ def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -
 
     Raises:
         UnsupportedModelError: the class has no such model, or one that has only attention of its own.
-        StateError: the folder lacks some of the model's tensors, has some of other shapes, or does not load.
+        StateError: the folder lacks some of the model's tensors, has some of other shapes, has layers that its
+            configuration does not have, or does not load.
     """
     auto_class, implementations, config = choose_class(kind, path, attention)
     options |= {**kind.load_options, "attn_implementation": implementations, "output_loading_info": True}
@@ -73,10 +76,22 @@ def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -
             f"the weights in {path} do not fit its config.json: {name} has shape {list(in_file)}; expected "
             f"{list(expected)}"
         )
+    check_layers(path, model, loaded["unexpected_keys"])
     # transformers draws at random what the files lack.
     if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(kind.new_weights)):
         raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
     return model
+
+
+def check_layers(path: str | Path, model: Any, unexpected: Iterable[str]) -> None:
+    """Raise `StateError` if tensors that a model has no place for are of layers beyond its configuration."""
+    known = {_LAYER_NUMBER.sub(".N.", name) for name in model.state_dict()}
+    further = sorted(name for name in unexpected if _LAYER_NUMBER.sub(".N.", name) in known)
+    if further:
+        raise StateError(
+            f"the weights in {path} have {len(further)} tensors of layers that config.json does not have, such as "
+            f"{further[0]}; expected the configuration that the weights were saved with (num_hidden_layers)"
+        )
 
 
 def choose_class(kind: Any, path: str | Path, attention: str) -> tuple[Any, Any, Any]:

@@ -6,7 +6,8 @@ its last data type only, and on a rank of FSDP only its shard, which is read fro
 
 import json
 import logging
-from collections.abc import Callable, Generator, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import GenerationConfig
 from gcore_trainer.lora import A_OF, initial_value, read_adapters
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.host_memory import first_row, local
-from gcore_trainer.torch.loading import choose_class, load_model
+from gcore_trainer.torch.loading import check_layers, choose_class, load_model
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _INITIALIZED = "_is_hf_initialized"
@@ -65,6 +66,9 @@ def make_model(
             sources = _sources(model, folder.shapes)
         except (AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             raise _NotByNameError(f"transformers does not make it without memory ({error})") from error
+        ignored: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
+        unexpected = folder.shapes.keys() - set(sources.values())
+        check_layers(path, model, [n for n in unexpected if not any(re.search(pattern, n) for pattern in ignored)])
         tied = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources}
         for name in sorted(n for n, p in model.named_parameters() if id(p) not in tied):
             # A new value head; one that the folder should have is the other loading's to refuse.

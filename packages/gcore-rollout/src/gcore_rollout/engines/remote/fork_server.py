@@ -1,4 +1,4 @@
-"""The process from which engine processes are forked, which imports their common modules once, and both its ends.
+"""The process from which engine and reward processes are forked, which imports common modules once, and both its ends.
 
 `multiprocessing` has a fork server, too, but runs the owner's main module again in every child, has one list of imports
 for all, and forbids daemonic processes to have children, which vLLM's tensor parallelism needs.
@@ -19,11 +19,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
-from gcore_rollout.engines.remote.session import EngineCall, FromEngine, Session, Setup, make_engine
+from gcore_rollout.engines.remote.session import EngineCall, Session, Setup, make_engine
 from gcore_rollout.errors import EngineDiedError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
 
 _LENGTH = struct.Struct("!Q")
+_LONGEST_REQUEST = 256
 _STATUS = struct.Struct("!i")
 """The message on a status socket: first the pid, with a descriptor of the process, and last the exit code."""
 
@@ -45,7 +46,10 @@ environment instead, and find the devices that their own ``CUDA_VISIBLE_DEVICES`
 
 
 def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
-    """Fork a child for each byte that comes with the descriptors (channel, weights, status) until the owner is gone.
+    """Fork a child for each request until the owner is gone.
+
+    A request is ``MODULE:FUNCTION``, which the child calls with the sockets that came along, except the last one, which
+    is for its status.
 
     The children go with this process, which goes with its owner, however that ends.
     """
@@ -76,10 +80,11 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
             with status, suppress(OSError):  # the owner did not wait for it
                 status.send(_STATUS.pack(os.waitstatus_to_exitcode(wait_status)))
         if control.fileno() in ready:
-            _, fds, _, _ = socket.recv_fds(control, 1, 3, socket.MSG_CMSG_CLOEXEC)
+            request, fds, _, _ = socket.recv_fds(control, _LONGEST_REQUEST, 3, socket.MSG_CMSG_CLOEXEC)
             if not fds:
                 return
-            channel, weights, status = (socket.socket(fileno=fd) for fd in fds)
+            sockets = [socket.socket(fileno=fd) for fd in fds]
+            status = sockets.pop()
             server_pid, pid = os.getpid(), os.fork()
             if pid == 0:
                 for pidfd, (_, other) in children.items():
@@ -88,23 +93,24 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
                 for mine in (control, status):
                     mine.close()
                 os.close(owner)
-                _run_child(channel, weights, server_pid)
-            channel.close()
-            weights.close()
+                _run_child(request.decode(), sockets, server_pid)
+            for its_own in sockets:
+                its_own.close()
             pidfd = os.pidfd_open(pid)
             children[pidfd] = (pid, status)
             with suppress(OSError):  # the owner did not wait for it
                 socket.send_fds(status, [_STATUS.pack(pid)], [pidfd])
 
 
-def _run_child(channel: socket.socket, weights: socket.socket, server_pid: int) -> None:
+def _run_child(request: str, sockets: Sequence[socket.socket], server_pid: int) -> None:
     """Run a child, and exit."""
     exit_code = 1
     try:
         # Ends the child at once, even if it hangs and does not notice that its owner's end of the channel is closed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == server_pid:
-            asyncio.run(_EngineServer(weights).live(channel))
+            module, _, function = request.partition(":")
+            getattr(importlib.import_module(module), function)(*sockets)
             exit_code = 0
     except BaseException:
         traceback.print_exc()
@@ -138,7 +144,7 @@ class Channel(asyncio.Protocol):
         _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
         return channel
 
-    def send(self, message: tuple[int, Setup | EngineCall] | FromEngine) -> None:
+    def send(self, message: object) -> None:
         """Queue a message, to be sent after this turn of the event loop; it is lost if the other end is gone."""
         packed = pickle.dumps(message, protocol=5)
         if not self._unsent:
@@ -148,9 +154,9 @@ class Channel(asyncio.Protocol):
     def _flush(self) -> None:
         if not self._unsent:
             return
-        parts = [part for packed in self._unsent for part in (_LENGTH.pack(len(packed)), packed)]
+        frame = pack_frame(self._unsent)
         self._unsent.clear()
-        self._transport.write(b"".join((_LENGTH.pack(sum(map(len, parts))), *parts)))
+        self._transport.write(frame)
 
     def close(self) -> None:
         """Close this end after sending what is queued. Idempotent."""
@@ -182,6 +188,28 @@ class Channel(asyncio.Protocol):
             self.gone.set_result(None)
 
 
+def pack_frame(messages: Iterable[bytes]) -> bytes:
+    """Return one frame of pickled messages, which `Channel` reads."""
+    parts: list[bytes] = []
+    for packed in messages:
+        parts.append(_LENGTH.pack(len(packed)))
+        parts.append(packed)
+    content = b"".join(parts)
+    return _LENGTH.pack(len(content)) + content
+
+
+def read_frame(stream: BinaryIO) -> list[Any] | None:
+    """Wait for a frame of `Channel`, and return its messages; None: the other end is gone."""
+    start = stream.read(_LENGTH.size)
+    if len(start) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(start)
+    frame = stream.read(length)
+    if len(frame) < length:
+        return None
+    return list(_unpacked(memoryview(frame)))
+
+
 def _unpacked(frame: memoryview) -> Iterator[Any]:
     """Yield the messages of a frame, each of which follows its length."""
     start = 0
@@ -191,6 +219,11 @@ def _unpacked(frame: memoryview) -> Iterator[Any]:
         with frame[start + _LENGTH.size : end] as packed:
             yield pickle.loads(packed)
         start = end
+
+
+def serve_engine(channel: socket.socket, weights: socket.socket) -> None:
+    """Serve an engine, in a process of its own, until the owner closes its end of the channel."""
+    asyncio.run(_EngineServer(weights).live(channel))
 
 
 class _EngineServer(Session):
@@ -218,10 +251,7 @@ class _EngineServer(Session):
 
     async def _build(self, setup: Setup) -> str | None:
         """Make the engine, and return the UUID of the GPU that its weights are on."""
-        os.environ.clear()
-        os.environ.update(setup.environment)
-        os.chdir(setup.folder)
-        sys.path[:] = setup.import_path
+        setup.enter()
         self.engine = await make_engine(setup.factory, setup.num_threads)
         self.start(0, self.beat(setup.beat_interval_s))
         return getattr(self.engine, "weights_gpu", None)
@@ -291,16 +321,18 @@ class ChildProcess:
     _status: socket.socket
 
     @classmethod
-    async def fork(cls, channel: socket.socket, weights: socket.socket, *, preload: tuple[str, ...]) -> Self:
-        """Fork an engine process that has these sockets, which are closed here."""
+    async def fork(cls, serve: str, sockets: Sequence[socket.socket], *, preload: tuple[str, ...]) -> Self:
+        """Fork a process that calls ``MODULE:FUNCTION`` with these sockets, at most two, which are closed here."""
         status, theirs = socket.socketpair()
         try:
-            with channel, weights, theirs:
+            with ExitStack() as sent:
+                for each in (*sockets, theirs):
+                    sent.enter_context(each)
                 server = _servers.get(preload)
                 if server is None or not server.serves():
                     server = _servers[preload] = _ForkServer(preload)
-                fds = channel.fileno(), weights.fileno(), theirs.fileno()
-                socket.send_fds(server.control, [b"\0"], fds)
+                fds = [each.fileno() for each in (*sockets, theirs)]
+                socket.send_fds(server.control, [serve.encode()], fds)
             status.setblocking(False)
             ready = asyncio.Event()
             asyncio.get_running_loop().add_reader(status, ready.set)
@@ -310,7 +342,7 @@ class ChildProcess:
                 asyncio.get_running_loop().remove_reader(status)
             data, fds, _, _ = socket.recv_fds(status, _STATUS.size, 1, socket.MSG_CMSG_CLOEXEC)
             if not data:
-                raise EngineDiedError("the fork server ended before it made an engine process")
+                raise EngineDiedError("the fork server ended before it made the process")
         except BaseException:
             status.close()
             raise

@@ -1,13 +1,10 @@
 """Client of an engine in a process of its own, called over a socket, with weights in shared memory."""
 
 import asyncio
-import os
 import pickle
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -19,6 +16,8 @@ from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess
 from gcore_rollout.engines.remote.session import BEAT_INTERVAL_S, Call, EngineCall, Setup, UpdateWeights
 from gcore_rollout.errors import EngineStartError, RolloutError
 from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
+
+_SERVE = "gcore_rollout.engines.remote.fork_server:serve_engine"
 
 
 class EngineProcess(RemoteEngine[RequestT, SampleT]):
@@ -82,13 +81,11 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         try:
             async with asyncio.timeout(start_timeout_s):
                 engine = await cls._fork(preload, heartbeat_timeout_s)
-                setup = Setup(
-                    environment=dict(os.environ) | dict(env or {}),
-                    import_path=list(sys.path),
-                    folder=str(Path.cwd()),
+                setup = Setup.here(
+                    packed,
+                    env=env,
                     num_threads=num_threads,
                     beat_interval_s=min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
-                    factory=packed,
                 )
                 engine.weights_gpu = await engine._reply_to(setup)
         except BaseException as error:
@@ -108,7 +105,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             weights, their_weights = socket.socketpair()
             unfinished.callback(channel.close)
             unfinished.callback(weights.close)
-            process = await ChildProcess.fork(their_channel, their_weights, preload=preload)
+            process = await ChildProcess.fork(_SERVE, [their_channel, their_weights], preload=preload)
             unfinished.callback(process.close)
             # The process speaks when it is spoken to, and then this is the engine.
             opened = await Channel.open(channel, lambda message: engine._take(message))

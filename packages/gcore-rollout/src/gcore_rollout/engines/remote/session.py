@@ -2,12 +2,15 @@
 
 import asyncio
 import inspect
+import os
 import pickle
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, report_weights
 from gcore_rollout.errors import EngineDiedError, RolloutError
@@ -23,7 +26,7 @@ AnyEngine = Engine[AnyRequest, AnySample]
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a new process: its environment, and the factory of its engine."""
+    """The first message to a new process: its environment, and the factory of its engine or reward."""
 
     environment: dict[str, str]
     import_path: list[str]
@@ -33,6 +36,32 @@ class Setup:
     factory: bytes
     """Pickled separately: a module that cannot be imported there is then an error to be sent back, not a broken
     message."""
+
+    @classmethod
+    def here(
+        cls,
+        factory: bytes,
+        *,
+        env: Mapping[str, str] | None = None,
+        num_threads: int | None = None,
+        beat_interval_s: float = 0.0,
+    ) -> Self:
+        """Return the setup of a process with the environment, folder and import path of this one."""
+        return cls(
+            environment=dict(os.environ) | dict(env or {}),
+            import_path=list(sys.path),
+            folder=str(Path.cwd()),
+            num_threads=num_threads,
+            beat_interval_s=beat_interval_s,
+            factory=factory,
+        )
+
+    def enter(self) -> None:
+        """Give this process the environment, folder and import path."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.import_path
 
 
 @dataclass(frozen=True)
@@ -114,7 +143,7 @@ def exception(failed: Failed, pid: int) -> Exception:
         vars(error).update(attributes)
     except Exception:
         error = RolloutError(failed.description)
-    error.add_note(f"raised in engine process {pid}:\n{failed.traceback}")
+    error.add_note(f"raised in process {pid}:\n{failed.traceback}")
     return error
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from gcore_rollout.errors import NotApplicableError, RewardConfigError, require
 from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, check_images, check_prompts, evaluate_images
-from gcore_rollout.rewards.reward import RewardFunction, Scored, located
+from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, located
 from gcore_rollout.rewards.runner import answer, checked
 
 T = TypeVar("T")
@@ -43,6 +43,12 @@ class CompositeReward:
         if not scored:
             raise NotApplicableError("; ".join(map(str, parts.values())))
         return _sum(scored, self._weights)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` for a row that one of the rewards cannot score."""
+        for name, reward in self._rewards.items():
+            with located(f"part {name!r}"):
+                check_row(reward, row)
 
 
 class ImageCompositeReward:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from gcore_rollout.errors import RewardError
-from gcore_rollout.rewards.reward import Scored, column
+from gcore_rollout.rewards.reward import Scored, gold_answer
 
 _LETTERS = "ABCDEFGHIJ"
 """Letters of choices whose number the row does not say."""
@@ -144,11 +144,20 @@ class _NumberReward(ABC):
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
-        expected = column(row, self._answer_key, f"{self.kind} to compare with")
-        wanted = self.find(str(expected))
-        if wanted is None:
-            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected {self.expected}")
-        return _scored(self.find(completion), wanted)
+        return _scored(self.find(completion), self._gold(row))
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` if a row has no answer to compare with."""
+        self._gold(row)
+
+    def _gold(self, row: Mapping[str, Any]) -> Fraction | int:
+        text = gold_answer(row, self._answer_key, f"{self.kind} to compare with")
+        number = self.find(text)
+        if number is None:
+            raise RewardError(
+                f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {self.expected}"
+            )
+        return number
 
     @abstractmethod
     def find(self, text: str) -> Fraction | int | None:
@@ -185,17 +194,27 @@ class MultipleChoiceReward:
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
+        letters = self._choices(row)
+        return _scored(final_letter(completion, letters), self._gold(row, letters))
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` if a row has no letter or number of a choice."""
+        self._gold(row, self._choices(row))
+
+    def _choices(self, row: Mapping[str, Any]) -> Sequence[str]:
         options = row.get("options", row.get("choices"))
-        letters = _LETTERS
-        if isinstance(options, Sequence) and options and not isinstance(options, str):
-            letters = [chr(ord("A") + place) for place in range(len(options))]
-        expected = column(row, self._answer_key, "multiple-choice to compare with")
-        text = str(expected).strip().strip("().").upper()
+        if not isinstance(options, Sequence) or not options or isinstance(options, str):
+            return _LETTERS
+        return [chr(ord("A") + place) for place in range(len(options))]
+
+    def _gold(self, row: Mapping[str, Any], letters: Sequence[str]) -> str:
+        expected = gold_answer(row, self._answer_key, "multiple-choice to compare with")
+        text = expected.strip().strip("().").upper()
         wanted = letters[int(text)] if text.isdecimal() and int(text) < len(letters) else text
         if wanted not in letters:
             few = f"one of {', '.join(letters)}, or a number below {len(letters)}"
-            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected {few}")
-        return _scored(final_letter(completion, letters), wanted)
+            raise RewardError(f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {few}")
+        return wanted
 
 
 def _scored(answer: Fraction | int | str | None, wanted: Fraction | int | str) -> Scored:

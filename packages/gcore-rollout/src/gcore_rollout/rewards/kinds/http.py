@@ -8,12 +8,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
+from urllib.parse import urljoin, urlsplit
 
 from gcore_rollout.errors import MissingExtraError, RewardError, require
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
 from gcore_rollout.rewards.reward import Scored
 from gcore_rollout.rewards.runner import RetryPolicy, checked
 
+_MAX_ANSWER_BYTES = 16 << 20
+_MAX_REDIRECTS = 3
 _LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
 
@@ -23,7 +26,8 @@ class JSONServer:
     """Posts JSON to a server and returns its JSON.
 
     A status of 5xx or 429, a connection that fails and a time-out are tried again; any other status than 200 is an
-    error at once, with the server's text. `MissingExtraError` if aiohttp is not installed.
+    error at once, with the server's text, and so is an answer of more than 16 MB. A redirect is followed if it keeps
+    scheme, host and port. `MissingExtraError` if aiohttp is not installed.
     """
 
     url: str
@@ -88,8 +92,8 @@ class JSONServer:
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s),
             )
         try:
-            async with self._connections, self._session.post(self.url, data=body) as answer:
-                text = (await answer.read()).decode(errors="replace")
+            async with self._connections:
+                answer, text = await self._follow(self.url, body)
         except TimeoutError:
             raise ConnectionError(f"{self.url} did not answer within timeout_s={self.timeout_s}") from None
         except aiohttp.ClientError as error:
@@ -98,6 +102,29 @@ class JSONServer:
             said = f"{self.url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
             raise (ConnectionError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
         return text
+
+    async def _follow(self, url: str, body: bytes) -> tuple[Any, str]:
+        """Post to a URL, and to those that it redirects to on the same host; return the answer and its text."""
+        for _ in range(_MAX_REDIRECTS + 1):
+            async with self._session.post(url, data=body, allow_redirects=False) as answer:
+                text = (await self._read(answer)).decode(errors="replace")
+            if answer.status not in (307, 308):
+                return answer, text
+            target = urljoin(url, answer.headers.get("Location", ""))
+            if urlsplit(target)[:2] != urlsplit(self.url)[:2]:
+                # The rows, and headers such as an authorization, are not for another host.
+                raise RewardError(f"{self.url} redirects to {target!r:.200}; expected the URL that answers")
+            url = target
+        raise RewardError(f"{self.url} redirects more than {_MAX_REDIRECTS} times; expected the URL that answers")
+
+    async def _read(self, answer: Any) -> bytes:
+        """Read the body of an answer, up to a bound."""
+        read = bytearray()
+        async for part in answer.content.iter_chunked(1 << 16):
+            read += part
+            if len(read) > _MAX_ANSWER_BYTES:
+                raise RewardError(f"{self.url} answers more than {_MAX_ANSWER_BYTES >> 20} MB; expected a few numbers")
+        return bytes(read)
 
 
 class HTTPReward(JSONServer):

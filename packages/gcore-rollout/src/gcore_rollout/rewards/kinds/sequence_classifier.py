@@ -24,11 +24,13 @@ class SequenceClassifierReward:
     """The logit of a reward model trained on preferences, P(a over b) = sigmoid(r_a - r_b) (arXiv 2203.02155, eq. 1).
 
     Calls that come within ``max_wait_s``, or while a batch is computed, go into the next batches together: sorted by
-    length, padded on the right, as many as fit in ``max_batch_tokens``. The forward runs in a thread.
+    length, padded on the right, as many as fit in ``max_batch_tokens``. The forward runs in a thread. A decoder scores
+    the last token of each sequence, whatever the folder's padding token is: transformers looks for the last token that
+    is not padding, which is one before the end where the token that ends a response is also the padding.
     """
 
     model: Any
-    """A transformers ``...ForSequenceClassification`` with ``num_labels=1`` and a pad token."""
+    """A transformers ``...ForSequenceClassification`` with ``num_labels=1``, and a pad token unless it is a decoder."""
     _: KW_ONLY
     encode: Encode
     max_batch_tokens: int = 16384
@@ -42,7 +44,9 @@ class SequenceClassifierReward:
         config = self.model.config
         if config.num_labels != 1:
             raise UnsupportedModelError(f"the reward model has num_labels={config.num_labels}; expected 1")
-        if config.pad_token_id is None:
+        # What decoders score each token with; others, such as BERT, have heads of other forms.
+        self._token_head: Any = getattr(self.model, "score", None)
+        if config.pad_token_id is None and self._token_head is None:
             raise UnsupportedModelError(
                 "the reward model's config.json has no pad_token_id, which batches need: set it"
             )
@@ -78,7 +82,10 @@ class SequenceClassifierReward:
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Score one completion; `RewardError` if it has no token, or more than ``max_length``."""
         del row
-        token_ids = self.encode(prompt, completion)
+        return await self.score_tokens(self.encode(prompt, completion))
+
+    async def score_tokens(self, token_ids: Sequence[int]) -> float:
+        """Score the tokens of a prompt and its completion; raises as a call."""
         if not 1 <= len(token_ids) <= self._longest:
             raise RewardError(f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._longest}")
         score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -119,11 +126,17 @@ class SequenceClassifierReward:
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         self.num_batches += 1
-        device, padding = self.model.device, self.model.config.pad_token_id
+        device = self.model.device
+        padding = self.model.config.pad_token_id or 0
         tokens = [torch.tensor(sequence, device=device) for sequence in sequences]
         tokens_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
         mask_BT = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
-        logits_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
+        if self._token_head is None:
+            logits_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
+        else:
+            hidden_BTH = self.model.base_model(input_ids=tokens_BT, attention_mask=mask_BT).last_hidden_state
+            rows_B = torch.arange(len(sequences), device=device)
+            logits_B1 = self._token_head(hidden_BTH[rows_B, mask_BT.sum(1) - 1])
         return logits_B1[:, 0].float().tolist()
 
 

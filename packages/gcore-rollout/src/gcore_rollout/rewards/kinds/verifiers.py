@@ -9,12 +9,14 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.errors import MissingExtraError, RewardError
-from gcore_rollout.rewards.reward import Scored, column
+from gcore_rollout.rewards.reward import Scored, column, gold_answer
 
 if TYPE_CHECKING:
     from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
 
 _BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
+_NAN = re.compile(r"\bnan\b", re.IGNORECASE)
+_NO_ANSWER = "?"
 _PYTHON = {"", "py", "python", "python3"}
 
 
@@ -35,11 +37,14 @@ class ReasoningGymReward:
 
     Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
     policy soon learns to write long answers. The answer is what follows the last ``answer_after``; empty: it is the
-    whole completion.
+    whole completion. An answer that the verifier cannot read is wrong. Some verifiers compute what an answer says,
+    which may take for ever: see `build_task_reward`. With ``names_task`` the score is also the part of the task's name,
+    as of the tasks in a ``composite``.
     """
 
-    def __init__(self, *, answer_after: str = "") -> None:
+    def __init__(self, *, answer_after: str = "", names_task: bool = False) -> None:
         self._answer_after = answer_after
+        self._names_task = names_task
         self._gym = import_reasoning_gym()
         self._verifiers: dict[str, Callable[[str, Mapping[str, Any]], float]] = {}
 
@@ -51,14 +56,38 @@ class ReasoningGymReward:
             name: str = entry["metadata"]["source_dataset"]
         except KeyError as error:
             raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
-        if name not in self._verifiers:
-            self._verifiers[name] = self._gym.get_score_answer_fn(name)
         answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion
-        return Scored(score=float(self._verifiers[name](answer.strip(), entry) >= 1.0), answer=answer.strip())
+        answer = answer.strip()
+        score = float(self._is_right(name, answer, entry))
+        return Scored(score=score, parts={name: score} if self._names_task else {}, answer=answer)
+
+    def computes(self, task: str) -> bool:
+        """Return whether a task's verifier does more than to compare texts, so that an answer may keep it busy."""
+        kind = self._gym.factory.DATASETS[task][0]
+        return kind.score_answer is not self._gym.dataset.ProceduralDataset.score_answer
+
+    def _is_right(self, task: str, answer: str, entry: Mapping[str, Any]) -> bool:
+        if task not in self._verifiers:
+            self._verifiers[task] = self._gym.get_score_answer_fn(task)
+        verify = self._verifiers[task]
+        gold = entry["answer"]
+        try:
+            is_right = verify(answer, entry) >= 1.0
+        except Exception:
+            # An answer that cannot be read is wrong, unless the verifier fails at the right one, too.
+            verify(gold, entry)
+            return False
+        if not is_right or answer == gold:
+            return is_right
+        # A verifier that takes any text for "False" or NaN for equal gives full marks for these, too.
+        return not _NAN.search(answer) and not verify(_NO_ANSWER, entry) >= 1.0
 
 
 class MathVerifyReward:
-    """1 if math-verify finds the completion's answer equal to the one in the row's column ``answer_key``, else 0."""
+    """1 if math-verify finds the completion's answer equal to the one in the row's column ``answer_key``, else 0.
+
+    Some texts, such as a tower of powers, keep it busy for ever: `ProcessReward` limits its time and memory.
+    """
 
     def __init__(self, *, answer_key: str = "answer") -> None:
         try:
@@ -73,11 +102,18 @@ class MathVerifyReward:
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
-        expected = column(row, self._answer_key, "math-verify to compare with")
+        expected = self._gold(row)
         # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
         gold, answer = (self._library.parse(text, parsing_timeout=0) for text in (f"${expected}$", completion))
         is_right = self._library.verify(gold, answer, timeout_seconds=0)
         return Scored(score=float(is_right), answer=str(answer[0]) if answer else None)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise `RewardError` if a row has no answer to compare with."""
+        self._gold(row)
+
+    def _gold(self, row: Mapping[str, Any]) -> str:
+        return gold_answer(row, self._answer_key, "math-verify to compare with")
 
 
 def last_code_block(completion: str) -> str | None:

@@ -1,0 +1,83 @@
+"""A reward function that scores many completions in one call."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gcore_rollout.errors import NotApplicableError, RewardError, require
+from gcore_rollout.rewards.reward import ThreadedReward, name_of
+from gcore_rollout.rewards.runner import is_async
+
+
+@dataclass(eq=False)
+class _Call:
+    """A completion without a score yet."""
+
+    prompt: str
+    completion: str
+    row: Mapping[str, Any]
+    score: "asyncio.Future[Any]"
+
+
+class BatchReward:
+    """Collects single calls, and passes them as lists to ``function(prompts, completions, rows)``.
+
+    The function returns a list with a number or `Scored` for each completion, or None where it does not apply. Calls
+    that come within ``max_wait_s``, or while a batch is scored, go into the next batch together. A synchronous function
+    runs in a thread of its own, one batch after the other.
+
+    Example:
+        >>> def short(prompts, completions, rows):
+        ...     return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
+        >>> reward = BatchReward(short, max_size=32)
+    """
+
+    def __init__(self, function: Callable[..., Any], *, max_size: int = 256, max_wait_s: float = 0.005) -> None:
+        require("max_size", max_size, max_size >= 1, "at least 1")
+        require("max_wait_s", max_wait_s, max_wait_s >= 0, "0 or more")
+        self.__name__ = name_of(function)
+        self._function = function if is_async(function) else ThreadedReward(function, max_workers=1)
+        self._max_size = max_size
+        self._max_wait_s = max_wait_s
+        self._waiting: list[_Call] = []
+        self._driver: asyncio.Task[None] | None = None
+
+    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
+        """Score one completion, in a batch with others."""
+        call = _Call(prompt, completion, row, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        score = await call.score
+        if score is None:
+            raise NotApplicableError("returned None: it does not apply to this prompt")
+        return score
+
+    async def _drive(self) -> None:
+        """Score waiting calls until there are none."""
+        await asyncio.sleep(self._max_wait_s)
+        while self._waiting:
+            batch = self._waiting[: self._max_size]
+            del self._waiting[: self._max_size]
+            # Its caller may have given a call up.
+            wanted = [call for call in batch if not call.score.done()]
+            if wanted:
+                await self._score(wanted)
+
+    async def _score(self, batch: Sequence[_Call]) -> None:
+        prompts = [call.prompt for call in batch]
+        completions = [call.completion for call in batch]
+        rows = [call.row for call in batch]
+        try:
+            scores = list(await self._function(prompts, completions, rows))
+            if len(scores) != len(batch):
+                raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(batch)} completions")
+        except Exception as error:
+            for call in batch:
+                if not call.score.done():
+                    call.score.set_exception(error)
+            return
+        for call, score in zip(batch, scores, strict=True):
+            if not call.score.done():
+                call.score.set_result(score)

@@ -1,0 +1,301 @@
+"""A synchronous reward in a process of its own, under limits of time and memory, and both its ends."""
+
+import asyncio
+import logging
+import pickle
+import resource
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gcore_rollout.engines.remote import session
+from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess, pack_frame, read_frame
+from gcore_rollout.errors import RewardError, require
+from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, exit_error, name_of
+from gcore_rollout.rewards.runner import is_async, pause_time_limit
+from gcore_rollout.rewards.slow_calls import SLOW_S, warn_of_slow_call
+
+_SERVE = "gcore_rollout.rewards.process:serve_reward"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessLimits:
+    """Limits of a reward in a process of its own."""
+
+    call_s: float = 10.0
+    """Seconds of one call, after which the process is killed and another one started."""
+    memory_bytes: int = 2 << 30
+    """Memory that calls may take in addition to what the process has when the reward is made."""
+
+    def __post_init__(self) -> None:
+        require("call_s", self.call_s, self.call_s > 0, "more than 0")
+        require("memory_bytes", self.memory_bytes, self.memory_bytes > 0, "more than 0")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The value that a call returned."""
+
+    call_id: int
+    value: Any
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call without an answer yet."""
+
+    call_id: int
+    arguments: tuple[Any, ...]
+    answer: "asyncio.Future[Any]"
+
+
+class ProcessReward:
+    """Runs a synchronous reward in a process of its own, which is killed when a call takes too long.
+
+    One process answers all calls, one after the other. It is forked at the first call from a server that has imported
+    ``preload``, again after it was killed, and ends with the event loop of its calls. A call that exceeds a limit, or
+    ends the process in any other way, scores ``limit_score``; None: it raises `RewardError`. The calls after it are not
+    affected.
+
+    ``make`` returns the reward and is picklable, such as ``partial(MathVerifyReward, answer_key="gold")``. It is
+    called here, too, unless its result is given as ``reward``: one that cannot be made is an error at once.
+
+    Example:
+        >>> reward = ProcessReward(MathVerifyReward, limit_score=0.0)  # doctest: +SKIP
+        >>> runner = RewardRunner(reward)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], RewardFunction],
+        *,
+        reward: RewardFunction | None = None,
+        limits: ProcessLimits | None = None,
+        limit_score: float | None = None,
+        preload: tuple[str, ...] = (),
+    ) -> None:
+        if reward is None:
+            reward = make()
+        if is_async(reward):
+            raise RewardError(
+                f"reward {name_of(reward)!r} is async; expected a synchronous one in a process of its own"
+            )
+        self.__name__ = name_of(reward)
+        self.check_row = partial(check_row, reward)
+        self.limits = limits or ProcessLimits()
+        self._limit_score = limit_score
+        self._preload = preload
+        self._factory = pickle.dumps(partial(_make_limited, make, self.limits.memory_bytes))
+        self._child: _Child | None = None
+
+    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
+        """Score one completion; see the class."""
+        loop = asyncio.get_running_loop()
+        if self._child is None or self._child.loop is not loop or self._child.task.done():
+            self._child = _Child(self._factory, self.limits, self._preload, self.__name__)
+        # Calls ahead of this one may each take as long as they are allowed to.
+        with pause_time_limit():
+            try:
+                return await self._child.ask((prompt, completion, dict(row)))
+            except _LimitExceededError as error:
+                if self._limit_score is None:
+                    raise RewardError(str(error)) from None
+                _logger.warning(
+                    "reward %r %s, and scores %g: %.80r", self.__name__, error, self._limit_score, completion
+                )
+                return Scored(score=self._limit_score)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._child is not None:
+            self._child.task.cancel()
+            self._child = None
+
+
+class _LimitExceededError(Exception):
+    """A call exceeded a limit of its process, or ended it."""
+
+
+class _Child:
+    """The process of one event loop, which starts again as often as it is killed."""
+
+    def __init__(self, factory: bytes, limits: ProcessLimits, preload: tuple[str, ...], name: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._factory = factory
+        self._limits = limits
+        self._preload = preload
+        self._name = name
+        self._calls: deque[_Call] = deque()
+        """Calls without an answer, in the order in which the process makes them."""
+        self._num_calls = 0
+        self._has_calls = asyncio.Event()
+        self._channel: Channel | None = None
+        """None: no process is ready."""
+        self._process: ChildProcess | None = None
+        self._clock: asyncio.TimerHandle | None = None
+        """Runs while the process makes the first of the calls."""
+        self._is_killed = False
+        self.task = asyncio.create_task(self._live())
+
+    def ask(self, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        """Return the future answer to a call; it may be cancelled."""
+        self._num_calls += 1
+        call = _Call(self._num_calls, arguments, self.loop.create_future())
+        if self._channel is not None:
+            self._channel.send((call.call_id, call.arguments))
+        self._calls.append(call)
+        self._has_calls.set()
+        if len(self._calls) == 1:
+            self._start_clock()
+        return call.answer
+
+    async def _live(self) -> None:
+        """Have a process whenever there are calls."""
+        try:
+            while True:
+                await self._has_calls.wait()
+                try:
+                    await self._serve_until_end()
+                except Exception as error:
+                    self._fail_all(error)
+        finally:
+            self._fail_all(RewardError("its event loop ended"))
+
+    async def _serve_until_end(self) -> None:
+        """Run one process, and answer the call at which it ended.
+
+        The exception of a reward that could not be made is raised.
+        """
+        made: asyncio.Future[Any] = self.loop.create_future()
+        with ExitStack() as stack:
+            ours, theirs = socket.socketpair()
+            stack.callback(ours.close)
+            process = await ChildProcess.fork(_SERVE, [theirs], preload=self._preload)
+            stack.callback(process.close)
+            channel = await Channel.open(ours, lambda message: self._take(message, made))
+            stack.callback(channel.abort)
+            channel.send((0, session.Setup.here(self._factory)))
+            await asyncio.wait([made, channel.gone], return_when=asyncio.FIRST_COMPLETED)
+            if not made.done():
+                raise RewardError(f"its process {await process.ended()} before the reward was made")
+            made.result()
+            self._process = process
+            self._channel = channel
+            self._is_killed = False
+            for call in self._calls:
+                channel.send((call.call_id, call.arguments))
+            self._start_clock()
+            try:
+                await channel.gone
+                end = await process.ended()
+            finally:
+                self._channel = None
+                self._process = None
+                self._stop_clock()
+        if self._calls:
+            reason = (
+                f"did not answer within {self._limits.call_s:g} s"
+                if self._is_killed
+                else f"ended its process, which {end}"
+            )
+            self._answer(self._calls[0], _LimitExceededError(reason))
+
+    def _take(self, message: Any, made: "asyncio.Future[Any]") -> None:
+        """Handle an answer."""
+        value: Any = message.value if isinstance(message, _Answer) else None
+        if isinstance(message, session.Failed):
+            value = session.exception(message, 0 if self._process is None else self._process.pid)
+        if isinstance(value, MemoryError):
+            value = _LimitExceededError(f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory")
+        if message.call_id:
+            self._answer(self._calls[0], value)
+            self._start_clock()
+        elif isinstance(value, Exception):
+            made.set_exception(value)
+        else:
+            made.set_result(None)
+
+    def _answer(self, call: _Call, value: Any) -> None:
+        self._calls.remove(call)
+        if not self._calls:
+            self._has_calls.clear()
+        if call.answer.done():  # its caller has given up
+            return
+        if isinstance(value, Exception):
+            call.answer.set_exception(value)
+        else:
+            call.answer.set_result(value)
+
+    def _fail_all(self, error: Exception) -> None:
+        for call in list(self._calls):
+            self._answer(call, error)
+
+    def _start_clock(self) -> None:
+        """Start the time of the first call, if a process makes it."""
+        self._stop_clock()
+        if self._calls and self._channel is not None:
+            limit_s = self._limits.call_s
+            if limit_s > SLOW_S:
+                self._clock = self.loop.call_later(SLOW_S, self._warn, limit_s - SLOW_S)
+            else:
+                self._clock = self.loop.call_later(limit_s, self._kill)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _warn(self, rest_s: float) -> None:
+        completion = self._calls[0].arguments[1]
+        warn_of_slow_call(f"reward {self._name!r} on completion {completion[:80]!r}")
+        self._clock = self.loop.call_later(rest_s, self._kill)
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._is_killed = True
+        self._process.kill()
+
+
+def _make_limited(make: Callable[[], RewardFunction], memory_bytes: int) -> RewardFunction:
+    """Make a reward, and limit the address space of this process to what it has then and ``memory_bytes``."""
+    reward = make()
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most_bytes = num_pages * resource.getpagesize() + memory_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        most_bytes = min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, hard))
+    return reward
+
+
+def serve_reward(channel: socket.socket) -> None:
+    """Make the reward of a `Setup`, and answer calls in their order until the owner closes its end of the channel.
+
+    Each answer leaves before the next call is made, so that the owner knows which call does not end.
+    """
+    reward: Any = None
+    with channel, channel.makefile("rb") as stream:
+        while (messages := read_frame(stream)) is not None:
+            for call_id, message in messages:
+                try:
+                    if isinstance(message, session.Setup):
+                        message.enter()
+                        reward = pickle.loads(message.factory)()
+                        answer = _Answer(call_id, None)
+                    else:
+                        answer = _Answer(call_id, reward(*message))
+                    packed = pickle.dumps(answer, protocol=5)
+                except Exception as error:
+                    packed = pickle.dumps(session.failure(call_id, error), protocol=5)
+                except BaseException as error:
+                    packed = pickle.dumps(session.failure(call_id, exit_error(error)), protocol=5)
+                try:
+                    channel.sendall(pack_frame([packed]))
+                except OSError:
+                    return
