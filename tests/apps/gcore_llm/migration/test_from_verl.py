@@ -298,8 +298,28 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"actor.lora_rank": 32, "actor.lora_alpha": 16, "actor.target_modules": ["q_proj", "v_proj"]},
     ),
     "held-out responses": (
-        (f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.n=16", f"{ROLLOUT}.val_kwargs.temperature=0.6"),
-        {"rollout.val_kwargs.n": 16, "rollout.val_kwargs.temperature": 0.6},
+        (
+            *(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.n=16"),
+            *(f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.top_p=0.9"),
+            f"{ROLLOUT}.val_kwargs.top_k=20",
+        ),
+        {
+            "rollout.val_kwargs.n": 16,
+            "rollout.val_kwargs.temperature": 0.6,
+            "rollout.val_kwargs.top_p": 0.9,
+            "rollout.val_kwargs.top_k": 20,
+        },
+    ),
+    "variables of the chat template": (
+        ("+data.apply_chat_template_kwargs.enable_thinking=False",),
+        {"data.chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "arguments of a reward": (
+        (
+            *("custom_reward_function.path=r.py", "custom_reward_function.name=score"),
+            "+custom_reward_function.reward_kwargs.threshold=2",
+        ),
+        {"reward": "r.py:score", "reward_kwargs": {"threshold": 2}},
     ),
     "a critic's schedule": (
         (
@@ -359,10 +379,8 @@ MISSING = {
     f"{ACTOR}.optim.override_optimizer_config.fp8_recipe": "blockwise",
     f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8",
     f"{ROLLOUT}.quantization": "fp8",
-    "data.apply_chat_template_kwargs.enable_thinking": "False",
     "data.sampler.class_name": "CurriculumSampler",
     "actor_rollout_ref.model.override_config.attention_dropout": "0.1",
-    "custom_reward_function.reward_kwargs.threshold": "2",
     "reward.reward_kwargs.max_resp_len": "100",
     "critic.ppo_epochs": "2",
 }

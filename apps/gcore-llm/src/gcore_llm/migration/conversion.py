@@ -89,6 +89,12 @@ class Conversion:
             if value is not None and setting is not None:
                 self.put(setting, value, name)
 
+    def copy_section(self, section: str, setting: str) -> None:
+        """Write a table with all keys of a section, if there are any."""
+        names = [name for name in self.given if name.startswith(f"{section}.")]
+        if names:
+            self.put(setting, {name.removeprefix(f"{section}."): self.given[name] for name in names}, *names)
+
     def one_of(self, name: str, choices: Mapping[Any, Any], instead: Any, expected: str = "") -> Any:
         """Return what is here for the value of a key, or ``instead``, where the value is missing here."""
         value = self.get(name)
@@ -168,6 +174,9 @@ class Conversion:
         written = self.written()
         sections: dict[str, list[str]] = {}
         for setting in sorted(written, key=lambda own: (own.rpartition(".")[0], own)):
+            if isinstance(written[setting], Mapping):
+                sections[setting] = tomli_w.dumps(written[setting]).splitlines()
+                continue
             section, _, last = setting.rpartition(".")
             line = tomli_w.dumps({last: _plain(written[setting])}).strip()
             if len(one_line := line.replace("\n    ", " ").replace(",\n]", " ]")) < 100:

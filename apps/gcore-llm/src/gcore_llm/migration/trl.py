@@ -102,7 +102,7 @@ def _recognise(values: Mapping[str, Any], origin: str) -> str:
 
 def run(c: Conversion) -> None:
     """Convert the model, the data, the run's name and where it computes."""
-    c.copy("model_name_or_path", "seed", "data_seed", "num_processes", "gradient_checkpointing")
+    c.copy("model_name_or_path", "seed", "data_seed", "num_processes", "gradient_checkpointing", "chat_template_kwargs")
     if c.has("dataset_name") or c.has("datasets"):
         data(c)
     if c.get("load_best_model_at_end") and "trainer.export" in c.known:

@@ -83,6 +83,7 @@ def data(c: Conversion) -> None:
     c.copy(
         "data.prompt_key", "data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.seed"
     )
+    c.copy_section("data.apply_chat_template_kwargs", "data.chat_template_kwargs")
     if "data.image_key" in c.explicit:
         c.copy("data.image_key")
     else:
@@ -180,7 +181,7 @@ def rollout(c: Conversion) -> None:
     tries, temperature = f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature"
     if c.get(f"{ROLLOUT}.val_kwargs.do_sample"):
         c.put("rollout.val_kwargs.n", c.get(tries), tries, f"{ROLLOUT}.val_kwargs.do_sample")
-        c.copy(temperature)
+        c.copy(temperature, f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k")
     mode = "trainer.v1.trainer_mode"
     schedule = c.one_of(mode, {"sync": "sync", "separate_async": "async"}, "sync")
     c.put("trainer.schedule", schedule, mode)
@@ -340,6 +341,7 @@ def reward(c: Conversion) -> None:
     if sections:
         path, name = f"{sections[0]}.path", f"{sections[0]}.name"
         c.put("reward", f"{_expanded(c.get(path))}:{c.get(name)}", path, name)
+        c.copy_section(f"{sections[0]}.reward_kwargs", "reward_kwargs")
     for enable, path in (
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
         ("reward_model.enable", "reward_model.model.path"),

@@ -110,7 +110,7 @@ TRL: dict[str, Key] = {
     "min_p": lacks(_ON_POLICY, 0.0),
     "repetition_penalty": lacks(_ON_POLICY, 1.0),
     "generation_kwargs": lacks(_ON_POLICY, {}),
-    "chat_template_kwargs": lacks("chat templates get no arguments", {}),
+    "chat_template_kwargs": to("data.chat_template_kwargs"),
     "max_tool_calling_iterations": lacks("several turns are of an environment: rollout.multi_turn.environment"),
     "use_vllm": to("rollout.engine", default=False),
     "vllm_mode": to("rollout.colocated", default="colocate"),
