@@ -47,7 +47,7 @@ def test_local_ranks_have_the_gpus_in_turn(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ended)
     with pytest.raises(Ended):
-        local._run_rank(rank, spec("cuda"), tmp_path / "store", SimpleNamespace())  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # the body of a process
+        local._run_rank(rank, spec("cuda"), tmp_path / "store", SimpleNamespace(), SimpleNamespace(value=0))  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # the body of a process
     assert calls == [f"set {device}", f"rank {rank} joins on {device}"]
 
 

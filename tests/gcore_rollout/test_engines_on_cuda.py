@@ -111,7 +111,7 @@ class Recording:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.recorded: dict[Any, list[tuple[int, int]]] = {}
+        self.recorded: dict[Any, list[tuple[int, int, bool]]] = {}
         self._now: Any = None
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream(self, "own"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(self, "current"))
@@ -122,12 +122,12 @@ class Recording:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.log.append("synchronize"))
         self.state = torch.zeros(2)
 
-    def advance(self, size: int, length: int) -> None:
+    def advance(self, size: int, length: int, truncates: bool) -> None:
         self.log.append(f"advance {size} {length}")
         if self._now is None:
             self.state += 1
         else:
-            self.recorded[self._now].append((size, length))
+            self.recorded[self._now].append((size, length, truncates))
 
     @contextmanager
     def on_stream(self, stream: "Stream") -> Generator[None]:
@@ -159,8 +159,8 @@ class Graph:
         self._recording = recording
 
     def replay(self) -> None:
-        for size, length in self._recording.recorded[self]:
-            self._recording.advance(size, length)
+        for arguments in self._recording.recorded[self]:
+            self._recording.advance(*arguments)
 
 
 def test_a_step_is_recorded_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_step_is_recorded_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -
     step = graphs.at((1, 2))
     recording.log.clear()
     for count in (1, 2, 3):
-        step(4, 128)
+        step(4, 128, False)
         assert recording.state.tolist() == [count, count]
     warmed = ["own waits for current", "on own", "advance 4 128", "current waits for own"]
     assert recording.log == [*warmed, *4 * ["advance 4 128"]]
@@ -193,10 +193,10 @@ def test_a_step_that_waits_for_the_host_is_named(monkeypatch: pytest.MonkeyPatch
     graphs = _Graphs(recording.advance, recording.state)
     error: Exception = RuntimeError("operation not permitted when stream is capturing")
     with pytest.raises(UnsupportedModelError, match=r"not permitted.*decode_mode 'static' may run it"):
-        graphs.at((1,))(4, 128)
+        graphs.at((1,))(4, 128, False)
     error = torch.OutOfMemoryError("2 GB")
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.at((1,))(4, 128)
+        graphs.at((1,))(4, 128, False)
 
 
 async def test_a_check_allows_rounding_of_tensor_cores(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class Server:
     """A small HTTP server on a free port; ``answers`` are given in turn, the last one for ever."""
 
     def __init__(self, *answers: Answer, delay_s: float = 0.0) -> None:
-        self.answers = list(answers)
+        self.answers: list[Answer] = list(answers)
         self.delay_s = delay_s
         self.requests: list[dict[str, Any]] = []
         self.headers = ""

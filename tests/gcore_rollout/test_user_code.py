@@ -257,7 +257,7 @@ async def test_a_slow_call_is_named_while_it_runs(
     monkeypatch.setattr(slow_calls, "CHECK_S", 0.01)
 
     def slow(*_: object) -> float:
-        for _ in range(1000):
+        for _attempt in range(1000):
             if caplog.records:
                 return 1.0
             time.sleep(0.01)

@@ -184,7 +184,8 @@ def test_a_classifier_of_another_family(own_args: list[str], tmp_path: Path) -> 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     tokenizer = tiny_tokenizer()
     eos = tokenizer.eos_token_id
-    config = Qwen3Config(vocab_size=128, **sizes, **heads, num_labels=1, pad_token_id=eos, eos_token_id=eos)
+    settings: dict[str, Any] = {**sizes, **heads, "num_labels": 1, "pad_token_id": eos, "eos_token_id": eos}
+    config = Qwen3Config(vocab_size=128, **settings)
     model: Any = Qwen3ForSequenceClassification(config)
     model.save_pretrained(tmp_path / "scorer")
     tokenizer.chat_template = SCORER_TEMPLATE

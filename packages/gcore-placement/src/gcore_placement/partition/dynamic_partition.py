@@ -69,10 +69,10 @@ class DynamicPartition:
         """
         check_above_0("size", size)
         num_roles = len(self.space.roles)
-        unchecked: Sequence[object] = loads
-        for place, load in enumerate(unchecked):
-            if not isinstance(load, RoleLoad):
-                raise refusal(f"loads[{place}]", load, "a RoleLoad")
+        for place, load in enumerate(loads):
+            unchecked: object = load
+            if not isinstance(unchecked, RoleLoad):
+                raise refusal(f"loads[{place}]", unchecked, "a RoleLoad")
         if len(loads) != num_roles:
             raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
         self._history.add(loads, self.partition.devices, size)
