@@ -1,5 +1,6 @@
 """Settings of a simulation: the cluster, the costs of its services, and the sizes of the program that runs on them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -19,10 +20,8 @@ from gcore_runs.settings.bounds import (
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:
     if total % value:
-        divisors = [number for number in range(1, total + 1) if total % number == 0]
-        nearest = sorted(divisors, key=lambda number: abs(number - value))[:3]
-        accepted = " or ".join(map(str, sorted(nearest)))
-        raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total}), such as {accepted}")
+        divisor = math.gcd(total, value)
+        raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total}), such as {divisor} or {total}")
 
 
 @dataclass(frozen=True, kw_only=True)
