@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from gcore_rollout import (
     NoScoreError,
+    ProcessLimits,
     RewardError,
     RewardRunner,
     RewardRunnerConfig,
@@ -129,6 +131,9 @@ def lists(prompts, completions, rows, scale=1.0):
 def scaled(prompt, completion, row, scale=1.0):
     return scale
 
+async def waits(prompt, completion, row):
+    return 1.0
+
 def trl_scaled(completions, level, scale=1.0):
     return [scale * level[0]]
 
@@ -153,6 +158,14 @@ async def test_lists_have_all_calls_that_wait(batches: Path) -> None:
     few = RewardRunner(build_reward(f"{batches}:too_few"), RewardRunnerConfig(on_error="drop"))
     failed = await asyncio.gather(*(few.score(prompt="p", completion=text, row=ROW) for text in "ab"))
     assert all("returned 1 scores; expected one for each of 2" in str(getattr(one, "error", "")) for one in failed)
+
+
+@pytest.mark.parametrize("name", ["lists", "waits"])
+def test_what_cannot_have_a_process_is_refused(batches: Path, name: str) -> None:
+    spec = f"{batches}:{name}"
+    expected = f"reward_calls.in_process is True; expected False with reward '{spec}', which is async or takes lists"
+    with pytest.raises(RewardError, match=re.escape(expected)):
+        build_reward(spec, process_limits=ProcessLimits())
 
 
 async def test_arguments_of_settings(batches: Path) -> None:

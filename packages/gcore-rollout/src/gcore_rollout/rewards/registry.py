@@ -242,10 +242,11 @@ def build_reward(
     Args:
         prompt_key: the column of the prompt; see `load_reward`.
         kwargs: arguments of the reward by name; of several, each gets those that it has a parameter for.
-        process_limits: run synchronous functions in a process of their own, with these limits; see `ProcessReward`.
+        process_limits: run functions in a process of their own, with these limits; see `ProcessReward`.
 
     Raises:
-        RewardError: there is no such function, it cannot be called, or one of ``kwargs`` is no parameter of any.
+        RewardError: there is no such function, it cannot be called, one of ``kwargs`` is no parameter of any, or with
+            ``process_limits`` it is async or takes lists.
     """
     terms = {spec: 1.0}
     if spec not in _REWARDS and (" + " in spec or " * " in spec):
@@ -263,7 +264,10 @@ def build_reward(
             rewards[term] = function(**own)
             continue
         reward = _with_arguments(function, prompt_key=prompt_key, kwargs=own)
-        if process_limits is not None and not is_async(reward):
+        if process_limits is not None:
+            if is_async(reward):
+                expected = f"False with reward {term!r}, which is async or takes lists"
+                raise RewardConfigError(f"reward_calls.in_process is True; expected {expected}")
             make = partial(load_reward, term, prompt_key=prompt_key, kwargs=own)
             reward = ProcessReward(make, reward=reward, limits=process_limits)
         rewards[term] = reward
