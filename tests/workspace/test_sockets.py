@@ -24,11 +24,13 @@ UNPICKLES = re.compile(
 )
 PICKLES = {
     "packages/gcore-ckpt/src/gcore_ckpt/tools/dcp.py": "a file, by an unpickler that makes records alone",
+    "packages/gcore-ckpt/src/gcore_ckpt/tools/torch_file.py": "a file, with weights_only",
     "packages/gcore-controller/src/gcore_controller/runtimes/local.py": "a pipe",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/fork_server.py": "a socket pair",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/session.py": "a socket pair, or a call of Ray",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/ray_actor.py": "a call of Ray",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/ray_engine.py": "a call of Ray",
+    "packages/gcore-rollout/src/gcore_rollout/rewards/process.py": "a socket pair",
     "packages/gcore-rollout/src/gcore_rollout/weight_sync/shared_weights.py": "a socket pair",
     "packages/gcore-rollout/src/gcore_rollout/images/models.py": "a file, with weights_only",
     "packages/gcore-trainer/src/gcore_trainer/megatron/architecture.py": "torch.distributed",

@@ -376,7 +376,7 @@ def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str 
         ('{"prompt": ""}\n', "bad.jsonl: prompt of row 1 is empty"),
         ('{"prompt": 7}\n', "bad.jsonl: prompt of row 1 is 7"),
         ('{"prompt": []}\n', "bad.jsonl: prompt of row 1 is []"),
-        ('{"prompt": [{"role": "user"}]}\n', "expected text, or a list of messages with role and content"),
+        ('{"prompt": [{"role": "user"}]}\n', "prompt of row 1: message 1.content is missing; expected text"),
         ('{"prompt": [{"role": "user", "content": "a"}]}\n', "the model's tokenizer has no chat template"),
         ("\n", "bad.jsonl has no rows"),
     ],
@@ -479,7 +479,6 @@ def test_changed_files_on_resume(cli: Cli, own_args: list[str], tiny: Path) -> N
     weights = cli.cwd / "model/model.safetensors"
     for setting, file, old, new in (
         ("data.train_files", rows, b"10+1=", b"99+1="),
-        ("reward", cli.cwd / "mine.py", b"% 2 == 0", b"% 3 == 0"),
         ("model", weights, weights.read_bytes()[-64:], bytes(64)),
     ):
         before = file.read_bytes()
@@ -491,7 +490,12 @@ def test_changed_files_on_resume(cli: Cli, own_args: list[str], tiny: Path) -> N
         )
         assert "without runs/default/fingerprints.json contents are not compared" in error
         file.write_bytes(before)
-    assert "resuming after step 2 of 3" in cli.ok(*longer)
+    # Code that was corrected is no reason to start again.
+    reward = cli.cwd / "mine.py"
+    reward.write_text(reward.read_text().replace("% 2 == 0", "% 3 == 0"))
+    output = cli.ok(*longer)
+    assert "reward: the content of its files has changed since the run was started; it continues with the new" in output
+    assert "resuming after step 2 of 3" in output
 
 
 def test_run_folder_in_use(cli: Cli, own_args: list[str]) -> None:

@@ -344,6 +344,7 @@ def test_demo(cli: Cli) -> None:
             "report.html",
             "logs",
             ".lock",
+            "fingerprints.json",
         )
     }
     losses = [row["val/sft/loss"] for row in metrics_of(run) if "val/sft/loss" in row]

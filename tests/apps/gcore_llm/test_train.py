@@ -62,7 +62,16 @@ def trained(shared_cli: Cli, own_args: list[str]) -> Path:
 def test_embedded_run_folder(embedded: Path) -> None:
     assert {p.name for p in embedded.iterdir()} == {
         *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
-        *("report.html", "samples", "samples.jsonl", "spans.jsonl", "placement.json", "logs", ".lock"),
+        *(
+            "report.html",
+            "samples",
+            "samples.jsonl",
+            "spans.jsonl",
+            "placement.json",
+            "logs",
+            ".lock",
+            "fingerprints.json",
+        ),
     }
     assert RunFolder(embedded).load_config(TrainConfig) == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
     assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [20, 40]

@@ -35,7 +35,9 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
     "diffusion": (parse_diffusion, DiffusionConfig),
 }
 TEXTS = (str, tuple[str, ...])
-ANY_SIGN = ("good_enough", "low", "high", "unparsable_score", "reward_model.weight", "right_from")
+TABLES = ("task.params", "data.chat_template_kwargs", "reward_kwargs")
+"""Settings of any names and values."""
+ANY_SIGN = ("good_enough", "low", "high", "unparsable_score", "reward_model.weight", "right_from", "top_k")
 """Settings that may be below 0."""
 
 
@@ -55,7 +57,7 @@ def outcome(parse: Callable[[list[str]], Any], args: list[str]) -> str | None:
 def test_no_setting_takes_what_is_no_number(command: str) -> None:
     parse, kind = COMMANDS[command]
     for name, type_ in setting_types(kind).items():
-        if type_ in TEXTS or name == "task.params":
+        if type_ in TEXTS or name in TABLES:
             continue
         for value in ("", "x", "nan", "inf", "-inf", "1e400", "9" * 30):
             if (value == "9" * 30 and "float" in str(type_)) or value in get_args(type_):
@@ -75,7 +77,7 @@ def test_no_setting_of_a_file_takes_another_type(command: str) -> None:
         wrong: list[Any] = [math.nan, {"a": 1}, [[1]]] if type_ not in TEXTS else [{"a": 1}, [[1]], True, 3]
         if type_ in (int, float):
             wrong.append(True)
-        if name == "task.params":
+        if name in TABLES:
             wrong = ["x", 3, [1]]
         for value in wrong:
             table: Any = value
@@ -187,7 +189,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
         (["--device", ""], "device is ''"),
         (["--name", "a" * 300], "run folder runs/aaa"),
         (["--data.prompt-key", ""], "has no column ''"),
-        (["--data.val-files", ""], "data file "),
+        (["--data.val-files", ""], "data.val_files holds an empty name"),
         (["--critic.model", "nowhere", "--algorithm.adv-estimator", "gae"], "critic.model is 'nowhere'"),
         (["--reward-model.kind", "classifier", "--reward-model.path", "nowhere"], "nowhere"),
         (

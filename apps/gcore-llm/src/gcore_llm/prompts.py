@@ -93,11 +93,11 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
             value = [{"role": "user", "content": value}]
         if not are_messages(value):
             raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
+        messages = normalize_messages(value, keeps_parts=bool(data.image_key))
         if tokenizer.chat_template is None:
             raise UserError(
                 f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it"
             )
-        messages = normalize_messages(value, keeps_parts=bool(data.image_key))
         if data.image_key:
             messages = [{**message, "content": _with_image_parts(message["content"])} for message in messages]
         kwargs = {**data.chat_template_kwargs, "add_generation_prompt": True, "tokenize": False}

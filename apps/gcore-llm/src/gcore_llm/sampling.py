@@ -37,6 +37,7 @@ from gcore_rollout import (
     connect_servers,
     engine_factory as factory_of,
     load_function,
+    render_chat,
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
@@ -346,7 +347,6 @@ def _classifier_encoder(
     Prompts that the policy's chat template rendered are rendered again, by that of the reward model, which may be of
     another family. The last token is the one that ends an answer.
     """
-    from jinja2 import TemplateError
 
     def encode(prompt: str, completion: str, row: Mapping[str, Any]) -> list[int]:
         messages = row.get(prompt_key)
@@ -359,9 +359,9 @@ def _classifier_encoder(
             messages = [{"role": "user", "content": messages}]
         whole = [*messages, {"role": "assistant", "content": completion}]
         try:
-            text = tokenizer.apply_chat_template(whole, tokenize=False)
-        except TemplateError as error:
-            raise RewardError(f"the chat template of reward_model.path refuses a prompt: {error}") from None
+            text = render_chat(tokenizer, whole, tokenize=False)
+        except RequestError as error:
+            raise RewardError(f"reward_model.path: {error}") from None
         return end(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def end(token_ids: list[int]) -> list[int]:

@@ -19,7 +19,16 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
-from gcore_runs.settings.parsing import ConfigT, content_fingerprints, differences, merge, read_toml, resolve, to_toml
+from gcore_runs.settings.parsing import (
+    ConfigT,
+    content_fingerprints,
+    differences,
+    is_of_code,
+    merge,
+    read_toml,
+    resolve,
+    to_toml,
+)
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of
 
@@ -50,6 +59,8 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.export = path / "export"
         self.best = path / "best"
+        self.notices: list[str] = []
+        """What has changed since the run was started, and does not keep it from being resumed."""
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
@@ -119,8 +130,14 @@ def _check_unchanged(folder: RunFolder, config: BaseRunConfig, fingerprints: Map
         before = json_object(folder.fingerprints.read_text(), str(folder.fingerprints))
     for name, fingerprint in fingerprints.items():
         is_same_name = not any(line.startswith(f"{name}: ") for line in found)
-        if is_same_name and before.get(name, fingerprint) != fingerprint:
-            found.append(f"{name}: the content of its files has changed")
+        if not is_same_name or before.get(name, fingerprint) == fingerprint:
+            continue
+        line = f"{name}: the content of its files has changed"
+        # A function that failed, and was corrected, is no reason to start again.
+        if is_of_code(config, name):
+            folder.notices.append(f"{line} since the run was started; it continues with the new one")
+        else:
+            found.append(line)
     may_change = [f"{name}*" for name in (*config.may_change, "dtype: auto ->")]
     changed = [line for line in found if not any(fnmatchcase(line, name) for name in may_change)]
     if not changed:

@@ -187,7 +187,7 @@ class Supervisor:
         self.run = open_run(self._config)
         self._is_new = self.run.is_new
         self._stack.enter_context(log_to(self.run.logs, "main"))
-        lines = [f"run folder: {self.run.path}", *notices]
+        lines = [f"run folder: {self.run.path}", *self.run.notices, *notices]
         if isinstance(self._config, BaseRLConfig) and self._config.runtime == "ray":
             lines.append(f"device of engines and ranks on the cluster: {self._config.device}")
         for line in lines:

@@ -31,7 +31,7 @@ def take_fingerprints(values: Mapping[str, Any], models: Collection[str]) -> dic
     """
     fingerprints: dict[str, str] = {}
     for name, value in values.items():
-        is_model = name in models or name.endswith("lora_adapter_path")
+        is_model = _names_model(name, models)
         files: list[Path] = []
         for text in _texts(value):
             if is_model:
@@ -43,6 +43,15 @@ def take_fingerprints(values: Mapping[str, Any], models: Collection[str]) -> dic
         if files:
             fingerprints[name] = _hash(files, _WHOLE_MODEL_BYTES if is_model else _WHOLE_BYTES)
     return fingerprints
+
+
+def names_code(setting: str, models: Collection[str]) -> bool:
+    """Return whether the files that a setting names are code of the user's."""
+    return not (setting in _ROWS or _names_model(setting, models))
+
+
+def _names_model(setting: str, models: Collection[str]) -> bool:
+    return setting in models or setting.endswith("lora_adapter_path")
 
 
 def _texts(value: Any) -> list[str]:

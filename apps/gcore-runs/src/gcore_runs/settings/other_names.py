@@ -31,9 +31,13 @@ def other_names() -> Mapping[str, Key]:
     """Return the settings of other libraries by the ends of their names that lead to one place."""
     found: dict[str, Key] = {}
     unclear: set[str] = set()
-    for name, key in (*TRL.items(), *VERL.items()):
+    # A key with a setting here is what a name means, if others of the same name have none.
+    keys = sorted((*TRL.items(), *VERL.items()), key=lambda item: not item[1].ours)
+    for name, key in keys:
         parts = name.split(".")
         for end in {".".join(parts[place:]) for place in range(len(parts))} if parts[-1] != "*" else ():
+            if end in found and found[end].ours and not key.ours:
+                continue
             is_same = end not in found or (found[end].ours[:1], found[end].why) == (key.ours[:1], key.why)
             unclear |= set() if is_same else {end}
             found.setdefault(end, key)

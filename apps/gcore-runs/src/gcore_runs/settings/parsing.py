@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from gcore_runs.errors import UserError
-from gcore_runs.settings.fingerprints import take_fingerprints
+from gcore_runs.settings.fingerprints import names_code, take_fingerprints
 from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_trainer import ConfigError
@@ -434,6 +434,11 @@ def _resumed(config: BaseRunConfig) -> dict[str, Any]:
 def content_fingerprints(config: BaseRunConfig) -> dict[str, str]:
     """Return a hash of the files that each setting names; see `take_fingerprints`."""
     return take_fingerprints(dict(_flat(dataclasses.asdict(config))), _models(config))
+
+
+def is_of_code(config: BaseRunConfig, setting: str) -> bool:
+    """Return whether the files of a setting, which have a fingerprint, are code of the user's."""
+    return names_code(setting, _models(config))
 
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:

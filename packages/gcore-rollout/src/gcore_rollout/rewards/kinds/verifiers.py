@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
 
 _BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
+_READS_A_NUMBER = frozenset({"chain_sum", "products"})
+"""Tasks of reasoning-gym whose verifier compares decimal numbers."""
 _NAN = re.compile(r"\bnan\b", re.IGNORECASE)
 _NO_ANSWER = "?"
 _PYTHON = {"", "py", "python", "python3"}
@@ -62,7 +64,9 @@ class ReasoningGymReward:
         return Scored(score=score, parts={name: score} if self._names_task else {}, answer=answer)
 
     def computes(self, task: str) -> bool:
-        """Return whether a task's verifier does more than to compare texts, so that an answer may keep it busy."""
+        """Return whether a task's verifier does more than compare texts or numbers, so that it may run for long."""
+        if task in _READS_A_NUMBER:
+            return False
         kind = self._gym.factory.DATASETS[task][0]
         return kind.score_answer is not self._gym.dataset.ProceduralDataset.score_answer
 
