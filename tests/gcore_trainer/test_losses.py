@@ -15,6 +15,8 @@ from gcore_trainer import (
     ConfigError,
     KLPenalty,
     LossAggMode,
+    PolicyLossConfig,
+    PolicyObjective,
     aggregation_weights,
     kl_penalty,
 )
@@ -154,3 +156,9 @@ def test_the_norm_needs_its_divisor() -> None:
     masks = [np.ones(3, np.bool_)]
     with pytest.raises(ConfigError, match="max_response_length is None; expected 1 or more for loss_agg_mode"):
         aggregation_weights(masks, "seq-mean-token-sum-norm", totals=BatchTotals.of(masks))
+
+
+def test_a_dual_clip_that_the_loss_does_not_read_is_refused() -> None:
+    PolicyObjective(PolicyLossConfig(clip_ratio_c=3.0))
+    with pytest.raises(ConfigError, match=r"^clip_ratio_c is 3.0; expected None with loss_mode 'gspo'$"):
+        PolicyObjective(PolicyLossConfig(loss_mode="gspo", clip_ratio_c=3.0))

@@ -285,7 +285,7 @@ _READ_WITH = (
         settings=("actor.lora_alpha", "actor.target_modules", "actor.use_rslora"),
         chosen_by={"actor.lora_rank": ABOVE_0},
     ),
-    *optimizer_settings("actor.optim"),
+    *optimizer_settings("actor.optim", has_muon=False),
     BEST_SETTINGS,
 )
 """The settings that only some algorithms read; `docs/reference/settings-images.md` lists them."""

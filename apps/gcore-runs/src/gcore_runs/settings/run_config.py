@@ -36,12 +36,15 @@ BEST_SETTINGS = ReadWith(
 """Settings of the best evaluation, in commands that look for it."""
 
 
-def optimizer_settings(section: str) -> tuple[ReadWith, ...]:
-    """Return the settings of an optimizer, in ``section``, that only one algorithm or schedule reads."""
+def optimizer_settings(section: str, *, has_muon: bool = True) -> tuple[ReadWith, ...]:
+    """Return the settings of an optimizer, in ``section``, that only one algorithm or schedule reads.
+
+    Without ``has_muon`` the command cannot train with Muon, and reads none of its settings.
+    """
     return (
         ReadWith(
             settings=(f"{section}.muon_lr", f"{section}.muon_momentum"),
-            chosen_by={f"{section}.name": one_of("muon")},
+            chosen_by={f"{section}.name": one_of("muon") if has_muon else one_of()},
         ),
         ReadWith(
             settings=(f"{section}.min_lr_ratio",),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
-from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig, has_dual_clip, require
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import MicroBatch, Sample
 
@@ -322,6 +322,8 @@ class PolicyObjective(Objective[TokenScores]):
     loss_name = "actor/pg_loss"
 
     def __init__(self, config: PolicyLossConfig) -> None:
+        is_read = config.clip_ratio_c is None or has_dual_clip(config.loss_mode)
+        require("clip_ratio_c", config.clip_ratio_c, is_read, f"None with loss_mode {config.loss_mode!r}")
         self._config = config
         self.entropy_grad = config.entropy_coeff > 0
 
