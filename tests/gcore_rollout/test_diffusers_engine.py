@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,12 +241,55 @@ async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> Non
     await engine.close()
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+@pytest.mark.parametrize("has_images_between", [False, True])
+async def test_images_of_a_group_may_start_from_one_noise(flow: Path, has_images_between: bool) -> None:
+    """And differ by the noise of their steps, which is not the initial noise again; other groups start elsewhere."""
+    engine = DiffusersEngine.from_pretrained(flow, max_num_images=2 if has_images_between else 64)
+    sampling = replace(SDE, shared_noise=True)
+    samples = await made(engine, request("a", sampling, n=3, seed=1), request("b", sampling, n=1, seed=2))
+    own, other = samples[:3], samples[3]
+    start = own[0].trajectory.latents[0]
+    for sample in own[1:]:
+        np.testing.assert_array_equal(sample.trajectory.latents[0], start)
+        assert np.abs(sample.trajectory.latents[1] - own[0].trajectory.latents[1]).max() > 0.01
+    assert np.abs(other.trajectory.latents[0] - start).max() > 0.01
+    for sample in own:
+        drawn = sample.trajectory.next_latents[0] - sample.trajectory.means[0]
+        assert abs(np.corrcoef(drawn.ravel(), start.ravel())[0, 1]) < 0.5
+    await engine.close()
+
+
+async def test_a_negative_prompt_is_the_pipelines_own(flow: Path) -> None:
+    engine = DiffusersEngine.from_pretrained(flow)
+    plain = ImageSampling(num_inference_steps=3, guidance_scale=2.5)
+    negative = replace(plain, negative_prompt="blue 1")
+    [found] = await made(engine, request("a", negative, n=1))
+    [without] = await made(engine, request("b", plain, n=1))
+    pipeline = load_pipeline(flow)
+    pipeline.set_progress_bar_config(disable=True)
+    own = pipeline(
+        prompt=["red 7"],
+        negative_prompt=["blue 1"],
+        generator=[image_generator(0, 0)],
+        num_inference_steps=3,
+        guidance_scale=2.5,
+        output_type="latent",
+    ).images
+    np.testing.assert_allclose(found.latents, own[0].numpy(), atol=1e-5)
+    assert np.abs(found.latents - without.latents).max() > 1e-3
+    await engine.close()
+
+
+@pytest.mark.parametrize(("guidance_scale", "negative_prompt"), [(1.0, ""), (2.5, ""), (2.5, "blue 1")])
 @pytest.mark.parametrize("kernel", [FlowSDE(noise_level=0.7), FlowCPS(noise_level=0.5)])
-async def test_a_trajectory_can_be_made_again(flow: Path, kernel: Any, guidance_scale: float) -> None:
+async def test_a_trajectory_can_be_made_again(
+    flow: Path, kernel: Any, guidance_scale: float, negative_prompt: str
+) -> None:
     """From what was recorded, by the model alone: the same means and log-probs."""
     engine = DiffusersEngine.from_pretrained(flow)
-    sampling = ImageSampling(num_inference_steps=5, kernel=kernel, guidance_scale=guidance_scale)
+    sampling = ImageSampling(
+        num_inference_steps=5, kernel=kernel, guidance_scale=guidance_scale, negative_prompt=negative_prompt
+    )
     samples = await made(engine, request("a", sampling, n=3, seed=1))
     model = load_pipeline(flow).transformer
     model.requires_grad_(False)
@@ -442,6 +486,14 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     guided = ImageSampling(num_inference_steps=2, guidance_scale=2.0)
     with pytest.raises(UnsupportedModelError, match="guidance within the latents"):
         await made(classes, request("a", guided, prompt="1"))
+    negative = replace(guided, negative_prompt="red")
+    with pytest.raises(RequestError, match="negative_prompt is 'red'; expected '', because DiTPipeline takes none"):
+        await made(classes, request("a", negative, prompt="1"))
+    with pytest.raises(RequestError, match=r"guidance_scale is 1.0; expected above 1 with a negative_prompt"):
+        ImageSampling(num_inference_steps=2, negative_prompt="red")
+    for kernel in (FlowODE(), DDIM(eta=0.0)):
+        with pytest.raises(RequestError, match="shared_noise is True; expected False with "):
+            ImageSampling(num_inference_steps=2, kernel=kernel, shared_noise=True)
     with pytest.raises(RequestError, match="window is"):
         ImageSampling(num_inference_steps=3, window=(2, 4))
     with pytest.raises(RequestError, match="num_inference_steps is 0"):

@@ -208,6 +208,19 @@ def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
         assert mismatches[0] == pytest.approx(mismatches[1], rel=1e-3)
 
 
+def test_the_trainer_repeats_negative_prompts_and_shared_noise(cli: Cli, own_args: list[str]) -> None:
+    args = [*own_args, "--rollout.guidance-scale", "2.5", "--rollout.negative-prompt", "blue 1"]
+    cli.ok(*args, "--rollout.shared-noise", "True", "--actor.num-updates", "1", "--algorithm.old-log-probs", "trainer")
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["actor/ratio_dev"] == 0
+        assert row["training/rollout_ratio_dev"] < 1e-5
+        assert row["actor/grad_norm"] > 0
+    cli.ok("sample", "runs/default", "a 1", "--n", "2")
+    assert "guidance_scale is 1.0; expected above 1 with a negative_prompt" in cli.refused(
+        "sample", "runs/default", "a 1", "--guidance-scale", "1"
+    )
+
+
 def test_what_a_run_says_at_its_start(tmp_path: Path) -> None:
     """Prompts that are longer than their text encoder reads, and a safety checker, which is left out."""
     folder = flow_pipeline(tmp_path)
@@ -409,6 +422,21 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "noise where none is": (
         lambda _: ["--algorithm.name", "nft"],
         "rollout.kernel is 'flow_sde'; expected 'ode' or 'ddim'",
+    ),
+    "one noise without more of it": (
+        lambda _: ["--algorithm.name", "dpo", "--rollout.kernel", "ode", "--rollout.shared-noise", "True"],
+        "rollout.shared_noise is true; expected false with rollout.kernel 'ode'",
+    ),
+    "negative prompt without guidance": (
+        lambda _: ["--rollout.negative-prompt", "blurry"],
+        "rollout.guidance_scale is 1.0; expected above 1 with rollout.negative_prompt",
+    ),
+    "negative prompt without guidance of evaluations": (
+        lambda _: [
+            *("--rollout.negative-prompt", "blurry", "--rollout.guidance-scale", "2"),
+            *("--rollout.eval-guidance-scale", "1"),
+        ],
+        "rollout.eval_guidance_scale is 1.0; expected 0, or above 1 with rollout.negative_prompt",
     ),
     "form of the KL": (
         lambda _: [

@@ -27,6 +27,7 @@ from gcore_diffusion.sampling.image_sampling import (
     Evaluation,
     Roles,
     SamplingRoles,
+    evaluation_sampling,
     has_log_probs,
     image_request,
     images,
@@ -140,6 +141,8 @@ def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets)
     """Return what a user should know of a pipeline's folder and prompts before a run."""
     messages: list[str] = []
     texts = [prompt.text for prompt in (*prompts.train, *prompts.val)]
+    if config.rollout.negative_prompt:
+        texts.append(config.rollout.negative_prompt)
     cut = cut_prompts(model, texts, max_sequence_length=config.rollout.max_sequence_length)
     if cut:
         beginnings = ", ".join(f"{text!r:.60}" for text in cut[:_NAMED_PROMPTS])
@@ -165,7 +168,12 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     if window is not None:
         num_steps = config.rollout.num_inference_steps
     sampling = ImageSampling(
-        num_inference_steps=num_steps, window=window, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size
+        num_inference_steps=num_steps,
+        window=window,
+        guidance_scale=guidance_scale,
+        kernel=kernel_of(config),
+        size=size,
+        negative_prompt=config.rollout.negative_prompt,
     )
     try:
         made, *_ = await images(sampler.policy, [image_request(p, f"try/{n}", sampling) for n, p in tried.items()])
@@ -274,11 +282,7 @@ async def sample_run(
     if not folder.export.is_dir():
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout
-    sampling = ImageSampling(
-        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
-        guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
-        size=rollout.image_size,
-    )
+    sampling = evaluation_sampling(config, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
     given = Prompt(text=prompt, row={}, images=tuple(image))
     try:
         request = image_request(given, "sample", sampling, n=n, seed=seed)

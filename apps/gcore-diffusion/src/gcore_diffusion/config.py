@@ -86,11 +86,16 @@ class RolloutConfig(Checked, section="rollout"):
     """Denoising steps of an image in training."""
     guidance_scale: Amount = 1.0
     """Scale of classifier-free guidance in training; 1: none."""
+    negative_prompt: str = ""
+    """What guidance leads away from, in training, evaluation and sampling, for all prompts; empty: the pipeline's
+    own."""
     kernel: KernelName = "flow_sde"
     """How steps with noise are made: Flow-GRPO's (flow_sde), DanceGRPO's (dance_sde), Flow-CPS's with its unnormalised
     log-probs (cps), DDIM's (ddim, for models of DDPM's kind), or none with noise (ode)."""
     noise_level: Positive = 0.7
     """Level of the kernel's noise; of ddim its eta."""
+    shared_noise: bool = False
+    """Images of a prompt start from the same noise in training, and differ by that of their steps (DanceGRPO)."""
     window_size: NonNegative = 0
     """Number of steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
     window_range: tuple[int, int] = (0, 0)
@@ -135,6 +140,10 @@ class RolloutConfig(Checked, section="rollout"):
         is_within = 0 <= first < end <= steps and end - first >= size
         expected = f"steps from 0 to {steps}, at least rollout.window_size={size} of them"
         self.require("window_range", is_within, expected)
+        if self.negative_prompt:
+            self.require("guidance_scale", self.guidance_scale > 1, "above 1 with rollout.negative_prompt")
+            is_guided = self.eval_guidance_scale == 0 or self.eval_guidance_scale > 1
+            self.require("eval_guidance_scale", is_guided, "0, or above 1 with rollout.negative_prompt")
 
     @property
     def image_size(self) -> tuple[int, int] | None:
@@ -271,7 +280,9 @@ _READ_WITH = (
     ReadWith(settings=("actor.nft",), chosen_by={_NAME: one_of("nft")}),
     ReadWith(settings=("actor.nft.adv_clip_max",), chosen_by={_NAME: one_of()}, hint="algorithm.adv_clip_max is read"),
     ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
-    ReadWith(settings=("rollout.noise_level",), chosen_by={"rollout.kernel": _NOISY}),
+    ReadWith(settings=("rollout.noise_level", "rollout.shared_noise"), chosen_by={"rollout.kernel": _NOISY}),
+    # Of images by reward_gradient none are compared.
+    ReadWith(settings=("rollout.shared_noise",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
     # DPO trains on no step, but of images that are made by ddim, the window's steps alone have noise.
     ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
     ReadWith(settings=("rollout.window_size",), chosen_by={"rollout.kernel": _NOISY}),

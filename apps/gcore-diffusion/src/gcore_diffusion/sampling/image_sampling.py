@@ -233,6 +233,21 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
         kernel=kernel_of(config),
         window=window,
         size=rollout.image_size,
+        shared_noise=rollout.shared_noise,
+        negative_prompt=rollout.negative_prompt,
+    )
+
+
+def evaluation_sampling(
+    config: DiffusionConfig, *, num_inference_steps: int = 0, guidance_scale: float = 0.0
+) -> ImageSampling:
+    """Return how held-out images are sampled, without noise; steps and guidance of 0 are the evaluation's."""
+    rollout = config.rollout
+    return ImageSampling(
+        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
+        guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
+        size=rollout.image_size,
+        negative_prompt=rollout.negative_prompt,
     )
 
 
@@ -270,11 +285,7 @@ async def scored(
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
     rollout, rewards = config.rollout, ctx.roles.rewards
-    sampling = ImageSampling(
-        num_inference_steps=rollout.eval_num_inference_steps or rollout.num_inference_steps,
-        guidance_scale=rollout.eval_guidance_scale or rollout.guidance_scale,
-        size=rollout.image_size,
-    )
+    sampling = evaluation_sampling(config)
     requests = [
         image_request(prompts[i], f"val/{i}", sampling, n=rollout.eval_n, seed=i)
         for i in range(ctx.rank, len(prompts), ctx.world_size)

@@ -206,11 +206,16 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     async def _make(self, batch: list[_Image]) -> None:
         sampling = batch[0].request.sampling
         generators = [image_generator(image.request.seed, image.index) for image in batch]
+        starts = generators
+        if sampling.shared_noise:
+            starts = [image_generator(image.request.seed, 0) for image in batch]
+            # The first image's own generator would repeat the initial noise in its first step.
+            generators = [image_generator(image.request.seed, image.index + 1) for image in batch]
         with self._recorded.taping([image.request.sampling for image in batch], generators) as tape:
             self._running = tape, batch
             version = self._version
             requests = [image.request for image in batch]
-            thread = asyncio.create_task(asyncio.to_thread(self._tried_and_called, requests, generators))
+            thread = asyncio.create_task(asyncio.to_thread(self._tried_and_called, requests, starts))
             try:
                 pixels = await asyncio.shield(thread)
                 self._hand_over(batch, tape, pixels, version)
@@ -237,6 +242,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         """Hand over a batch of B images with pixels [B, ...]."""
         assert tape.form is not None
         assert tape.final is not None
+        negative = batch[0].request.sampling.negative_prompt
+        if negative and tape.form.guidance_scale is None:
+            raise RequestError(
+                f"negative_prompt is {negative!r}; expected '', because {self._call.kind} calls its model only "
+                "with the prompt"
+            )
         final = tape.final.cpu().numpy()
         form, (rows, shared) = tape.form, self._split(tape, len(batch[0].request.images))
         with_prompt, without = form.halves(rows, len(batch)) if form.guidance_scale is not None else (rows, None)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.diffusion.types import ImageRequest
+from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSampling
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.reward import import_pillow
 
@@ -47,6 +47,9 @@ class PipelineCall:
             self._class_of(request.prompt)
         if request.images and not self.takes_images:
             raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
+        negative = request.sampling.negative_prompt
+        if negative and "negative_prompt" not in self._accepted:
+            raise RequestError(f"negative_prompt is {negative!r}; expected '', because {self.kind} takes none")
         if request.sampling.size is not None and "height" not in self._accepted and not self.takes_images:
             raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
 
@@ -78,7 +81,7 @@ class PipelineCall:
             options |= self._text_of(prompts, has_images=bool(images))
         else:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
-        options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
+        options |= self._guidance(sampling, len(options.get("prompt", ())))
         # The first field is called images or frames.
         made: torch.Tensor = self._pipeline(
             **options,
@@ -127,12 +130,22 @@ class PipelineCall:
         # With a count, some pipelines order embeddings p0 p0 p1 p1, and attention masks p0 p1 p0 p1.
         return {"prompt": list(prompts)}
 
-    def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
+    def _guidance(self, sampling: ImageSampling, num_prompts: int) -> dict[str, Any]:
         """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
         config: Any = self._denoiser.config
+        scale = sampling.guidance_scale
+        negative = sampling.negative_prompt
+        options: dict[str, Any] = {}
         if "true_cfg_scale" not in self._accepted or config.get("guidance_embeds"):
-            return {"guidance_scale": scale - _SCALES_BELOW.get(self.kind, 0.0)}
-        return {"true_cfg_scale": scale} | ({"negative_prompt": [" "] * num_prompts} if scale > 1 else {})
+            options["guidance_scale"] = scale - _SCALES_BELOW.get(self.kind, 0.0)
+        else:
+            options["true_cfg_scale"] = scale
+            if scale > 1:
+                # Without a negative prompt these pipelines have no guidance.
+                negative = negative or " "
+        if negative:
+            options["negative_prompt"] = [negative] * num_prompts
+        return options
 
     def _class_of(self, prompt: str) -> int:
         names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.diffusion.kernels import FlowODE, Kernel
+from gcore_rollout.engines.diffusion.kernels import DDIM, FlowODE, Kernel
 from gcore_rollout.engines.protocol import AnyRequest, AnySample
 from gcore_rollout.errors import RequestError
 
@@ -41,6 +41,11 @@ class ImageSampling:
     noise are recorded. Flow-GRPO-Fast and MixGRPO (arXiv 2507.21802) keep it short, so that fewer are trained on."""
     size: tuple[int, int] | None = None
     """Height and width in pixels; None: the pipeline's own."""
+    shared_noise: bool = False
+    """All images of a request start from the same noise, and differ by that of their steps (DanceGRPO, arXiv
+    2505.07818)."""
+    negative_prompt: str = ""
+    """What the model is given in place of the prompt in the pass without it; empty: the pipeline's own."""
 
     def suits(self, other: "ImageSampling") -> bool:
         """Return whether images with these settings and with others can be made in one batch: windows may differ."""
@@ -52,6 +57,11 @@ class ImageSampling:
             raise RequestError(f"num_inference_steps is {self.num_inference_steps}; expected at least 1")
         if not self.guidance_scale >= 0:
             raise RequestError(f"guidance_scale is {self.guidance_scale}; expected 0 or more")
+        is_noiseless = isinstance(self.kernel, FlowODE) or self.kernel == DDIM(eta=0.0)
+        if self.shared_noise and is_noiseless:
+            raise RequestError(f"shared_noise is True; expected False with {self.kernel}: all images would be alike")
+        if self.negative_prompt and self.guidance_scale <= 1:
+            raise RequestError(f"guidance_scale is {self.guidance_scale}; expected above 1 with a negative_prompt")
         if self.window is not None:
             first, end = self.window
             if not 0 <= first < end <= self.num_inference_steps:
