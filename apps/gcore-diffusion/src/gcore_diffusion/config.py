@@ -87,8 +87,8 @@ class RolloutConfig(Checked, section="rollout"):
     guidance_scale: Amount = 1.0
     """Scale of classifier-free guidance in training; 1: none."""
     negative_prompt: str = ""
-    """What guidance leads away from, in training, evaluation and sampling, for all prompts; empty: the pipeline's
-    own."""
+    """Text that guidance leads away from, for all prompts, in training, evaluation and sampling; empty: the
+    pipeline's own."""
     kernel: KernelName = "flow_sde"
     """How steps with noise are made: Flow-GRPO's (flow_sde), DanceGRPO's (dance_sde), Flow-CPS's with its unnormalised
     log-probs (cps), DDIM's (ddim, for models of DDPM's kind), or none with noise (ode)."""

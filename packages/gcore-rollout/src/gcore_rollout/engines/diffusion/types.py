@@ -45,7 +45,7 @@ class ImageSampling:
     """All images of a request start from the same noise, and differ by that of their steps (DanceGRPO, arXiv
     2505.07818)."""
     negative_prompt: str = ""
-    """What the model is given in place of the prompt in the pass without it; empty: the pipeline's own."""
+    """Text that the model is given in place of the prompt in the pass without it; empty: the pipeline's own."""
 
     def suits(self, other: "ImageSampling") -> bool:
         """Return whether images with these settings and with others can be made in one batch: windows may differ."""
