@@ -69,10 +69,7 @@ class DynamicPartition:
         """
         check_above_0("size", size)
         num_roles = len(self.space.roles)
-        for place, load in enumerate(loads):
-            unchecked: object = load
-            if not isinstance(unchecked, RoleLoad):
-                raise refusal(f"loads[{place}]", unchecked, "a RoleLoad")
+        _check_loads(loads)
         if len(loads) != num_roles:
             raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
         self._history.add(loads, self.partition.devices, size)
@@ -180,3 +177,9 @@ def _partition(state: Mapping[str, Any]) -> Partition:
     """Return a partition of a `state()`, in which JSON has made lists of tuples."""
     replicas, devices = tuple(state["replicas"]), tuple(state["devices"])
     return Partition(replicas=replicas, devices=devices, unassigned_devices=state["unassigned_devices"])
+
+
+def _check_loads(loads: Sequence[object]) -> None:
+    for place, load in enumerate(loads):
+        if not isinstance(load, RoleLoad):
+            raise refusal(f"loads[{place}]", load, "a RoleLoad")
