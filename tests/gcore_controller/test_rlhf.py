@@ -102,6 +102,11 @@ def test_the_same_training_with_any_number_of_controllers(world_size: int) -> No
         assert row["training/has_signal"] == 1
 
 
+def test_a_step_that_takes_no_time() -> None:
+    """As a coarse clock has it."""
+    assert run(CONFIG, seconds=0.0).metrics == run(CONFIG).metrics
+
+
 class ShownTones(Tones):
     """Shows takes, trained on and filtered, in an order that depends on the step and the prompt."""
 
