@@ -56,11 +56,13 @@ class Trainer:
 
     logits: NDArray[np.float64]
     group: Collectives
+    seconds: float = 0.01
+    """Of an update."""
 
     async def train_step(self, samples: Sequence[tuple[int, int, float]]) -> dict[str, float]:
         """Perform an update of REINFORCE on (prompt index, tone, advantage) of all controllers."""
         everyones = sorted(s for part in await self.group.all_gather(samples) for s in part)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.seconds)
         if self.group.rank == 0:
             gradient = np.zeros(NUM_TONES)
             for _, tone, advantage in everyones:
