@@ -60,7 +60,7 @@ class RunFolder:
         self.export = path / "export"
         self.best = path / "best"
         self.notices: list[str] = []
-        """What has changed since the run was started, and does not keep it from being resumed."""
+        """Changes since the run was started that do not keep it from being resumed."""
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
