@@ -544,7 +544,9 @@ def _overwrite(state: Any) -> None:
 
 def _moved(found: Any, template: Any) -> list[str]:
     """Tensors of the template that were not filled in place."""
-    pairs = zip(map(_local, leaves(found)), map(_local, leaves(template)), strict=True)
-    tensors = [(new, old) for new, old in pairs if isinstance(old, torch.Tensor) and not old.is_meta and old.numel()]
-    moved = sum(new.data_ptr() != old.data_ptr() for new, old in tensors)
+    places = {local.data_ptr() for local in map(_local, leaves(found)) if isinstance(local, torch.Tensor)}
+    moved = 0
+    for local in map(_local, leaves(template)):
+        if isinstance(local, torch.Tensor) and not local.is_meta and local.numel():
+            moved += local.data_ptr() not in places
     return [f"{moved} tensors were not filled in place"] if moved else []

@@ -81,7 +81,7 @@ def run(
     policy = Synthesizer(seconds=seconds)
 
     async def program(ctx: Context[Synthesizer]) -> None:
-        roles = Roles(policy=ctx.roles, learner=Trainer(logits, ctx.group, seconds))
+        roles = Roles(policy=ctx.roles, learner=Trainer(logits, ctx.group, seconds=seconds))
         await RLHFLoop(ctx.with_roles(roles), modality([5] * 30), config, start, recorder).run()
 
     run_simulated(program, roles=policy, world_size=world_size)

@@ -56,7 +56,7 @@ class Trainer:
 
     logits: NDArray[np.float64]
     group: Collectives
-    seconds: float = 0.01
+    seconds: float = field(default=0.01, kw_only=True)
     """Of an update."""
 
     async def train_step(self, samples: Sequence[tuple[int, int, float]]) -> dict[str, float]:

@@ -28,7 +28,7 @@ FRAGMENTS: dict[str, int] = {
     "gcore-runs": 0,
 }
 # These two have risen twice, from 53 and 37. To 58 and 41: since then waves are rounds of the placement, responses have
-# expected lengths, engines keep sleeping weights in pinned memory, and ranks take turns on devices that they lend. To 66
-# and 44: settings that nothing reads are refused, contents of files are compared on resumption, messages have one form,
-# responses end at stop strings, and slow rewards are named.
+# expected lengths, engines keep sleeping weights in pinned memory, and ranks take turns on devices that they lend. To
+# 66 and 44: settings that nothing reads are refused, contents of files are compared on resumption, messages have one
+# form, responses end at stop strings, and slow rewards are named.
 TRACED_FILES: dict[str, int] = {"start": 66, "step": 44}

@@ -141,7 +141,7 @@ def test_what_the_hub_does_not_have(hub: StandInHub, tmp_path: Path) -> None:
             "model is 'org/tiny@v9'; expected an existing folder, or a model on the Hub: it has no rev",
         ),
         (
-            {"critic": {"model": "org/no"}},
+            {"critic": {"model": "org/no"}, "algorithm": {"adv_estimator": "gae"}},
             "critic.model is 'org/no'; expected an existing folder, or a model on the Hub",
         ),
         (

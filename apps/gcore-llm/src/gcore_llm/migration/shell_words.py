@@ -5,7 +5,7 @@ from collections.abc import Callable
 from fnmatch import translate
 from pathlib import Path
 
-from gcore_llm.migration.shell_tests import compute_arithmetic
+from gcore_llm.migration.shell_conditions import compute_arithmetic
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*0])\])?(.*)", re.DOTALL)

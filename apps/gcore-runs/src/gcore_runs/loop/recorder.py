@@ -232,7 +232,8 @@ class Stop:
     """Whether `check` has ended the loop."""
     is_early = False
     """Whether `end_early` was called."""
-    _is_requested = False
+    is_requested = False
+    """Whether Ctrl-C was pressed."""
     _is_held_back = False
     _act: Callable[[], object] | None = None
 
@@ -243,13 +244,13 @@ class Stop:
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
-        if self._is_requested:
+        if self.is_requested:
             self.is_orderly = True
             raise KeyboardInterrupt
 
     def end_early(self) -> None:
         """End the loop as Ctrl-C does, although the run is complete."""
-        self.is_early = not self._is_requested
+        self.is_early = not self.is_requested
         if self._act is not None:
             self._act()
 
@@ -260,13 +261,13 @@ class Stop:
     def let_through(self) -> None:
         """Act on a Ctrl-C that came since `hold_back`."""
         self._is_held_back = False
-        if self._is_requested and self._act is not None:
+        if self.is_requested and self._act is not None:
             self._act()
 
     def _request(self, *_: object) -> None:
         for number in _INTERRUPTS:
             signal.signal(number, signal.default_int_handler)
-        self._is_requested = True
+        self.is_requested = True
         if not self._is_held_back:
             self.let_through()
 

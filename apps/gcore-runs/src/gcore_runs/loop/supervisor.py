@@ -291,9 +291,10 @@ class Supervisor:
             except BaseException as error:
                 with suppress(RankError):
                     recorder.save_last()
-                if isinstance(error, asyncio.CancelledError):
-                    if recorder.stop.is_early:
-                        return None
+                if isinstance(error, asyncio.CancelledError) and recorder.stop.is_early:
+                    return None
+                # The second Ctrl-C stops the event loop, which may be a RuntimeError; nothing is recovered after one.
+                if isinstance(error, asyncio.CancelledError) or recorder.stop.is_requested:
                     raise KeyboardInterrupt from None
                 if not isinstance(error, Exception):
                     raise
