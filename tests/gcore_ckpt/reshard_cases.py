@@ -107,7 +107,20 @@ def load_template(rank: Rank, path: str, tree: Any, size: int) -> list[str]:
     """Where the loaded state is not what it should be: not these bits, or not in the template's memory."""
     template = build(tree, rank.number, empty=True)
     found = checkpointer(rank, path, size).load(template)
-    return [*differences(found, build(tree, rank.number)), *_moved(found, template)]
+    return [*differences(_without_filled(found, template), build(tree, rank.number)), *_moved(found, template)]
+
+
+def _without_filled(found: Any, template: Any) -> Any:
+    """The loaded state without what came where the template has an empty dict, as of a rank that holds nothing."""
+    match found:
+        case dict():
+            return {key: _without_filled(value, template[key]) for key, value in found.items() if key in template}
+        case list() | tuple():
+            return type(found)(_without_filled(one, other) for one, other in zip(found, template, strict=True))
+        case PerRank():
+            return PerRank(_without_filled(found.value, template.value))
+        case _:
+            return found
 
 
 def load_whole(rank: Rank, path: str, tree: Any, size: int, only: list[str] | None) -> list[str]:

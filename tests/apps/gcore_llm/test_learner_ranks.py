@@ -107,6 +107,6 @@ def test_a_stopped_rank_is_named_and_two_interrupts_end_the_run(cli: Cli, own_ar
     command.send(signal.SIGINT)
     assert not command.has_ended(1.0)
     command.send(signal.SIGINT)
-    assert command.has_ended(10.0)
+    assert command.has_ended(60.0)
     assert command.wait().code == 130
     assert not any(is_running(pid) for pid in stopped)

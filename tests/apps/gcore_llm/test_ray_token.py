@@ -191,7 +191,7 @@ def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) ->
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert f"ray.address: the Ray cluster at {head.address!r} does not accept this process: the token" in done.stderr
+    assert f"the Ray cluster at {head.address!r} does not accept this process: the token" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

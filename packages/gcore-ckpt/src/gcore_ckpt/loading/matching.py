@@ -1,5 +1,6 @@
 """Matches a tree that was saved with a template, or makes a fresh state of it: what is to be read, and to where."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass, replace
@@ -32,6 +33,7 @@ from gcore_ckpt.ranks.shards import (
 )
 from gcore_ckpt.storage.local import LocalFiles
 
+_logger = logging.getLogger(__name__)
 _NAMED = 5
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -197,14 +199,18 @@ class Matcher:
             return {}
         tensors = [self._reader.index.tensors.get(name) for name in tree.references(node)]
         is_sharded = any(tensor is not None and len(tensor.shards) > 1 for tensor in tensors)
-        if is_sharded and self._group.size > 1:
-            raise self._mismatch(
-                path,
-                f"is an empty dict in the template, and holds sharded tensors under {len(fields)} keys in the "
-                "checkpoint; expected the sharded tensors to fill, as get_state_dict of "
-                "torch.distributed.checkpoint.state_dict returns them, or None, for which each rank loads all of them",
-            )
-        return self.decoded(node)
+        if not is_sharded or self._group.size == 1:
+            return self.decoded(node)
+        problem = (
+            f"is an empty dict in the template, and holds sharded tensors under {len(fields)} keys in the "
+            "checkpoint; expected the sharded tensors to fill, as get_state_dict of "
+            "torch.distributed.checkpoint.state_dict returns them, or None, for which each rank loads all of them"
+        )
+        if not path:
+            raise self._mismatch(path, problem)
+        # A rank may have none of a part of the state, which others have.
+        _logger.warning("rank %d loads nothing of %s, which %s", self._group.rank, describe(path), problem)
+        return {}
 
     def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
         try:

@@ -49,7 +49,7 @@ def check_same(digests: Sequence[Mapping[str, str]]) -> None:
 def _digest(data: torch.Tensor | NumpyArray) -> str:
     if isinstance(data, np.ndarray):
         return digest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
-    flat = data.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type != "cpu" and flat.numel() > _BLOCK_BYTES:
         flat = _sum_blocks(flat)
     return digest(flat.cpu().numpy().data)
