@@ -67,11 +67,6 @@ LONGEST_FIRST = (
 """The longest files of either command. A worker runs whole files, so the longest must not start last."""
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Slow tests wait for other processes for much of their time: three workers keep two cores busy."""
-    return 3 if config.option.markexpr == "slow" else 2
-
-
 @pytest.fixture(autouse=True)
 def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the folder that pytest is called in: a user's runs/default may be there."""
