@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from glob import glob
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gcore_runs.data.rows import Rows
+from gcore_runs.data.rows import Rows, expand_pattern
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.run_folder import json_object
 from gcore_runs.settings.data_config import BaseDataConfig
@@ -56,8 +55,7 @@ def open_rows(
 
         found = [open_dataset(source, setting=setting, large_bytes=LARGE_BYTES)]
     else:
-        is_pattern = "*" in source and not Path(source).exists()
-        paths = sorted(glob(source, recursive=True)) if is_pattern else [source]  # noqa: PTH207 (it may be absolute)
+        paths = expand_pattern(source)
         if not paths:
             raise UserError(f"data file {source} does not exist: no file matches the pattern")
         files = [_checked_file(path) for path in paths]

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -40,3 +41,10 @@ class Rows:
     """Paths in the rows are relative to it."""
     identity: str = ""
     """Distinguishes the present content of a large source from any other; empty: the rows are a list."""
+
+
+def expand_pattern(source: str) -> list[str]:
+    """Return the files that a pattern with ``*`` matches, sorted, or the only one that a source names."""
+    if "*" not in source or Path(source).exists():
+        return [source]
+    return sorted(glob(source, recursive=True))  # noqa: PTH207 (it may be absolute)

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from glob import glob
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from gcore_runs.data.rows import expand_pattern
 
 _ROWS = ("data.train_files", "data.val_files")
 _CODE = re.compile(r"(.+\.py)(:\w+)?")
@@ -69,9 +70,7 @@ def _row_files(source: str) -> list[Path]:
     named = _NAMED_SET.fullmatch(source)
     if named is not None and not Path(source).exists():
         source = named[1]
-    if "*" in source and not Path(source).exists():
-        return [Path(path) for path in sorted(glob(source, recursive=True))]  # noqa: PTH207 (it may be absolute)
-    return [Path(source)] if Path(source).is_file() else []
+    return [Path(path) for path in expand_pattern(source) if Path(path).is_file()]
 
 
 def _code_files(text: str) -> list[Path]:
