@@ -58,6 +58,8 @@ class _Call:
 class ProcessReward:
     """Runs a synchronous reward in a process of its own, which is killed when a call takes too long.
 
+    The reward scores one completion, or takes lists, in a `BatchReward`.
+
     One process answers all calls, one after the other. It is forked at the first call from a server that has imported
     ``preload``, again after it was killed, and ends with the event loop of its calls. A call that exceeds a limit, or
     ends the process in any other way, scores ``limit_score``; None: it raises `RewardError`. The calls after it are not
@@ -94,8 +96,9 @@ class ProcessReward:
         self._make = make
         self._process: LimitedProcess | None = None
 
-    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
-        """Score one completion; see the class."""
+    async def __call__(self, prompt: Any, completion: Any, row: Any) -> Any:
+        """Score one completion, or lists of them; see the class."""
+        plain: Any = dict(row) if isinstance(row, Mapping) else [dict(one) for one in row]
         loop = asyncio.get_running_loop()
         if self._process is None or self._process.loop is not loop or self._process.is_closed:
             describe = partial(describe_call, self)
@@ -103,7 +106,7 @@ class ProcessReward:
         # Calls ahead of this one may each take as long as they are allowed to.
         with pause_time_limit():
             try:
-                return await self._process.ask((prompt, completion, dict(row)))
+                return await self._process.ask((prompt, completion, plain))
             except LimitExceededError as error:
                 if self._limit_score is None:
                     raise RewardError(str(error)) from None
