@@ -250,16 +250,12 @@ class SavePipeline:
             )
 
     def _find_superfluous(self, storage: Storage, retention: Retention, steps: list[int], committed: int) -> list[int]:
-        if retention.keep_best is None:
-            return retention.superfluous(steps, committed)
-        found: dict[int, float] = {}
-        for step in steps:
-            if step not in self._metrics:
-                self._metrics[step] = read_metric(storage, step)
-            metric = self._metrics[step]
-            if metric is not None:
-                found[step] = metric
-        return retention.superfluous(steps, committed, found)
+        return retention.superfluous(steps, committed, lambda step: self._metric(storage, step))
+
+    def _metric(self, storage: Storage, step: int) -> float | None:
+        if step not in self._metrics:
+            self._metrics[step] = read_metric(storage, step)
+        return self._metrics[step]
 
     def _acquire(self) -> None:
         if self._acquired:
