@@ -484,6 +484,7 @@ def test_an_empty_dict_of_a_rank_that_holds_nothing_of_it(ranks: RankPool, tmp_p
     ranks.run("save", str(tmp_path), 1, names, 2, {}, size=2)
     part = {"w": tensor("part.w", (6, 4), ("plain", ALL))}
     assert ranks.run("load_own", str(tmp_path), [{"part": {}}, {"part": part}], 2, size=2) == [[], []]
+    assert ranks.run("load_next_to_an_empty_dict", str(tmp_path), 2, size=2) == [{"part": {}}, [24]]
     for other in ({"x": 1}, {"part": {}, "x": 1}):
         for message in ranks.errors("load_own", str(tmp_path), [{"part": {}}, other], 2, size=2):
             assert "state['part'] is an empty dict in the template" in message

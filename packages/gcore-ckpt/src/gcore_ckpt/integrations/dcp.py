@@ -231,7 +231,7 @@ def _described(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesS
 
 def _stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:
     """Return the stored tensor that a node refers to, and the shape of the node's own, which may be a view of it."""
-    name, view = tree.view_of(node) or (tree.name_of(node), None)
+    name, view = tree.tensor_of(node)
     stored = reader.index.tensors[cast("str", name)]
     return stored, stored.shape if view is None else view.shape
 

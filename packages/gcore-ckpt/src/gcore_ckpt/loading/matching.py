@@ -63,33 +63,43 @@ class Requests:
 
 
 def find_held_elsewhere(group: Group, template: State) -> list[str]:
-    """Return the paths of dicts that are empty in the template of one rank and not in that of another (all ranks)."""
+    """Return where the template of one rank has an empty dict and that of another has something else (all ranks)."""
     if group.size == 1:
         return []
 
     def merge(paths: list[list[str]]) -> list[list[str]]:
         return [sorted(set().union(*paths))] * len(paths)
 
-    empty = exchange(group, lambda: [path for path, size in _dict_sizes(template, ()) if size == 0], merge)
+    empty = exchange(
+        group, lambda: [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)], merge
+    )
     if not empty:
         return []
-    return exchange(group, lambda: [path for path, size in _dict_sizes(template, ()) if size and path in empty], merge)
+
+    def find_others() -> list[str]:
+        paths = {describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)}
+        return [path for path in empty if path in paths]
+
+    return exchange(group, find_others, merge)
 
 
-def _dict_sizes(template: State, path: StatePath) -> Iterator[tuple[str, int]]:
-    """Yield the path and the number of keys of each dict."""
+def _is_empty_dict(value: State) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]]:
+    """Yield all that a template is made of but its plain tensors, with the paths."""
+    yield path, template
+    fields: Mapping[Any, State] = {}
     if isinstance(template, dict):
         fields = cast("dict[str | int, State]", template)
-        yield describe(path), len(fields)
     elif isinstance(template, list | tuple):
         fields = dict(enumerate(cast("Sequence[State]", template)))
     elif is_dataclass(template) and not isinstance(template, type):
         fields = tree.fields_of_dataclass(template)
-    else:
-        return
     for key, value in fields.items():
-        if isinstance(value, dict | list | tuple) or is_dataclass(value):
-            yield from _dict_sizes(value, (*path, key))
+        if type(value) not in _PLAIN:
+            yield from _parts(value, (*path, key))
 
 
 class Matcher:
@@ -307,7 +317,7 @@ class Matcher:
         if shard is None:
             return self.decoded(node)
         with validation.reading(f"{self._reader.where}/index.json: tree"):
-            name, view = tree.view_of(node) or (tree.name_of(node), None)
+            name, view = tree.tensor_of(node)
         name = shard.name if shard.name is not None else name
         result = template
         if shard.tensor.is_meta:

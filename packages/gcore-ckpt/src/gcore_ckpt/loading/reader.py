@@ -214,14 +214,18 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
         raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
 
 
+def read_index(storage: Storage, step: int) -> Index:
+    """Return the index of a committed step; its files are not opened."""
+    with storage.open_step(step) as files:
+        return decode_index(files.read_index(), f"{storage}/{step_name(step)}/index.json")
+
+
 def read_metric(storage: Storage, step: int) -> float | None:
     """Return the metric that a committed step was saved with; None, too, for one that cannot be read."""
-    where = f"{storage}/{step_name(step)}/index.json"
     try:
-        with storage.open_step(step) as files:
-            return decode_index(files.read_index(), where).metric
+        return read_index(storage, step).metric
     except (OSError, CheckpointError) as error:
-        _logger.warning("the metric of %s cannot be read: %s", where, error)
+        _logger.warning("the metric of %s/%s cannot be read: %s", storage, step_name(step), error)
         return None
 
 
@@ -272,7 +276,7 @@ def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:
-        name, view = tree.view_of(node) or (tree.name_of(node), None)
+        name, view = tree.tensor_of(node)
         value = None if name is not None else tree.decode(node, _unknown, _unknown)
         yield StepLeaf(".".join(map(str, path)), name, value, per_rank, view)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format.index import decode_index
-from gcore_ckpt.loading.reader import StepReader
+from gcore_ckpt.loading.reader import StepReader, read_index
 from gcore_ckpt.ranks.group import Group, exchange
 from gcore_ckpt.storage import INDEX_FILE, Storage, step_name
 from gcore_ckpt.tiers.node import NodeStorage
@@ -76,8 +76,6 @@ def _readers(step: int, source: Storage, reports: Sequence[Report]) -> dict[str,
         if copies is None:
             raise CheckpointNotFoundError(f"{source} holds no whole step {step}")
         return source.readers(copies)
-    with source.open_step(step) as files:
-        data = files.read_index()
-    index = decode_index(data, f"{source}/{step_name(step)}/{INDEX_FILE}")
     ranks = list(range(len(reports)))
-    return {INDEX_FILE: (len(data), ranks)} | {name: (file.size_bytes, ranks) for name, file in index.files.items()}
+    files = {name: (file.size_bytes, ranks) for name, file in read_index(source, step).files.items()}
+    return {INDEX_FILE: (0, ranks)} | files

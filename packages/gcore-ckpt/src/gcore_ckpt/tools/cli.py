@@ -202,15 +202,17 @@ def _export_hf(path: str, out: str, **options: Any) -> int:
 def _import_dcp(source: str, path: str, step: int) -> int:
     from gcore_ckpt.tools.dcp import import_dcp
 
-    import_dcp(source, path, step=step)
-    _say(f"saved step {step} to {path}")
-    return 0
+    return _import(import_dcp, source, path, step)
 
 
 def _import_pt(source: str, path: str, step: int) -> int:
     from gcore_ckpt.tools.torch_file import import_pt
 
-    import_pt(source, path, step=step)
+    return _import(import_pt, source, path, step)
+
+
+def _import(read: Callable[..., None], source: str, path: str, step: int) -> int:
+    read(source, path, step=step)
     _say(f"saved step {step} to {path}")
     return 0
 
