@@ -42,7 +42,7 @@ class TieredCheckpointer(Checkpointer):
         ])
 
     A save copies the state once, into host memory, and writes it to the first tier for which the step is due; after the
-    commit, the files are copied from there to the other tiers that are due, in the background. A save for which no tier
+    commit, the files are copied from there, checked, to the other tiers that are due, in the background. A save for which no tier
     is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it; if that
     copy is damaged, it logs a warning and takes the next tier's.
 
