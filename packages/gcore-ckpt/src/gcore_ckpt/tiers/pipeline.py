@@ -16,6 +16,7 @@ from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.copying import copy_step
+from gcore_ckpt.tiers.node import NodeStorage
 from gcore_ckpt.tiers.storage import Place, TieredStorage
 from gcore_ckpt.tiers.transfer import Buffer
 
@@ -224,10 +225,8 @@ class TieredPipeline(SavePipeline):
 
     def _steps_here(self, place: Place, steps: list[int]) -> list[int]:
         """Return the steps that this rank may delete from a tier, of which these are all: on the machines, its own."""
-        node = self._tiers.node
-        return node.steps_here() if node is not None and place.storage is node else steps
+        return place.storage.steps_here() if isinstance(place.storage, NodeStorage) else steps
 
     def _leads(self, place: Place) -> bool:
         """Return whether this rank is the one that deletes from a tier, or, on the machines, from its own."""
-        node = self._tiers.node
-        return node.leads if node is not None and place.storage is node else self._planning.rank == 0
+        return place.storage.leads if isinstance(place.storage, NodeStorage) else self._planning.rank == 0
