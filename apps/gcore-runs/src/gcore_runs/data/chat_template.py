@@ -87,7 +87,9 @@ def _make_renderer() -> Callable[[str, Mapping[str, Any]], None]:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = json.dumps
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    names: dict[str, Any] = environment.globals
+    names["raise_exception"] = raise_exception
+    names["strftime_now"] = strftime_now
 
     def render(template: str, special_tokens: Mapping[str, Any]) -> None:
         program = environment.from_string(_GENERATION_TAG.sub("", template))
