@@ -154,7 +154,8 @@ def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
     rows: list[dict[str, str]] = []
     for _ in range(times + 1):
         for size in run.prompts:
-            rows.append({"prompt": "".join(rng.choice(list("abcdefgh"), size))})
+            letters = rng.choice(list("abcdefgh"), size)
+            rows.append({"prompt": "".join(letters)})
     write_jsonl(prompts, rows)
     reward.write_text(_REWARD)
     config = TrainConfig(
@@ -175,8 +176,5 @@ def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
         actor=ActorConfig(optim=OPTIMIZER, loss=LOSS, ppo_max_token_len=run.max_tokens),
         trainer=TrainerConfig(total_training_steps=times + 1, save_freq=times + 1, tensorboard=False),
     )
-    seconds: list[float] = []
-    for row in read_jsonl(train(config).run / "metrics.jsonl"):
-        if row["step"] > 1 and "timing_s/step" in row:
-            seconds.append(row["timing_s/step"])
-    return median(seconds)
+    metrics = read_jsonl(train(config).run / "metrics.jsonl")
+    return median(row["timing_s/step"] for row in metrics if row["step"] > 1 and "timing_s/step" in row)

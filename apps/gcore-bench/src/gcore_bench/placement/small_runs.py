@@ -67,10 +67,11 @@ def _make_run(row: Mapping[str, Any], rng: np.random.Generator) -> SmallRun:
     responses: list[tuple[int, ...]] = []
     if row["kind"] == "training":
         for _ in range(num_prompts):
-            responses.append(tuple(_draw_lengths(row, row["n"], rng)))
+            lengths = _draw_lengths(row, row["n"], rng)
+            responses.append(tuple(lengths))
     else:
-        for length in _draw_lengths(row, num_prompts, rng):
-            responses.append((length,) * row["n"])
+        lengths = _draw_lengths(row, num_prompts, rng)
+        responses += [(length,) * row["n"] for length in lengths]
     return SmallRun(
         name=row["name"],
         kind=row["kind"],
@@ -90,7 +91,8 @@ def _draw_lengths(row: Mapping[str, Any], count: int, rng: np.random.Generator) 
     normal = NormalDist()
     lengths: list[float] = []
     for k in range(count):
-        lengths.append(row["median"] * np.exp(row["sigma"] * normal.inv_cdf((k + 0.5) / count)))
+        deviation = row["sigma"] * normal.inv_cdf((k + 0.5) / count)
+        lengths.append(row["median"] * np.exp(deviation))
     rounded = np.clip(np.rint(lengths), 1, row["longest"]).astype(int)
     return rng.permutation(rounded).tolist()
 

@@ -38,7 +38,8 @@ def format_rows(table: FigureTable) -> list[list[str]]:
     """Return the cells of each row as text, "-" where the row lacks a figure."""
     lines: list[list[str]] = []
     for row in table.rows:
-        lines.append([format_cell(template, row) for template in table.columns.values()])
+        cells = [format_cell(template, row) for template in table.columns.values()]
+        lines.append(cells)
     return lines
 
 
@@ -79,7 +80,8 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with (_DATA / name).open(newline="") as file:
         for line in csv.DictReader(file):
-            rows.append({column: _parse_cell(text) for column, text in line.items() if text})
+            row = {column: _parse_cell(text) for column, text in line.items() if text}
+            rows.append(row)
     return rows
 
 

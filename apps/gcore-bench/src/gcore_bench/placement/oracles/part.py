@@ -99,8 +99,9 @@ def check_aims(rows: Sequence[Row]) -> list[str]:
     steps = [row for row in rows if row["stage"] == "step" and not row["fitted"]]
     worse: list[str] = []
     for row in steps:
-        if abs(row["error"]) > AIM:
-            worse.append(f"{row['name']} ({row['release']}) {row['error']:+.0%}")
+        error = row["error"]
+        if abs(error) > AIM:
+            worse.append(f"{row['name']} ({row['release']}) {error:+.0%}")
     count = f"{len(steps) - len(worse)} of {len(steps)}"
     return [f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(worse)})"]
 

@@ -97,7 +97,8 @@ def list_drifts(
     """Return the scenarios of question 1: does dynamic beat the best static split?"""
     cases: list[tuple[str, MakeSimulator]] = []
     for name in traces:
-        cases.append((name, partial(scenario, name, _JOB, num_devices, num_steps=num_steps)))
+        make = partial(scenario, name, _JOB, num_devices, num_steps=num_steps)
+        cases.append((name, make))
     return cases
 
 
@@ -143,12 +144,12 @@ def compare_all(cases: Sequence[tuple[str, MakeSimulator]], seeds: Sequence[int]
     """Compare the strategies in each case with each seed, and return a row per case."""
     tasks: list[Callable[[], Comparison]] = []
     for name, make in cases:
-        for seed in seeds:
-            tasks.append(partial(_compare, name, make, seed))
+        tasks.extend(partial(_compare, name, make, seed) for seed in seeds)
     comparisons = run_all(tasks, processes=processes)
     rows: list[Row] = []
     for first in range(0, len(comparisons), len(seeds)):
-        rows.append(summarize_seeds(comparisons[first : first + len(seeds)]))
+        of_case = comparisons[first : first + len(seeds)]
+        rows.append(summarize_seeds(of_case))
     return rows
 
 
@@ -174,7 +175,8 @@ def summarize_seeds(comparisons: Sequence[Comparison]) -> Row:
         row[f"{slow}_over_{fast}"] = format_range(ratios, ".2f")
     points: list[float] = []
     for comparison in comparisons:
-        points.append(100 * (comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share))
+        more_idle = comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share
+        points.append(100 * more_idle)
     row["points"] = format_range(points, ".1f")
     row["most_points"] = max(points)
     return row

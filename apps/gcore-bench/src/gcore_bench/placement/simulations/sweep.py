@@ -31,8 +31,7 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     num_steps = 2 if options.quick else None
     tasks: list[Callable[[], Row]] = []
     for num_devices in devices:
-        for trace in FAMILY:
-            tasks.append(partial(compare_with_split, num_devices, trace, num_steps))
+        tasks.extend(partial(compare_with_split, num_devices, trace, num_steps) for trace in FAMILY)
     rows = run_all(tasks, processes=count_processes(options))
     say(f"sweep: {len(rows)} runs under dynamic, seed {SEED}")
     return [FigureTable(title="The family", columns=COLUMNS, rows=rows, aims=[check_aim(rows)])]
@@ -59,10 +58,7 @@ def _sum_sampling_s(run: StrategyRun) -> float:
 def check_aim(rows: Sequence[Row]) -> str:
     """Compare the largest loss with the aim."""
     worst = max(rows, key=lambda row: row["loss_percent"])
-    missed: list[str] = []
-    for row in rows:
-        if row["loss_percent"] > 100 * AIM_LOSS:
-            missed.append(f"{row['trace']} on {row['devices']}")
+    missed = [f"{row['trace']} on {row['devices']}" for row in rows if row["loss_percent"] > 100 * AIM_LOSS]
     return (
         f"aim: dynamic loses at most {AIM_LOSS:.0%} to the best split on every trace; most: "
         f"{worst['loss_percent']:+.1f}% on {worst['trace']} with {worst['devices']} devices ({verdict_on_all(missed)})"
