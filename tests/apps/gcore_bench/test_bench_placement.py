@@ -110,7 +110,7 @@ def test_bench_measures_the_balancer(tmp_path: Path) -> None:
 def test_bench_measures_the_planner(tmp_path: Path) -> None:
     part, printed = bench(tmp_path, "planner")
     rows = {row["name"]: row for row in part["rows"]}
-    assert {(row["kind"], row["held_out"]) for row in rows.values()} == {
+    assert {(row["stage"], row["held_out"]) for row in rows.values()} == {
         ("training", ""),
         ("training", "yes"),
         ("generation", ""),
@@ -121,7 +121,7 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
         assert name in printed
         assert min(row["measured_s"], row["predicted_s"]) > 0
         assert np.isfinite(row["predicted_s"])
-        if row["kind"] == "training":
+        if row["stage"] == "training":
             assert row["measured_mb"] / 2 < row["predicted_mb"] < 2 * row["measured_mb"]
         else:
             assert not {"measured_mb", "predicted_mb"} & set(row)
@@ -169,7 +169,7 @@ def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> No
     fitted = [run for run in runs if not run.is_held_out]
     measured = {run.name: {"step_s": predict_seconds(run, true[run.ranks])} for run in fitted}
     for run in fitted:
-        if run.kind == "training":
+        if run.stage == "training":
             measured[run.name]["process_bytes"] = predict_bytes(run, alone)
     laws = fit_laws(fitted, measured)
     for run in runs:
@@ -179,12 +179,12 @@ def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> No
 
 
 def test_only_held_out_runs_are_judged() -> None:
-    row: Row = {"name": "a run", "kind": "training", "held_out": "yes", "error_s": 0.19, "error_mb": -0.14}
+    row: Row = {"name": "a run", "stage": "training", "held_out": "yes", "error_s": 0.19, "error_mb": -0.14}
     wild = row | {"name": "fitted", "held_out": "", "error_s": 8.0, "error_mb": -0.9}
     seconds, memory = planner.check_aims([row, wild])
     assert seconds == "aim: predicted step time of held-out runs within 20%: +19.0% to +19.0% (met)"
     assert memory == "aim: predicted peak memory of held-out runs within 15%: -14.0% to -14.0% (met)"
-    slow: Row = {"name": "slow", "kind": "step", "held_out": "yes", "error_s": -0.3}
+    slow: Row = {"name": "slow", "stage": "step", "held_out": "yes", "error_s": -0.3}
     seconds, memory = planner.check_aims([row, slow])
     assert seconds.endswith("-30.0% to +19.0% (not met: slow -30.0%)")
     assert memory.endswith("(met)")

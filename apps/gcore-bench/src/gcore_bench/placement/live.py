@@ -273,18 +273,18 @@ def check_aims(rows: Sequence[Row]) -> list[str]:
     others = rows[:-1]
     least_idle: dict[str, Row] = {}
     for row in others:
-        kind = row["run"].split()[0]
-        if kind not in least_idle or row["idle_percent"] < least_idle[kind]["idle_percent"]:
-            least_idle[kind] = row
+        strategy = row["run"].split()[0]
+        if strategy not in least_idle or row["idle_percent"] < least_idle[strategy]["idle_percent"]:
+            least_idle[strategy] = row
     moves = min(dynamic["moved_to_judge"], dynamic["moved_to_policy"])
     lines = [
         f"aim: dynamic moves an engine each way ({verdict(moves > 0)}), and no request is lost (met: every step has "
         "the samples, scores and gradients of all runs)"
     ]
-    for kind, row in least_idle.items():
+    for strategy, row in least_idle.items():
         is_met = dynamic["idle_percent"] < row["idle_percent"]
         lines.append(
-            f"aim: dynamic idles less than {kind}: {dynamic['idle_percent']:.1f}% to {row['idle_percent']:.1f}% "
+            f"aim: dynamic idles less than {strategy}: {dynamic['idle_percent']:.1f}% to {row['idle_percent']:.1f}% "
             f"({row['run']}; {verdict(is_met)})"
         )
     fastest = min(others, key=lambda row: row["seconds"])

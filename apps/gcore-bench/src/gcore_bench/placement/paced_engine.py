@@ -74,8 +74,8 @@ class PacedEngine(HFEngine):
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         """Generate responses, cut to the length of the phase."""
         if self.most_tokens is not None:
-            most = self.most_tokens()
-            requests = [_limit_length(request, most) for request in requests]
+            limit = self.most_tokens()
+            requests = [_limit_length(request, limit) for request in requests]
         async with aclosing(super().generate(requests)) as completions:
             async for completion in completions:
                 yield completion

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
 from gcore_bench.harness.report import Rounds, Row, summarise, verdict_on_all
+from gcore_bench.placement.fitting import Constants, fit_constants
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, make_small_runs
 from gcore_bench.placement.tables import FigureTable
@@ -43,8 +43,8 @@ COLUMNS = {
 }
 
 _ENGINE = ["decode", "prefill", "memory", "decode_step_s", "decode_sequence_s"]
-_SHARES = ("training", "attention", "decode", "prefill", "memory", "links")
-"""Constants that are shares of the device's rates: at most 1."""
+_UPPER_BOUNDS = dict.fromkeys(("training", "attention", "decode", "prefill", "memory", "links"), 1.0)
+"""These constants are shares of the device's rates."""
 
 Law = Callable[[SmallRun, Efficiency], float]
 
@@ -61,7 +61,10 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     laws = fit_laws([run for run in runs.values() if not run.is_held_out], measured)
     for ranks, law in laws.items():
         say(f"planner: constants with {ranks} training ranks: {law}")
-    rows = [compare_run(run, laws, measured[run.name]) for run in runs.values()]
+    rows: list[Row] = []
+    for run in runs.values():
+        row = compare_run(run, laws, measured[run.name])
+        rows.append(row)
     return [FigureTable(title="small runs, predicted", columns=COLUMNS, rows=rows, aims=check_aims(rows))]
 
 
@@ -69,25 +72,31 @@ def _measure(run: SmallRun, *, times: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
         spec = Spec(
             work="gcore_bench.placement.small_run_work",
-            contender=run.kind,
+            contender=run.stage,
             folder=folder,
             options={"run": run, "steps": times},
             world_size=run.ranks,
         )
-        return run_processes(spec.of_ranks())[run.kind]
+        return run_processes(spec.of_ranks())[run.stage]
 
 
 def compare_run(run: SmallRun, laws: Mapping[int, Efficiency], figures: Mapping[str, float]) -> Row:
     """Return the row of a run: what was measured, and what is predicted."""
     law = laws.get(run.ranks, laws[1])
-    row: Row = {"name": run.name, "kind": run.kind, "held_out": "yes" if run.is_held_out else ""}
-    row["measured_s"] = figures["step_s"]
-    row["predicted_s"] = predict_seconds(run, law)
-    row["error_s"] = row["predicted_s"] / row["measured_s"] - 1
-    if run.kind == "training":
+    seconds = predict_seconds(run, law)
+    row: Row = {
+        "name": run.name,
+        "stage": run.stage,
+        "held_out": "yes" if run.is_held_out else "",
+        "measured_s": figures["step_s"],
+        "predicted_s": seconds,
+        "error_s": seconds / figures["step_s"] - 1,
+    }
+    if run.stage == "training":
+        peak = predict_bytes(run, law)
         row["measured_mb"] = figures["process_bytes"] / 1e6
-        row["predicted_mb"] = predict_bytes(run, law) / 1e6
-        row["error_mb"] = row["predicted_mb"] / row["measured_mb"] - 1
+        row["predicted_mb"] = peak / 1e6
+        row["error_mb"] = peak / figures["process_bytes"] - 1
     return row
 
 
@@ -103,7 +112,11 @@ def predict_seconds(run: SmallRun, efficiency: Efficiency) -> float:
     step = predict_step(
         costs, job, strategy="colocated", num_devices=run.ranks, policy_devices=run.ranks, reward_devices=0
     )
-    return {"training": step.training_s, "generation": step.generation_s, "step": step.total_s}[run.kind]
+    if run.stage == "training":
+        return step.training_s
+    if run.stage == "generation":
+        return step.generation_s
+    return step.total_s
 
 
 def predict_bytes(run: SmallRun, efficiency: Efficiency) -> float:
@@ -134,9 +147,9 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float
     training: list[SmallRun] = []
     by_ranks: dict[int, list[SmallRun]] = {}
     for run in runs:
-        if run.kind == "generation":
+        if run.stage == "generation":
             generation.append(run)
-        elif run.kind == "training":
+        elif run.stage == "training":
             training.append(run)
             by_ranks.setdefault(run.ranks, []).append(run)
     seconds = {name: figures["step_s"] for name, figures in measured.items()}
@@ -153,32 +166,35 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float
 def _fit(
     runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law: Law, measured: Mapping[str, float]
 ) -> Efficiency:
-    """Fit constants, all above 0, by least squares of log(predicted / measured)."""
+    """Return the efficiency with these constants fitted to the measurements."""
     expected = np.array([measured[run.name] for run in runs])
 
-    def set_constants(logs: NDArray[np.float64]) -> Efficiency:
-        return replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
-
-    def compute_residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        efficiency = set_constants(logs)
+    def compute_residuals(constants: Constants) -> NDArray[np.float64]:
+        efficiency = replace(start, **constants)
         predicted = [law(run, efficiency) for run in runs]
         return np.log(predicted / expected)
 
-    first = np.log([float(getattr(start, name)) for name in names])
-    most = [0.0 if name in _SHARES else np.inf for name in names]
-    return set_constants(least_squares(compute_residuals, first, bounds=(-np.inf, most)).x)
+    first = {name: float(getattr(start, name)) for name in names}
+    return replace(start, **fit_constants(first, compute_residuals, _UPPER_BOUNDS))
 
 
 def check_aims(rows: Sequence[Row]) -> list[str]:
     """Compare the errors of the held-out runs with the aims."""
+    held_out = [row for row in rows if row["held_out"]]
     return [
-        _check_aim("step time", [row for row in rows if row["held_out"]], "error_s", AIM_SECONDS),
-        _check_aim("peak memory", [row for row in rows if row["held_out"]], "error_mb", AIM_BYTES),
+        _check_aim("step time", held_out, "error_s", AIM_SECONDS),
+        _check_aim("peak memory", held_out, "error_mb", AIM_BYTES),
     ]
 
 
 def _check_aim(what: str, rows: Sequence[Row], metric: str, aim: float) -> str:
-    errors = {row["name"]: row[metric] for row in rows if metric in row}
-    worse = [f"{name} {error:+.1%}" for name, error in errors.items() if abs(error) > aim]
-    span = f"{min(errors.values()):+.1%} to {max(errors.values()):+.1%}"
+    errors: list[float] = []
+    worse: list[str] = []
+    for row in rows:
+        if metric in row:
+            error = row[metric]
+            errors.append(error)
+            if abs(error) > aim:
+                worse.append(f"{row['name']} {error:+.1%}")
+    span = f"{min(errors):+.1%} to {max(errors):+.1%}"
     return f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict_on_all(worse)})"

@@ -39,9 +39,9 @@ def run(spec: Spec) -> dict[str, dict[str, float]]:
     run = spec.options["run"]
     times = spec.options["steps"]
     torch.manual_seed(0)
-    if run.kind == "generation":
+    if run.stage == "generation":
         figures = {"step_s": measure_generation(run, times)}
-    elif run.kind == "step":
+    elif run.stage == "step":
         figures = {"step_s": measure_whole_step(run, Path(spec.folder), times)}
     elif spec.world_size == 1:
         figures = measure_training(run, 0, times, None)
@@ -77,8 +77,8 @@ def _make_trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParal
 
 def _make_model(config: Mapping[str, Any], attention: str) -> Any:
     sizes = dict(config)
-    made = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention)
+    model_config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    return AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
 
 
 def _make_batches(run: SmallRun, rank: int) -> list[list[Sample]]:

@@ -22,7 +22,7 @@ class SmallRun:
     """One model and one batch."""
 
     name: str
-    kind: Literal["training", "generation", "step"]
+    stage: Literal["training", "generation", "step"]
     is_held_out: bool
     """Predicted by laws that are fitted to other runs."""
     config: Mapping[str, Any]
@@ -65,7 +65,7 @@ def _make_run(row: Mapping[str, Any], rng: np.random.Generator) -> SmallRun:
     longest_prompt = row["longest_prompt"]
     prompts = rng.integers(longest_prompt * 3 // 4, longest_prompt + 1, num_prompts)
     responses: list[tuple[int, ...]] = []
-    if row["kind"] == "training":
+    if row["stage"] == "training":
         for _ in range(num_prompts):
             lengths = _draw_lengths(row, row["n"], rng)
             responses.append(tuple(lengths))
@@ -74,7 +74,7 @@ def _make_run(row: Mapping[str, Any], rng: np.random.Generator) -> SmallRun:
         responses += [(length,) * row["n"] for length in lengths]
     return SmallRun(
         name=row["name"],
-        kind=row["kind"],
+        stage=row["stage"],
         is_held_out=row["is_held_out"],
         config=_make_config(row),
         prompts=tuple(prompts.tolist()),

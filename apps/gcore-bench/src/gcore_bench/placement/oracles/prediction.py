@@ -6,8 +6,8 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
+from gcore_bench.placement.fitting import Constants, fit_constants
 from gcore_bench.placement.oracles.steps import PublishedStep, Stage
 from gcore_placement import Cluster, Efficiency, EngineLayout, Job, Lengths, ModelShape, StepTime, predict_layout
 
@@ -136,12 +136,11 @@ def fit_study(steps: Sequence[PublishedStep], start: Fit) -> Fit:
     If a row has its stages, they are fitted and the whole step is not: it contains time that belongs to no stage.
     """
     fitted_steps = [step for step in steps if step.fits]
-    names = list_constants(steps)
-    if not names:
+    if not fitted_steps:
         return start
 
-    def compute_residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        fit = set_constants(start, names, np.exp(logs).tolist())
+    def compute_residuals(constants: Constants) -> NDArray[np.float64]:
+        fit = set_constants(start, constants)
         residuals: list[float] = []
         for step in fitted_steps:
             predicted_s = predict_stages(step, fit)
@@ -149,14 +148,13 @@ def fit_study(steps: Sequence[PublishedStep], start: Fit) -> Fit:
             if len(measured_s) > 1:
                 del measured_s["step"]
             for stage, seconds in measured_s.items():
-                residuals.append(np.log(predicted_s[stage] / seconds))
+                residual = np.log(predicted_s[stage] / seconds)
+                residuals.append(residual)
         return np.array(residuals)
 
     constants = get_constants(start)
-    first = np.log([constants[name] for name in names])
-    most = np.log([_UPPER_BOUNDS.get(name, np.inf) for name in names])
-    solution = least_squares(compute_residuals, first, bounds=(-np.inf, most))
-    return set_constants(start, names, np.exp(solution.x).tolist())
+    first = {name: constants[name] for name in list_constants(steps)}
+    return set_constants(start, fit_constants(first, compute_residuals, _UPPER_BOUNDS))
 
 
 def list_constants(steps: Sequence[PublishedStep]) -> list[str]:
@@ -172,9 +170,9 @@ def get_constants(fit: Fit) -> dict[str, float]:
     return {**asdict(fit.efficiency), "response_tokens": fit.response_tokens, "sigma": fit.sigma}
 
 
-def set_constants(fit: Fit, names: Sequence[str], values: Sequence[float]) -> Fit:
+def set_constants(fit: Fit, constants: Constants) -> Fit:
     """Return the fit with other values of some constants."""
-    for name, value in zip(names, values, strict=True):
+    for name, value in constants.items():
         if name in ("response_tokens", "sigma"):
             fit = replace(fit, **{name: value})
         else:

@@ -197,18 +197,13 @@ def compare_errors(errors: Sequence[float], num_steps: int, processes: int) -> l
 
     Rows have the seconds of the best split over those of dynamic, with measurements that correct the model and without.
     """
-    gains = run_all([partial(_measure_gains, errors, num_steps, seed) for seed in SEEDS], processes=processes)
+    by_seed = run_all([partial(_measure_gains, errors, num_steps, seed) for seed in SEEDS], processes=processes)
     rows: list[Row] = []
-    for number, error in enumerate(errors):
-        corrected = [gain[number][0] for gain in gains]
-        uncorrected = [gain[number][1] for gain in gains]
-        rows.append(
-            {
-                "error": error,
-                "corrected": format_range(corrected, ".2f"),
-                "uncorrected": format_range(uncorrected, ".2f"),
-            }
-        )
+    for error, *gains in zip(errors, *by_seed, strict=True):
+        corrected, uncorrected = zip(*gains, strict=True)
+        row = {"error": error, "corrected": format_range(corrected, ".2f")}
+        row["uncorrected"] = format_range(uncorrected, ".2f")
+        rows.append(row)
     return rows
 
 
@@ -250,8 +245,8 @@ def payload_load(trace: Trace, *, num_controllers: int) -> tuple[float, float, f
     payloads = trace.payload_bytes
     controllers = np.arange(len(payloads)) % num_controllers
     shares = np.bincount(controllers, weights=payloads, minlength=num_controllers)
-    most = float(shares.max())
+    busiest = float(shares.max())
     mean = float(shares.mean())
     # A payload comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
-    seconds = (1 + 3) * most / PAYLOAD_BYTES_PER_S
-    return seconds, most, most / mean if mean else 1.0
+    seconds = (1 + 3) * busiest / PAYLOAD_BYTES_PER_S
+    return seconds, busiest, busiest / mean if mean else 1.0
