@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,11 @@ from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.tables import FigureTable
 from gcore_placement import balance
 
-Say = Callable[[str], object]
+Say: TypeAlias = Callable[[str], object]
+Work: TypeAlias = NDArray[np.int64]
+"""Work of each sequence."""
+Parts: TypeAlias = Sequence[Any] | NDArray[np.int64]
+"""Sequences of each rank, by their positions."""
 
 LENGTHS = ("lognormal", "pareto")
 SAMPLES = (512, 4096, 16_384, 100_352, 1_000_448)
@@ -60,14 +65,18 @@ def run(options: PlacementOptions, say: Say) -> list[FigureTable]:
     Rows have the imbalance (work of the busiest rank over the mean, less 1) of ``ours``, ``verl`` and ``random``, and
     the CPU seconds ``ours_s`` and ``verl_s``.
     """
-    sizes = (QUICK_SAMPLES, QUICK_RANKS) if options.quick else (SAMPLES, RANKS)
+    samples = SAMPLES
+    ranks = RANKS
+    if options.quick:
+        samples = QUICK_SAMPLES
+        ranks = QUICK_RANKS
     # The import takes seconds, which are not to be timed.
     import_module(_VERL_MODULE)
     rows: list[Row] = []
     for lengths in LENGTHS:
-        for num_ranks in sizes[1]:
+        for num_ranks in ranks:
             for counts in BOUNDS:
-                rows += divide_batches(lengths, num_ranks, counts, samples=sizes[0], seed=options.seed, say=say)
+                rows += divide_batches(lengths, num_ranks, counts, samples=samples, seed=options.seed, say=say)
     title = "work of the busiest rank over the mean, less 1; CPU seconds"
     return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
 
@@ -82,7 +91,8 @@ def divide_batches(
     for num_samples in samples:
         work = simulate_work(lengths, num_samples, seed=seed)
         row: Row = {"lengths": lengths, "samples": num_samples, "ranks": num_ranks, "counts": counts}
-        row["ours"], row["ours_s"] = _measure(work, lambda work=work: balance(work, num_ranks, **BOUNDS[counts]))
+        divide = partial(balance, work, num_ranks, **BOUNDS[counts])
+        row["ours"], row["ours_s"] = _measure(work, divide)
         shuffled = np.random.default_rng(seed).permutation(num_samples)
         row["random"] = compute_imbalance(work, shuffled.reshape(num_ranks, -1))
         expected_s *= (num_samples / smaller) ** _VERL_GROWTH
@@ -96,7 +106,7 @@ def divide_batches(
     return rows
 
 
-def simulate_work(lengths: str, num_samples: int, *, seed: int) -> NDArray[np.int64]:
+def simulate_work(lengths: str, num_samples: int, *, seed: int) -> Work:
     """Return the work of long-tailed sequences by verl's measure, `calculate_workload`: 24576 L + L^2."""
     rng = np.random.default_rng(seed)
     if lengths == "lognormal":
@@ -107,19 +117,22 @@ def simulate_work(lengths: str, num_samples: int, *, seed: int) -> NDArray[np.in
     return 24_576 * tokens + tokens**2
 
 
-def compute_imbalance(work: NDArray[np.int64], parts: Sequence[Any] | NDArray[np.int64]) -> float:
+def compute_imbalance(work: Work, parts: Parts) -> float:
     """Return the work of the busiest rank over the mean, less 1."""
-    sums = np.array([int(work[np.asarray(part, dtype=np.intp)].sum()) for part in parts])
-    return float(sums.max() / sums.mean()) - 1
+    sums: list[int] = []
+    for part in parts:
+        positions = np.asarray(part, dtype=np.intp)
+        sums.append(int(work[positions].sum()))
+    return max(sums) / np.mean(sums).item() - 1
 
 
-def _measure_verl(work: NDArray[np.int64], num_ranks: int, *, equal_size: bool) -> tuple[float, float]:
+def _measure_verl(work: Work, num_ranks: int, *, equal_size: bool) -> tuple[float, float]:
     partition = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
     # verl is quickest with Python's integers; the conversion counts, as it would in a run.
     return _measure(work, lambda: partition(work.tolist(), k_partitions=num_ranks, equal_size=equal_size))
 
 
-def _measure(work: NDArray[np.int64], divide: Callable[[], Sequence[Any]]) -> tuple[float, float]:
+def _measure(work: Work, divide: Callable[[], Parts]) -> tuple[float, float]:
     """Return the imbalance and the CPU seconds of a division."""
     start_s = time.process_time()
     parts = divide()

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,11 @@ _ENGINE = ["decode", "prefill", "memory", "decode_step_s", "decode_sequence_s"]
 _UPPER_BOUNDS = dict.fromkeys(("training", "attention", "decode", "prefill", "memory", "links"), 1.0)
 """These constants are shares of the device's rates."""
 
-Law = Callable[[SmallRun, Efficiency], float]
+Law: TypeAlias = Callable[[SmallRun, Efficiency], float]
+Figures: TypeAlias = Mapping[str, float]
+"""Measured numbers by name."""
+Laws: TypeAlias = dict[int, Efficiency]
+"""Efficiencies by the number of training ranks."""
 
 
 def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
@@ -80,7 +85,7 @@ def _measure(run: SmallRun, *, times: int) -> dict[str, float]:
         return run_processes(spec.of_ranks())[run.stage]
 
 
-def compare_run(run: SmallRun, laws: Mapping[int, Efficiency], figures: Mapping[str, float]) -> Row:
+def compare_run(run: SmallRun, laws: Laws, figures: Figures) -> Row:
     """Return the row of a run: what was measured, and what is predicted."""
     law = laws.get(run.ranks, laws[1])
     seconds = predict_seconds(run, law)
@@ -121,7 +126,8 @@ def predict_seconds(run: SmallRun, efficiency: Efficiency) -> float:
 
 def predict_bytes(run: SmallRun, efficiency: Efficiency) -> float:
     """Predict the peak bytes of a training process."""
-    return float(total(training_memory(run.job, _make_layouts(run), activations=efficiency.activations))[0])
+    memory = training_memory(run.job, _make_layouts(run), activations=efficiency.activations)
+    return float(total(memory)[0])
 
 
 def _make_layouts(run: SmallRun) -> TrainingLayouts:
@@ -137,7 +143,7 @@ def _make_layouts(run: SmallRun) -> TrainingLayouts:
     return TrainingLayouts.of(layout)
 
 
-def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float]]) -> dict[int, Efficiency]:
+def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Figures]) -> Laws:
     """Fit `Efficiency`, as docs/how-to/plan-a-run.md describes, and return it by the number of training ranks.
 
     Generation gives the engine's constants and the memory's rate, the peaks of all training runs give the activations,
@@ -163,9 +169,7 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float
     return laws
 
 
-def _fit(
-    runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law: Law, measured: Mapping[str, float]
-) -> Efficiency:
+def _fit(runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law: Law, measured: Figures) -> Efficiency:
     """Return the efficiency with these constants fitted to the measurements."""
     expected = np.array([measured[run.name] for run in runs])
 

@@ -58,7 +58,9 @@ def measure_training(run: SmallRun, rank: int, times: int, parallel: TorchParall
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
     sample = _make_sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
-    _make_trainer({**run.config, **sizes, **heads}, run, parallel).train_step([[sample]])
+    tiny = _make_trainer({**run.config, **sizes, **heads}, run, parallel)
+    tiny.train_step([[sample]])
+    del tiny
     settle()
     before_bytes = status_bytes("VmRSS")
     trainer = _make_trainer(run.config, run, parallel)

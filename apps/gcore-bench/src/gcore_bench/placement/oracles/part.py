@@ -20,7 +20,11 @@ from gcore_placement import Cluster, Device, Efficiency, ModelShape
 
 AIM = 0.20
 """Largest error of a held-out step, as a share of the measurement."""
-SYNCS = (("Qwen2.5 7B", 8, 0.02, 0.12), ("Qwen3 30B-A3B", 32, 4.38, 15.76), ("Qwen3 235B-A22B", 128, 23.70, 58.57))
+SYNCS = (
+    ("Qwen2.5 7B", 8, 0.02, 0.12),
+    ("Qwen3 30B-A3B", 32, 4.38, 15.76),
+    ("Qwen3 235B-A22B", 128, 23.70, 58.57),
+)
 """Weight syncs of verl on H20 (docs/advance/fully_async.md, 2026-08): the model, the devices of ranks and engines, and
 the seconds with and without its checkpoint engine."""
 SAVINGS = {"8 + 24": 0.153, "16 + 16": 0.175}

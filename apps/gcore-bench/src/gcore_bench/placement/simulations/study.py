@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import TypeAlias
 
 import numpy as np
 
@@ -70,8 +71,10 @@ ERROR_COLUMNS = {
     "split / dynamic, not corrected": "{uncorrected}",
 }
 
-MakeSimulator = Callable[..., Simulator]
+MakeSimulator: TypeAlias = Callable[..., Simulator]
 """Returns the simulator of a case for a ``seed``."""
+Cases: TypeAlias = list[tuple[str, MakeSimulator]]
+"""Cases with their names."""
 
 
 def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
@@ -79,7 +82,8 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     processes = count_processes(options)
     few_steps = 2 if options.quick else FEW_STEPS
     tables: list[FigureTable] = []
-    for num_devices, num_steps in (QUICK_SIZES if options.quick else SIZES).items():
+    sizes = QUICK_SIZES if options.quick else SIZES
+    for num_devices, num_steps in sizes.items():
         rows = compare_all(list_drifts(num_devices, num_steps), SEEDS, processes)
         title = f"Drift on {num_devices:,} devices"
         tables.append(FigureTable(title=title, columns=COLUMNS, rows=rows, aims=[check_idle_aim(rows)]))
@@ -91,24 +95,24 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     return tables
 
 
-def list_drifts(
-    num_devices: int, num_steps: int | None, traces: Sequence[str] = TRACES
-) -> list[tuple[str, MakeSimulator]]:
+def list_drifts(num_devices: int, num_steps: int | None, traces: Sequence[str] = TRACES) -> Cases:
     """Return the scenarios of question 1: does dynamic beat the best static split?"""
-    cases: list[tuple[str, MakeSimulator]] = []
+    cases: Cases = []
     for name in traces:
         make = partial(scenario, name, _JOB, num_devices, num_steps=num_steps)
         cases.append((name, make))
     return cases
 
 
-def list_broken_conditions(num_steps: int) -> list[tuple[str, MakeSimulator]]:
+def list_broken_conditions(num_steps: int) -> Cases:
     """Return the curriculum as it is, and with one condition of the scheme broken at a time."""
     costs = JOBS[_JOB]
     assert costs.reward is not None
     slow_moves = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     free_swaps = replace(costs, swap=SwapCosts())
-    large = replace(costs, policy=_scale_engine(costs.policy, 4), reward=_scale_engine(costs.reward, 4))
+    policy = _scale_engine(costs.policy, 4)
+    judge = _scale_engine(costs.reward, 4)
+    large = replace(costs, policy=policy, reward=judge)
     curriculum = SCENARIOS["curriculum"]
     steady = SCENARIOS["steady"]
     return [
@@ -140,7 +144,7 @@ def _scale_engine(engine: EngineCosts, factor: int) -> EngineCosts:
     )
 
 
-def compare_all(cases: Sequence[tuple[str, MakeSimulator]], seeds: Sequence[int], processes: int) -> list[Row]:
+def compare_all(cases: Cases, seeds: Sequence[int], processes: int) -> list[Row]:
     """Compare the strategies in each case with each seed, and return a row per case."""
     tasks: list[Callable[[], Comparison]] = []
     for name, make in cases:
