@@ -1,30 +1,29 @@
 """The study of `gcore-bench placement --parts study`, with few prompts and steps."""
 
+import json
 import os
-import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import study_tables
 
-from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Row
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.simulations import study, sweep
 from gcore_bench.placement.simulations.study import (
-    STUDY_SIZES,
-    break_study,
-    drift_study,
-    idle_aim,
+    check_idle_aim,
+    compare_all,
+    list_broken_conditions,
+    list_drifts,
     payload_load,
-    run_study,
     with_judge_error,
 )
 from gcore_bench.placement.simulations.tasks import run_all
-from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
+from gcore_bench.placement.tables import format_rows
+from gcore_placement import Comparison, DynamicPartitionConfig, Trace, TraceRecipe, compare
 from gcore_placement.simulation import scenarios
-from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
+from gcore_placement.simulation.scenarios import FAMILY, JOBS, Scale, scenario
 from gcore_placement.workload.traces import steady
 
 
@@ -37,105 +36,93 @@ def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
 
 
-def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "STUDY_SIZES", {64: 3})
-    monkeypatch.setattr(study, "STUDY_TRACES", ("growing", "r1_zero"))
+def test_the_study_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "list_drifts", partial(list_drifts, traces=("growing", "r1_zero")))
     monkeypatch.setattr(study, "ERRORS", (1 / 2, 2.0))
-    text = run_study(
-        PlacementOptions(study_folder=tmp_path / "study", study_devices=(64,), study_steps=3, study_processes=1)
-    )
-    assert (tmp_path / "study" / "tables.md").read_text() == text
-    assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
+    messages: list[str] = []
+    drift, errors, broken = study.run(PlacementOptions(quick=True), messages.append)
+    assert [table.title for table in (drift, errors, broken)] == [
         "Drift on 64 devices",
-        "Payloads through controllers",
         "Wrong costs of the judge",
         "Conditions broken",
     ]
-    assert (
-        len(
-            re.findall(
-                r"^\| 64 \| (growing|r1_zero) \| 3 \|.* \d\.\d\d \(\d\.\d\d to \d\.\d\d\)", text, flags=re.MULTILINE
-            )
-        )
-        == 2
-    )
-    assert re.search(
-        r"^aim: dynamic idles at most 3 points .*; most: -?\d+\.\d on (growing|r1_zero) \((not )?met",
-        text,
-        re.MULTILINE,
-    )
-    assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
+    assert messages == ["study: Drift on 64 devices is done"]
+    assert [cells[:3] for cells in format_rows(drift)] == [["64", "growing", "2"], ["64", "r1_zero", "2"]]
+    assert drift.aims[0].startswith("aim: dynamic idles at most 3 points more than the clairvoyant")
+    assert [cells[0] for cells in format_rows(errors)] == ["0.5", "2"]
+    assert len(broken.rows) == 7
 
 
-def test_the_sweep_compares_every_load_with_the_best_split(tmp_path: Path) -> None:
-    options = PlacementOptions(
-        study_folder=tmp_path / "study",
-        study_steps=8,
-        study_processes=1,
-        sweep_devices=(37, 64),
-        sweep_traces=("square_4", "no_change"),
-        sweep_seeds=2,
-    )
-    said: list[str] = []
-    figures = sweep.run(options, say=said.append)
-    assert said == ["sweep: 8 runs under dynamic, seeds 1 to 2"]
-    assert [(row["devices"], row["trace"]) for row in figures["rows"]] == [
-        (devices, trace) for devices in (37, 64) for trace in ("square_4", "no_change")
-    ]
-    simulator = scenario("square_4", "7B", 37, num_steps=8, seed=2)
+def test_the_sweep_compares_every_load_with_the_best_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "FAMILY", {name: FAMILY[name] for name in ("square_4", "no_change")})
+    messages: list[str] = []
+    (table,) = sweep.run(PlacementOptions(quick=True), messages.append)
+    assert messages == ["sweep: 2 runs under dynamic, seed 1"]
+    assert [(row["devices"], row["trace"]) for row in table.rows] == [(37, "square_4"), (37, "no_change")]
+    row = sweep.compare_with_split(37, "square_4", 8)
+    simulator = scenario("square_4", "7B", 37, num_steps=8, seed=1)
     loss = simulator.dynamic().seconds / min(simulator.split(p).seconds for p in simulator.space.partitions) - 1
-    assert figures["rows"][0]["losses"][1] == pytest.approx(loss)
-    assert sweep.table(figures).row_count == 4
-    written = (tmp_path / "study" / "sweep.md").read_text()
-    assert len(re.findall(r"^\| (?:37|64) \| (?:square_4|no_change) \|", written, flags=re.MULTILINE)) == 4
-    assert sweep.aims(figures["rows"])[0] in written
-    with pytest.raises(BenchError, match="sweep_traces holds 'saw'; expected names of square_2, "):
-        sweep.run(replace(options, sweep_traces=("saw",)), say=said.append)
+    assert row["loss_percent"] == pytest.approx(100 * loss)
 
 
-def test_the_aim_of_the_sweep_counts_the_worst_seed() -> None:
+def test_the_aim_of_the_sweep_names_the_worst_trace() -> None:
     rows = [
-        {"devices": 64, "trace": trace, "losses": losses}
-        for trace, losses in (("coin", (0.01, 0.03)), ("noise", (-0.2, 0.02)))
+        {"devices": 64, "trace": "coin", "loss_percent": 3.0},
+        {"devices": 64, "trace": "noise", "loss_percent": 2.0},
     ]
-    (missed,), (met,) = sweep.aims(rows), sweep.aims(rows[1:])
-    assert missed.endswith("most: +3.0% on coin with 64 devices (not met: coin on 64)")
-    assert met.endswith("most: +2.0% on noise with 64 devices (met)")
+    assert sweep.check_aim(rows).endswith("most: +3.0% on coin with 64 devices (not met: coin on 64)")
+    assert sweep.check_aim(rows[1:]).endswith("most: +2.0% on noise with 64 devices (met)")
 
 
 def test_the_aim_of_idle_devices_counts_the_worst_seed() -> None:
-    [seeded] = drift_study([(64, 3, ("judge_swap_back",))], seeds=(1, 2))
-    over = max(100 * (c["dynamic"].idle_share - c["clairvoyant"].idle_share) for c in seeded)
-    found = idle_aim([seeded])
-    assert f"most: {over:.1f} on judge_swap_back (" in found
-    assert found.endswith("(met)" if over <= 3 else "(not met: judge_swap_back)")
+    cases = list_drifts(64, 3, ("judge_swap_back",))
+    rows = compare_all(cases, (1, 2), processes=1)
+    points: list[float] = []
+    for seed in (1, 2):
+        comparison = compare("judge_swap_back", cases[0][1](seed=seed))
+        points.append(100 * (comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share))
+    aim = check_idle_aim(rows)
+    assert f"most: {max(points):.1f} on judge_swap_back (" in aim
+    assert aim.endswith("(met)" if max(points) <= 3 else "(not met: judge_swap_back)")
 
 
 def test_the_page_has_all_tables_that_the_study_and_the_sweep_write(tmp_path: Path) -> None:
     page = study_tables.PAGE.read_text()
-    drifts = [f"Drift on {devices:,} devices" for devices in STUDY_SIZES]
-    others = ["Payloads through controllers", "Wrong costs of the judge", "Conditions broken", "The family"]
-    assert sorted(study_tables.titles(page)) == sorted([*drifts, *others])
-    assert study_tables.updated(page, {}) == page
-    (tmp_path / "sweep.md").write_text("## The family\n\n| new |\n| --- |\n\naim: none (met)\n")
-    found = study_tables.sections(tmp_path)
-    changed = study_tables.updated(page, found)
-    assert "<!-- table: The family -->\n\n| new |\n| --- |\n\naim: none (met)\n" in changed
-    assert study_tables.updated(changed, found) == changed
-    assert len(study_tables.titles(changed)) == len(study_tables.titles(page))
+    drifts = [f"Drift on {devices:,} devices" for devices in study.SIZES]
+    others = ["Wrong costs of the judge", "Conditions broken", "The family"]
+    assert sorted(study_tables.list_titles(page)) == sorted([*drifts, *others])
+    assert study_tables.update_page(page, {}) == page
+    rows: list[Row] = [{"devices": 37, "trace": "coin", "loss_percent": 1, "sampling_loss_percent": 2, "moves": 3}]
+    table = {"title": "The family", "columns": sweep.COLUMNS, "rows": rows, "aims": ["aim: none (met)"]}
+    (tmp_path / "figures.json").write_text(json.dumps({"parts": [table]}))
+    sections = study_tables.read_sections(tmp_path / "figures.json")
+    changed = study_tables.update_page(page, sections)
+    head = "| devices | trace | loss % | of generation and rewarding % | moves |\n| --- | --- | --- | --- | --- |\n"
+    cells = "| 37 | coin | +1.0 | +2.0 | 3 |\n"
+    assert f"<!-- table: The family -->\n\n{head}{cells}\naim: none (met)\n" in changed
+    assert study_tables.update_page(changed, sections) == changed
+    assert len(study_tables.list_titles(changed)) == len(study_tables.list_titles(page))
+
+
+def test_the_page_has_the_columns_of_the_study() -> None:
+    page = study_tables.PAGE.read_text()
+    for columns in (study.COLUMNS, study.ERROR_COLUMNS, sweep.COLUMNS):
+        assert f"| {' | '.join(columns)} |" in page
 
 
 def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # which other processes do not see
-    sizes = [(64, 1, ["steady", "fast_judge"])]
-    assert drift_study(sizes, seeds=[0], processes=2) == drift_study(sizes, seeds=[0])
+    monkeypatch.undo()  # other processes would not see the small scales
+    cases = list_drifts(64, 1, ("steady", "fast_judge"))
+    assert compare_all(cases, [0], processes=2) == compare_all(cases, [0], processes=1)
     assert run_all([partial(pow, 2, exponent) for exponent in range(5)], processes=2) == [1, 2, 4, 8, 16]
     assert os.getpid() not in run_all([os.getpid] * 3, processes=2)
     assert run_all([os.getpid] * 2, processes=1) == [os.getpid()] * 2
 
 
 def test_conditions_are_broken_one_at_a_time() -> None:
-    by_name = {seeded[0].name: seeded[0] for seeded in break_study(num_steps=4, seeds=[0])}
+    by_name: dict[str, Comparison] = {}
+    for name, make in list_broken_conditions(4):
+        by_name[name] = compare(name, make(seed=0))
     assert by_name["swaps take no time"]["colocated"].share("swap") == 0.0
     assert by_name["as it is"]["colocated"].share("swap") > 0.0
     assert by_name["a move takes 20 minutes"]["dynamic"].num_moves <= by_name["as it is"]["dynamic"].num_moves

@@ -1,4 +1,6 @@
-"""`gcore-bench placement`: its parts, their tables, and the file with all figures."""
+"""`gcore-bench placement`: runs its parts, prints their tables, and writes the file with all figures."""
+
+from dataclasses import asdict
 
 from rich.console import Console
 
@@ -6,22 +8,24 @@ from gcore_bench.harness.report import Session
 from gcore_bench.placement import balancer, live, planner
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.oracles import part as oracles
-from gcore_bench.placement.simulations import sweep
-from gcore_bench.placement.simulations.study import run_study
+from gcore_bench.placement.simulations import study, sweep
+from gcore_bench.placement.tables import render_table
+
+PARTS = {
+    "balancer": balancer.run,
+    "planner": planner.run,
+    "oracles": oracles.run,
+    "live": live.run,
+    "study": study.run,
+    "sweep": sweep.run,
+}
+"""Functions by name of the part: each takes the options and a function that prints a line, and returns its tables."""
 
 
 def run(options: PlacementOptions, console: Console) -> None:
     """Run the parts of ``options``, print their tables, and write the figures."""
     options = options.sized()
     with Session(options, console) as session:
-        for name in dict.fromkeys(options.parts):
-            if name == "study":
-                session.say(run_study(options))
-                continue
-            part = {"balancer": balancer, "live": live, "oracles": oracles, "planner": planner, "sweep": sweep}[name]
-            figures = part.run(options, say=session.say)
-            aims = part.aims(figures["rows"])
-            tables = [part.table(figures)]
-            if part is oracles:
-                tables.append(oracles.statements_table(figures))
-            session.add(name, tables=tables, lines=aims, **figures, aims=aims)
+        for part in options.parts:
+            for table in PARTS[part](options, session.say):
+                session.add(part, tables=[render_table(table)], lines=table.aims, **asdict(table))

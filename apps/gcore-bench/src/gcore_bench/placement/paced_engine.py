@@ -14,19 +14,23 @@ from gcore_rollout import Completion, HFEngine, Request
 from gcore_trainer import PolicyLossConfig, PolicyTokens
 
 MostTokens: TypeAlias = Callable[[], int] | None
-"""Returns the most tokens of a response at present; None: as many as are asked for."""
+"""Returns the largest length of a response in the current phase; None: requests keep their own."""
 
 
-def phase_tokens(metrics: Path, num_steps: int, max_tokens: Sequence[int]) -> int:
-    """Return the most tokens of a response in the present phase of a run.
+def get_phase_tokens(metrics: Path, num_steps: int, max_tokens: Sequence[int]) -> int:
+    """Return the largest length of a response in the current phase of a run.
 
-    Each phase has ``num_steps`` steps, by the rows that the run has written to ``metrics``; the last one lasts.
+    Each phase has ``num_steps`` steps, counted in the rows that the run has written to ``metrics``; the last phase has
+    no end.
     """
-    steps = metrics.read_text().count('"timing_s/step"') if metrics.exists() else 0
-    return max_tokens[min(steps // num_steps, len(max_tokens) - 1)]
+    steps = 0
+    if metrics.exists():
+        steps = metrics.read_text().count('"timing_s/step"')
+    phase = min(steps // num_steps, len(max_tokens) - 1)
+    return max_tokens[phase]
 
 
-def paced_loss(token_s: float, tokens: PolicyTokens, config: PolicyLossConfig) -> Tensor:
+def compute_paced_loss(token_s: float, tokens: PolicyTokens, config: PolicyLossConfig) -> Tensor:
     """Return the plain policy gradient's loss, -A r, after ``token_s`` seconds a token of the micro-batch.
 
     The wait stands for the forward and the backward pass of a rank over the tokens that it trains on.
@@ -37,58 +41,65 @@ def paced_loss(token_s: float, tokens: PolicyTokens, config: PolicyLossConfig) -
 
 
 class PacedEngine(HFEngine):
-    """`HFEngine` that waits: a pass of the model takes at least ``step_s``, however few samples run, and to sleep or to
-    wake with its weights takes ``swap_s``, and to be made in place of another one both. No token ends a response, so
-    that lengths are known."""
+    """`HFEngine` at the pace of a large model on accelerators.
+
+    A forward pass takes at least ``step_s``, however few samples run. To sleep or to wake with the weights takes
+    ``swap_s``, and to start in place of another engine takes both. No token ends a response, so lengths are known.
+    """
 
     step_s = 0.0
     swap_s = 0.0
     most_tokens: MostTokens = None
-    _is_away = False
-    """Whether the weights are asleep."""
+    _is_asleep = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._wait)
+        model.register_forward_pre_hook(self._start_pass)
+        model.register_forward_hook(self._finish_pass)
         self._start_s = 0.0
 
     @classmethod
-    def paced(
+    def load(
         cls, model: Path, *, step_s: float, swap_s: float = 0.0, most_tokens: MostTokens = None, **options: Any
     ) -> Self:
-        """Return an engine of this pace, with the weights of a model folder; ``most_tokens`` limits responses."""
+        """Return an engine of this pace with the weights of a model folder; ``most_tokens`` limits responses."""
         options["eos_token_ids"] = ()
         time.sleep(2 * swap_s)
         engine = cls.from_pretrained(model, **options)
-        engine.step_s, engine.swap_s, engine.most_tokens = step_s, swap_s, most_tokens
+        engine.step_s = step_s
+        engine.swap_s = swap_s
+        engine.most_tokens = most_tokens
         return engine
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """Cut responses to the length of the phase."""
+        """Generate responses, cut to the length of the phase."""
         if self.most_tokens is not None:
-            most = self.most_tokens()
-            capped = (replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests)
-            requests = [replace(r, sampling=sampling) for r, sampling in zip(requests, capped, strict=True)]
+            limit = self.most_tokens()
+            requests = [_limit_length(request, limit) for request in requests]
         async with aclosing(super().generate(requests)) as completions:
             async for completion in completions:
                 yield completion
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         await super().sleep(keep_weights=keep_weights)
-        if not self._is_away:
+        if not self._is_asleep:
             await asyncio.sleep(self.swap_s)
-        self._is_away = True
+        self._is_asleep = True
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        if weights and self._is_away:
+        if weights and self._is_asleep:
             await asyncio.sleep(self.swap_s)
-            self._is_away = False
+            self._is_asleep = False
         await super().wake(weights=weights, cache=cache)
 
-    def _begin(self, *_: Any) -> None:
+    def _start_pass(self, *_: Any) -> None:
         self._start_s = time.monotonic()
 
-    def _wait(self, *_: Any) -> None:
-        # The event loop waits, too, as it does for what is computed.
+    def _finish_pass(self, *_: Any) -> None:
+        # Blocks the event loop, as the computation would.
         time.sleep(max(0.0, self._start_s + self.step_s - time.monotonic()))
+
+
+def _limit_length(request: Request, most_tokens: int) -> Request:
+    sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, most_tokens))
+    return replace(request, sampling=sampling)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,78 +13,99 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gcore_bench.harness.measure import measured, settle, status_bytes
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.placement.small_runs import SmallRun
-from gcore_bench.trainer.contenders import LOSS, OPTIMIZER
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
 from gcore_rollout.engines.hf.decoding import ATTENTION_NAME
-from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchParallel,
+    TorchTrainer,
+)
 from gcore_trainer.torch import packed_model as packed_attention
+
+OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
+LOSS = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg_mode="token-mean")
+
+_REWARD = "def score(prompt, completion, row):\n    return float(len(completion) % 3)\n"
 
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:
-    """Seconds of the run, and of a training process its peak bytes."""
-    small, times = spec.options["run"], spec.options["steps"]
+    """Measure the seconds of the run, and the peak bytes of a training process."""
+    run = spec.options["run"]
+    times = spec.options["steps"]
     torch.manual_seed(0)
-    if small.kind == "generation":
-        figures = {"step_s": _generation_s(small, times)}
-    elif small.kind == "step":
-        figures = {"step_s": _whole_step_s(small, Path(spec.folder), times)}
+    if run.stage == "generation":
+        figures = {"step_s": measure_generation(run, times)}
+    elif run.stage == "step":
+        figures = {"step_s": measure_whole_step(run, Path(spec.folder), times)}
+    elif spec.world_size == 1:
+        figures = measure_training(run, 0, times, None)
     else:
-        with joined_world(spec) if spec.world_size > 1 else nullcontext():
-            parallel = TorchParallel.join(ParallelConfig()) if spec.world_size > 1 else None
-            figures = _train(small, spec.rank, times, parallel)
+        with joined_world(spec):
+            figures = measure_training(run, spec.rank, times, TorchParallel.join(ParallelConfig()))
     return {spec.contender: figures}
 
 
-def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None) -> dict[str, float]:
-    batches = _batches(run, rank)
-    # Buffers of the libraries are not counted as tensors.
-    tiny = {**run.config, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
-    tiny |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
-    sample = _sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
-    _trainer(tiny, run, parallel).train_step([[sample]])
+def measure_training(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None) -> dict[str, float]:
+    """Measure training steps, and the peak memory of this process."""
+    batches = _make_batches(run, rank)
+    # A step of a tiny model first: buffers of the libraries are not counted.
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    sample = _make_sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
+    tiny = _make_trainer({**run.config, **sizes, **heads}, run, parallel)
+    tiny.train_step([[sample]])
+    del tiny
     settle()
     before_bytes = status_bytes("VmRSS")
-    trainer = _trainer(run.config, run, parallel)
+    trainer = _make_trainer(run.config, run, parallel)
     settle()
-    held_bytes = status_bytes("VmRSS") - before_bytes
+    trainer_bytes = status_bytes("VmRSS") - before_bytes
     figures = measured(lambda: trainer.train_step(batches), times=times)
-    return {"step_s": figures["step_s"], "process_bytes": held_bytes + figures["peak_bytes"]}
+    return {"step_s": figures["step_s"], "process_bytes": trainer_bytes + figures["peak_bytes"]}
 
 
-def _trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None) -> TorchTrainer:
+def _make_trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None) -> TorchTrainer:
     packed_attention.register()
-    return TorchTrainer(
-        PackedModel(_model(config, packed_attention.ATTENTION_NAME), gradient_checkpointing=run.gradient_checkpointing),
-        optimizer=OPTIMIZER,
-        objective=PolicyObjective(LOSS),
-        parallel=parallel,
-    )
+    model = _make_model(config, packed_attention.ATTENTION_NAME)
+    packed = PackedModel(model, gradient_checkpointing=run.gradient_checkpointing)
+    return TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(LOSS), parallel=parallel)
 
 
-def _model(config: Mapping[str, Any], attention: str) -> Any:
-    sizes = {key: value for key, value in config.items() if key != "model_type"}
-    made = AutoConfig.for_model(config["model_type"], **sizes)
-    return AutoModelForCausalLM.from_config(made, attn_implementation=attention)
+def _make_model(config: Mapping[str, Any], attention: str) -> Any:
+    sizes = dict(config)
+    model_config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    return AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
 
 
-def _batches(run: SmallRun, rank: int) -> list[list[Sample]]:
-    """This rank's micro-batches of whole groups, of even cost, as `gcore-llm train` makes them."""
+def _make_batches(run: SmallRun, rank: int) -> list[list[Sample]]:
+    """Return this rank's micro-batches of whole groups, of even cost, as `gcore-llm train` makes them."""
     rng = np.random.default_rng(0)
-    vocab_size, workload = run.config["vocab_size"], run.job.policy.workload
+    vocab_size = run.config["vocab_size"]
     prompts = [rng.integers(2, vocab_size, length) for length in run.prompts]
-    groups = [
-        [_sample(prompt, length, vocab_size, rng) for length in lengths]
-        for prompt, lengths in zip(prompts, run.responses, strict=True)
-    ]
-    costs = workload.group_flops(np.array(run.prompts), np.array(run.responses))
-    tokens = [prompt + sum(lengths) for prompt, lengths in zip(run.prompts, run.responses, strict=True)]
+    groups: list[list[Sample]] = []
+    tokens: list[int] = []
+    for prompt, lengths in zip(prompts, run.responses, strict=True):
+        groups.append([_make_sample(prompt, length, vocab_size, rng) for length in lengths])
+        tokens.append(len(prompt) + sum(lengths))
+    costs = run.job.policy.workload.group_flops(np.array(run.prompts), np.array(run.responses))
     parts = micro_batches(tokens, max_tokens=run.max_tokens, costs=costs, num_multiple=run.ranks)
-    owned = balance([costs[part].sum() for part in parts], run.ranks, equal_count=True)[rank]
-    return [[sample for g in parts[k].tolist() for sample in groups[g]] for k in owned.tolist()]
+    of_ranks = balance([costs[part].sum() for part in parts], run.ranks, equal_count=True)
+    batches: list[list[Sample]] = []
+    for part in of_ranks[rank].tolist():
+        batch: list[Sample] = []
+        for group in parts[part].tolist():
+            batch += groups[group]
+        batches.append(batch)
+    return batches
 
 
-def _sample(prompt_ids: Any, length: int, vocab_size: int, rng: np.random.Generator) -> Sample:
+def _make_sample(prompt_ids: Any, length: int, vocab_size: int, rng: np.random.Generator) -> Sample:
     return Sample(
         prompt_ids=prompt_ids,
         response_ids=rng.integers(2, vocab_size, length),
@@ -94,20 +114,21 @@ def _sample(prompt_ids: Any, length: int, vocab_size: int, rng: np.random.Genera
     )
 
 
-def _generation_s(run: SmallRun, times: int) -> float:
-    model = _model(run.config, ATTENTION_NAME)
+def measure_generation(run: SmallRun, times: int) -> float:
+    """Return the median seconds in which the engine generates all responses."""
+    model = _make_model(run.config, ATTENTION_NAME)
     engine = HFEngine(model, eos_token_ids=[], max_num_seqs=run.max_num_seqs)
     rng = np.random.default_rng(0)
-    requests = [
-        Request(
+    requests: list[Request] = []
+    for number, (length, responses) in enumerate(zip(run.prompts, run.responses, strict=True)):
+        request = Request(
             request_id=str(number),
             prompt_token_ids=tuple(rng.integers(2, run.config["vocab_size"], length).tolist()),
             sampling=SamplingParams(max_tokens=responses[0]),
             n=len(responses),
             seed=number,
         )
-        for number, (length, responses) in enumerate(zip(run.prompts, run.responses, strict=True))
-    ]
+        requests.append(request)
 
     async def generate() -> None:
         async for _ in engine.generate(requests):
@@ -119,20 +140,26 @@ def _generation_s(run: SmallRun, times: int) -> float:
     return seconds
 
 
-def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
-    """The median but for the first, which touches memory for the first time."""
+def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
+    """Return the median seconds of a step of `gcore-llm train`, without the first, which touches new memory."""
     from gcore_llm import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig, train
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_runs import read_jsonl, write_jsonl
 
-    model, prompts, reward = folder / "step-model", folder / "prompts.jsonl", folder / "reward.py"
-    _model(run.config, "sdpa").save_pretrained(model)
-    # A character a token.
+    model = folder / "step-model"
+    prompts = folder / "prompts.jsonl"
+    reward = folder / "reward.py"
+    _make_model(run.config, "sdpa").save_pretrained(model)
+    # One character is one token.
     tiny_tokenizer().save_pretrained(model)
     rng = np.random.default_rng(0)
-    rows = [{"prompt": "".join(rng.choice(list("abcdefgh"), size))} for _ in range(times + 1) for size in run.prompts]
+    rows: list[dict[str, str]] = []
+    for _ in range(times + 1):
+        for size in run.prompts:
+            letters = rng.choice(list("abcdefgh"), size)
+            rows.append({"prompt": "".join(letters)})
     write_jsonl(prompts, rows)
-    reward.write_text("def score(prompt, completion, row):\n    return float(len(completion) % 3)\n")
+    reward.write_text(_REWARD)
     config = TrainConfig(
         runs_dir=str(folder / "runs"),
         model=str(model),

@@ -1,1 +1,1 @@
-"""The part oracles of the bench of placement: what other systems have published, and what the laws predict for it."""
+"""The part oracles of the bench of placement: steps published by other systems, and the predictions for them."""

@@ -1,99 +1,140 @@
-"""The part oracles: published steps of other systems, predicted by laws of which few constants are fitted to some."""
+"""The part oracles: steps that other systems have published, predicted by laws of which few constants are fitted."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
-from rich.table import Table
-
-from gcore_bench.harness.report import Row, figures_table
+from gcore_bench.harness.report import Row, verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.oracles.nemo_rl import NEMO_RL
-from gcore_bench.placement.oracles.prediction import Fit, fit_study, predicted
-from gcore_bench.placement.oracles.statements import statement_rows
-from gcore_bench.placement.oracles.verl import VERL
-from gcore_placement import Efficiency
+from gcore_bench.placement.oracles.prediction import (
+    Fit,
+    fit_study,
+    get_constants,
+    list_constants,
+    predict_stages,
+    predict_sync_s,
+)
+from gcore_bench.placement.oracles.steps import read_steps
+from gcore_bench.placement.tables import FigureTable, read_json
+from gcore_placement import Cluster, Device, Efficiency, ModelShape
 
-PUBLISHED = (*NEMO_RL, *VERL)
-"""All steps; those of a study follow each other."""
 AIM = 0.20
 """Largest error of a held-out step, as a share of the measurement."""
+SYNCS = (
+    ("Qwen2.5 7B", 8, 0.02, 0.12),
+    ("Qwen3 30B-A3B", 32, 4.38, 15.76),
+    ("Qwen3 235B-A22B", 128, 23.70, 58.57),
+)
+"""Weight syncs of verl on H20 (docs/advance/fully_async.md, 2026-08): the model, the devices of ranks and engines, and
+the seconds with and without its checkpoint engine."""
+SAVINGS = {"8 + 24": 0.153, "16 + 16": 0.175}
+"""Share of the time that verl saves by lending (docs/advance/dynamic_schedule.md, 2026-07, Qwen3.5-35B-A3B, DAPO, 32
+H20): of 32 devices 16 train, and generate while they are idle; compared with fixed ranks + engines."""
+
+STEP_COLUMNS = {
+    "": "{release}: {name}: {stage}",
+    "fitted": "{fitted}",
+    "measured s": "{measured_s:,.0f}",
+    "laws as they are": "{as_is_s:,.0f} ({as_is_error:+.0%})",
+    "fitted laws": "{predicted_s:,.0f} ({error:+.0%})",
+}
+SYNC_COLUMNS = {
+    "": "{model} over {devices} devices",
+    "checkpoint engine s": "{least_s:.2f}",
+    "without it s": "{most_s:.2f}",
+    "predicted s": "{predicted_s:.2f}",
+}
+LENDING_COLUMNS = {"": "against {devices} devices", "stated": "{stated:.0%}", "predicted": "{predicted:.0%}"}
 
 
-def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
-    """Predict each published step and the statements: by the laws as they are, and as fitted to a program on a device.
-
-    Returns:
-        ``rows``, one for each measured number; ``fits``, the constants of each study; ``statements``.
-    """
+def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
+    """Predict each published step twice, by the laws as they are and as fitted, and predict syncs and lending."""
     del options
-    rows: list[Row] = []
-    fits: dict[str, dict[str, float]] = {}
-    start = Fit(efficiency=Efficiency())
-    programs: dict[tuple[str, str], Fit] = {}
-    for study, group in groupby(PUBLISHED, key=lambda step: step.study):
-        steps = list(group)
-        program = steps[0].program, steps[0].device
-        fit = programs[program] = fit_study(steps, programs.get(program, start))
-        names = list(dict.fromkeys(name for step in steps for name in step.fits))
-        values = {**asdict(fit.efficiency), "response_tokens": fit.response_tokens, "sigma": fit.sigma}
-        fits[study] = {name: values[name] for name in names}
-        fitted = ", ".join(f"{name} {values[name]:.3g}" for name in names)
-        say(f"{study}: {fitted or 'nothing is fitted'}")
-        # Lengths that no report has cannot be left as they are.
-        plain = replace(start, response_tokens=fit.response_tokens, sigma=fit.sigma)
-        for step in steps:
-            by_fit, by_default = predicted(step, fit), predicted(step, plain)
-            for stage, seconds in step.measured.items():
-                row: Row = {"name": step.name, "study": study, "release": step.release, "stage": stage}
-                row["is_held_out"] = not step.fits
-                rows.append(row | {"measured_s": seconds, "as_is_s": by_default[stage], "predicted_s": by_fit[stage]})
-    statements = statement_rows()
-    for source, group in groupby(statements, key=lambda row: row["source"]):
-        say(f"{source}: assumed is " + "; ".join(dict.fromkeys(row["assumed"] for row in group)))
-    return {"rows": rows, "fits": fits, "statements": statements}
-
-
-def table(figures: Mapping[str, Any]) -> Table:
-    """Return a table with a line for each number."""
-    columns = ("", "measured s", "laws as they are", "off", "fitted laws", "off")
-    shown = figures_table("published steps, and the predictions of the laws", *columns)
-    study = ""
-    for row in figures["rows"]:
-        if row["study"] != study:
-            study = row["study"]
-            shown.add_section()
-        cells = ["held out" if row["is_held_out"] else "fitted to", f"{row['measured_s']:,.0f}"]
-        for name in ("as_is_s", "predicted_s"):
-            cells += [f"{row[name]:,.0f}", f"{row[name] / row['measured_s'] - 1:+.0%}"]
-        shown.add_row(f"{row['release']}: {row['name']}: {row['stage']}", *cells)
-    return shown
-
-
-def statements_table(figures: Mapping[str, Any]) -> Table:
-    """Return a table with a line for each statement."""
-    shown = figures_table("statements, and what is predicted for them", "stated", "predicted")
-    for row in figures["statements"]:
-        ranges = [_range(row[f"{what}_least"], row[f"{what}_most"], row["unit"]) for what in ("stated", "predicted")]
-        shown.add_row(f"{row['source'].split(',')[0]}: {row['name']}", *ranges)
-    return shown
-
-
-def _range(least: float, most: float, unit: str) -> str:
-    low, high = (f"{value:.0%}" if unit == "%" else f"{value:.2f} s" for value in (least, most))
-    return high if least == most else f"up to {high}" if not least else f"{low} to {high}"
-
-
-def aims(rows: Sequence[Row]) -> list[str]:
-    """Return whether held-out steps are predicted as well as they should be, and what the laws lack."""
-    off = {
-        f"{row['name']} ({row['release']})": row["predicted_s"] / row["measured_s"] - 1
-        for row in rows
-        if row["is_held_out"] and row["stage"] == "step"
-    }
-    worse = [f"{name} {value:+.0%}" for name, value in off.items() if abs(value) > AIM]
-    verdict = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(off)}"
+    rows = predict_steps(say)
     return [
-        f"aim: predicted steps that were held out within {AIM:.0%}: {len(off) - len(worse)} of {len(off)} ({verdict})"
+        FigureTable(title="published steps, predicted", columns=STEP_COLUMNS, rows=rows, aims=check_aims(rows)),
+        FigureTable(title="weight syncs of verl, predicted", columns=SYNC_COLUMNS, rows=predict_syncs()),
+        FigureTable(
+            title="time that verl saves by lending, predicted without losses",
+            columns=LENDING_COLUMNS,
+            rows=predict_savings(),
+        ),
     ]
+
+
+def predict_steps(say: Callable[[str], object]) -> list[Row]:
+    """Fit the constants of each study, and return a row for each measured stage and step."""
+    rows: list[Row] = []
+    start = Fit(efficiency=Efficiency())
+    fits: dict[tuple[str, str], Fit] = {}
+    for study, group in groupby(read_steps(), key=lambda step: step.study):
+        steps = list(group)
+        program = (steps[0].program, steps[0].device)
+        fit = fit_study(steps, fits.get(program, start))
+        fits[program] = fit
+        constants = get_constants(fit)
+        values = [f"{name} {constants[name]:.3g}" for name in list_constants(steps)]
+        say(f"{study}: {', '.join(values) or 'nothing is fitted'}")
+        # Lengths that no report has cannot be left as they are.
+        as_is = replace(start, response_tokens=fit.response_tokens, sigma=fit.sigma)
+        for step in steps:
+            as_is_s = predict_stages(step, as_is)
+            predicted_s = predict_stages(step, fit)
+            for stage, seconds in step.measured_s.items():
+                rows.append(
+                    {
+                        "study": study,
+                        "release": step.release,
+                        "name": step.name,
+                        "stage": stage,
+                        "fitted": "yes" if step.fits else "",
+                        "measured_s": seconds,
+                        "as_is_s": as_is_s[stage],
+                        "as_is_error": as_is_s[stage] / seconds - 1,
+                        "predicted_s": predicted_s[stage],
+                        "error": predicted_s[stage] / seconds - 1,
+                    }
+                )
+    return rows
+
+
+def check_aims(rows: Sequence[Row]) -> list[str]:
+    """Count the held-out steps that are predicted within the aim, and name the others."""
+    steps = [row for row in rows if row["stage"] == "step" and not row["fitted"]]
+    worse: list[str] = []
+    for row in steps:
+        error = row["error"]
+        if abs(error) > AIM:
+            worse.append(f"{row['name']} ({row['release']}) {error:+.0%}")
+    count = f"{len(steps) - len(worse)} of {len(steps)}"
+    return [f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(worse)})"]
+
+
+def predict_syncs() -> list[Row]:
+    """Predict verl's weight syncs: every device receives the whole model, at the rate of the slowest link."""
+    rows: list[Row] = []
+    shapes = read_json("models.json")
+    for model, num_devices, least_s, most_s in SYNCS:
+        cluster = Cluster(num_devices=num_devices, device=Device.named("H20"))
+        predicted_s = predict_sync_s(ModelShape.from_config(shapes[model]), cluster, num_devices, Efficiency())
+        rows.append(
+            {"model": model, "devices": num_devices, "least_s": least_s, "most_s": most_s, "predicted_s": predicted_s}
+        )
+    return rows
+
+
+def predict_savings() -> list[Row]:
+    """Predict the savings of lending without any loss, from the ratio of the two fixed divisions' times alone.
+
+    With G and T device-seconds of generation and training per step, 16 engines take G / 16 and 8 ranks T / 8, each the
+    longer part of its division; devices that are never idle take (G + T) / 32.
+    """
+    ratio = (1 - SAVINGS["16 + 16"]) / (1 - SAVINGS["8 + 24"])
+    training = 1.0
+    generation = 2 * training / ratio
+    lent_s = (generation + training) / 32
+    fixed_s = {"8 + 24": training / 8, "16 + 16": generation / 16}
+    rows: list[Row] = []
+    for devices, seconds in fixed_s.items():
+        rows.append({"devices": devices, "stated": SAVINGS[devices], "predicted": 1 - lent_s / seconds})
+    return rows

@@ -1,4 +1,4 @@
-"""Predictions of published steps by the laws, and the constants that are fitted to some."""
+"""Predictions of published steps by gcore-placement's laws, and the constants that are fitted to a few of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -6,150 +6,175 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
-from gcore_bench.placement.oracles.models import CONFIGS
-from gcore_bench.placement.oracles.published import PublishedStep, Stage
-from gcore_placement import (
-    Cluster,
-    Device,
-    Efficiency,
-    EngineLayout,
-    Job,
-    Lengths,
-    ModelShape,
-    StepTime,
-    predict_layout,
-)
+from gcore_bench.placement.fitting import Constants, fit_constants
+from gcore_bench.placement.oracles.steps import PublishedStep, Stage
+from gcore_placement import Cluster, Efficiency, EngineLayout, Job, Lengths, ModelShape, StepTime, predict_layout
 
 _MAX_NUM_SEQS = 1024
 _STREAM_PARTS = 4
 """Parts of a stream's step."""
 _DRAWS = 64
-"""Updates that are drawn to find the tokens of the rank that has most."""
-_MOST = {"training": 1.0, "experts": 1.0, "sigma": 1.5}
-"""Largest values that are fitted; the others have no limit."""
-_LENGTHS = ("response_tokens", "sigma")
+"""Random updates over which the load of the busiest rank is averaged."""
+_UPPER_BOUNDS = {"training": 1.0, "experts": 1.0, "sigma": 1.5}
+"""Largest fitted values; the others have no limit."""
+_BISECTIONS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The laws of a study."""
+    """The constants of a study."""
 
     efficiency: Efficiency
     response_tokens: float = 1500.0
-    """Mean tokens where the report has none."""
+    """Mean tokens of a response, if the report has none."""
     sigma: float = 0.7
-    """Standard deviation of the logarithms of responses, before they are cut at the longest."""
+    """Standard deviation of the logarithms of response lengths, before they are cut at the longest."""
 
 
 @cache
-def lengths_of_mean(mean: float, sigma: float, longest: float) -> Lengths:
-    """Return log-normal lengths that are cut at the longest, and have this mean after it."""
-
-    def of(median: float) -> Lengths:
-        return Lengths.log_normal(median=median, sigma=sigma, longest=longest)
-
-    low, high = 1.0, longest
-    for _ in range(40):
+def find_lengths(mean: float, sigma: float, longest: float) -> Lengths:
+    """Return log-normal lengths, cut at the longest, that have this mean after the cut."""
+    low = 1.0
+    high = longest
+    for _ in range(_BISECTIONS):
         median = (low * high) ** 0.5
-        low, high = (median, high) if of(median).mean < mean else (low, median)
-    return of(low)
+        if Lengths.log_normal(median=median, sigma=sigma, longest=longest).mean < mean:
+            low = median
+        else:
+            high = median
+    return Lengths.log_normal(median=low, sigma=sigma, longest=longest)
 
 
-def whole_sync_s(model: ModelShape, cluster: Cluster, num_devices: int, efficiency: Efficiency) -> float:
-    """Return the seconds in which each of so many devices gets a whole model in bfloat16."""
-    return 2 * model.num_parameters / (cluster.link_bytes_per_s(num_devices) * efficiency.links)
+def predict_sync_s(model: ModelShape, cluster: Cluster, num_devices: int, efficiency: Efficiency) -> float:
+    """Predict the seconds in which each of so many devices receives a whole model in bfloat16."""
+    bytes_per_s = cluster.link_bytes_per_s(num_devices) * efficiency.links
+    return 2 * model.num_parameters / bytes_per_s
 
 
-def slowest_rank(lengths: Lengths, *, ranks: int, samples: int) -> float:
-    """Return the mean tokens of the rank that has most, over those of all, where each has so many samples at random."""
-    drawn = np.random.default_rng(0).random((_DRAWS, ranks, samples))
-    tokens = lengths.values[np.searchsorted(lengths.edges, drawn, side="right") - 1].sum(axis=2)
+def predict_imbalance(lengths: Lengths, *, ranks: int, samples: int) -> float:
+    """Return the expected tokens of the busiest rank over the mean, if each rank gets so many samples at random."""
+    quantiles = np.random.default_rng(0).random((_DRAWS, ranks, samples))
+    positions = np.searchsorted(lengths.edges, quantiles, side="right") - 1
+    tokens = lengths.values[positions].sum(axis=2)
     return float(tokens.max(axis=1).mean() / tokens.mean())
 
 
-def predicted(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
-    """Predict the seconds of the stages and of the whole step, as its schedule overlaps them.
+def predict_stages(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
+    """Predict the seconds of the stages and of the whole step, whose schedule overlaps some of them.
 
-    Both systems make each tensor of new weights whole on every rank before engines take their parts.
+    In both systems every rank gathers each tensor of new weights whole, before engines take their shards.
     """
-    longest = float(step.most_response_tokens)
+    longest = float(step.max_response_tokens)
     mean = step.response_tokens or fit.response_tokens
-    responses = lengths_of_mean(min(mean, 0.95 * longest), fit.sigma, longest)
+    responses = find_lengths(min(mean, 0.95 * longest), fit.sigma, longest)
 
-    turns, ranks = step.schedule == "turns", step.training.num_ranks
-    model = ModelShape.from_config(CONFIGS[step.model])
-    num_devices = ranks if turns else ranks + step.engine[0]
-    cluster = Cluster(num_devices=num_devices, device=Device.named(step.device), devices_per_node=step.devices_per_node)
-
-    def times(responses: Lengths, *, engines: bool) -> StepTime:
-        devices = step.engine[0] if engines else ranks
-        job = Job(
-            policy=model,
-            prompt_lengths=Lengths.recorded([step.prompt_tokens]),
-            response_lengths=responses,
-            train_batch_size=step.prompts,
-            n=step.n,
-            reference=step.reference,
-            old_log_probs=step.old_log_probs,
-            ppo_mini_batch_size=step.ppo_mini_batch_size,
-        )
-        engine = EngineLayout(
-            num_engines=max(1, devices // step.engine[1]), devices_per_engine=step.engine[1], max_num_seqs=_MAX_NUM_SEQS
-        )
-        return predict_layout(
-            cluster,
-            job,
-            step.training,
-            engine,
-            efficiency=fit.efficiency,
-            takes_turns=turns,
-            host_moves=step.host_moves,
-        )
-
-    generating, training = times(responses, engines=True), times(responses, engines=False)
-    generation_s, prepared_s, trained_s = generating.generation_s, training.preparation_s, training.training_s
+    trained = _predict_layout(step, fit, responses, step.ranks)
+    preparation_s = trained.preparation_s
+    training_s = trained.training_s
     if not step.is_even:
-        replicas = step.training.data_parallel_size
-        trained_s *= slowest_rank(responses, ranks=replicas, samples=step.ppo_mini_batch_size * step.n // replicas)
-    after_s = whole_sync_s(model, cluster, num_devices, fit.efficiency) + training.swap_s
+        replicas = step.layout.data_parallel_size
+        samples = step.ppo_mini_batch_size * step.n // replicas
+        training_s *= predict_imbalance(responses, ranks=replicas, samples=samples)
+    cluster = _build_cluster(step)
+    after_s = predict_sync_s(step.shape, cluster, cluster.num_devices, fit.efficiency) + trained.swap_s
+
+    sampled = responses
     if step.schedule == "stale stream":
-        # Without an end of the step that is waited for, the mean response takes an engine's place as long as it does.
-        generation_s = times(Lengths.recorded([responses.mean]), engines=True).generation_s
-    if turns:
-        total_s = generation_s + prepared_s + trained_s + after_s
+        # Sampling never waits for the last response of a step, so an engine's slots are always taken.
+        sampled = Lengths.recorded([responses.mean])
+    generation_s = _predict_layout(step, fit, sampled, step.engine_devices).generation_s
+
+    if step.schedule == "turns":
+        total_s = generation_s + preparation_s + training_s + after_s
     elif step.schedule == "stream":
-        last_s = (prepared_s + trained_s) / _STREAM_PARTS
-        total_s = max(generation_s, (_STREAM_PARTS - 1) * last_s) + last_s + after_s
+        part_s = (preparation_s + training_s) / _STREAM_PARTS
+        total_s = max(generation_s, (_STREAM_PARTS - 1) * part_s) + part_s + after_s
     else:
-        total_s = max(generation_s, prepared_s + trained_s) + after_s
-    return {"generation": generation_s, "preparation": prepared_s, "training": trained_s, "step": total_s}
+        total_s = max(generation_s, preparation_s + training_s) + after_s
+    return {"generation": generation_s, "preparation": preparation_s, "training": training_s, "step": total_s}
+
+
+def _build_cluster(step: PublishedStep) -> Cluster:
+    num_devices = step.ranks
+    if step.schedule != "turns":
+        num_devices += step.engine_devices
+    return Cluster(num_devices=num_devices, device=step.hardware, devices_per_node=step.devices_per_node)
+
+
+def _predict_layout(step: PublishedStep, fit: Fit, responses: Lengths, num_devices: int) -> StepTime:
+    """Predict the step with engines on so many devices."""
+    job = Job(
+        policy=step.shape,
+        prompt_lengths=Lengths.recorded([step.prompt_tokens]),
+        response_lengths=responses,
+        train_batch_size=step.prompts,
+        n=step.n,
+        reference=step.reference,
+        old_log_probs=step.old_log_probs,
+        ppo_mini_batch_size=step.ppo_mini_batch_size,
+    )
+    engines = EngineLayout(
+        num_engines=max(1, num_devices // step.devices_per_engine),
+        devices_per_engine=step.devices_per_engine,
+        max_num_seqs=_MAX_NUM_SEQS,
+    )
+    return predict_layout(
+        _build_cluster(step),
+        job,
+        step.layout,
+        engines,
+        efficiency=fit.efficiency,
+        takes_turns=step.schedule == "turns",
+        host_moves=step.host_moves,
+    )
 
 
 def fit_study(steps: Sequence[PublishedStep], start: Fit) -> Fit:
-    """Fit a study's constants to its steps that name them: logarithms of laws and measurements differ least.
+    """Fit the constants of a study to the rows that name them, by least squares of log(predicted / measured).
 
-    Where stages were measured, they are fitted, and not their sum, which holds what no stage does.
+    If a row has its stages, they are fitted and the whole step is not: it contains time that belongs to no stage.
     """
-    chosen = [step for step in steps if step.fits]
-    if not chosen:
+    fitted_steps = [step for step in steps if step.fits]
+    if not fitted_steps:
         return start
-    names = list(dict.fromkeys(name for step in chosen for name in step.fits))
-    first = {**asdict(start.efficiency), "response_tokens": start.response_tokens, "sigma": start.sigma}
 
-    def applied(logs: NDArray[np.float64]) -> Fit:
-        values = dict(zip(names, np.exp(logs).tolist(), strict=True))
-        lengths = {name: values.pop(name) for name in _LENGTHS if name in values}
-        return replace(start, efficiency=replace(start.efficiency, **values), **lengths)
+    def compute_residuals(constants: Constants) -> NDArray[np.float64]:
+        fit = set_constants(start, constants)
+        residuals: list[float] = []
+        for step in fitted_steps:
+            predicted_s = predict_stages(step, fit)
+            measured_s = step.measured_s
+            if len(measured_s) > 1:
+                del measured_s["step"]
+            for stage, seconds in measured_s.items():
+                residual = np.log(predicted_s[stage] / seconds)
+                residuals.append(residual)
+        return np.array(residuals)
 
-    def misses(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        found: list[float] = []
-        for step in chosen:
-            law = predicted(step, applied(logs))
-            stages: list[Stage] = [stage for stage in step.measured if stage != "step"] or ["step"]
-            found += [np.log(law[stage] / step.measured[stage]) for stage in stages]
-        return np.array(found)
+    constants = get_constants(start)
+    first = {name: constants[name] for name in list_constants(steps)}
+    return set_constants(start, fit_constants(first, compute_residuals, _UPPER_BOUNDS))
 
-    most = np.log([_MOST.get(name, np.inf) for name in names])
-    return applied(least_squares(misses, np.log([first[name] for name in names]), bounds=(-np.inf, most)).x)
+
+def list_constants(steps: Sequence[PublishedStep]) -> list[str]:
+    """Return the names of the constants that are fitted to any of the steps."""
+    names: list[str] = []
+    for step in steps:
+        names += step.fits.split()
+    return list(dict.fromkeys(names))
+
+
+def get_constants(fit: Fit) -> dict[str, float]:
+    """Return the constants by name."""
+    return {**asdict(fit.efficiency), "response_tokens": fit.response_tokens, "sigma": fit.sigma}
+
+
+def set_constants(fit: Fit, constants: Constants) -> Fit:
+    """Return the fit with other values of some constants."""
+    for name, value in constants.items():
+        if name in ("response_tokens", "sigma"):
+            fit = replace(fit, **{name: value})
+        else:
+            fit = replace(fit, efficiency=replace(fit.efficiency, **{name: value}))
+    return fit

@@ -1,19 +1,20 @@
-"""Simulations that answer the questions which G-Core's paper leaves open, in an hour; their tables and page.
+"""The part study: simulations that answer the questions which G-Core's paper leaves open.
 
 The answers are in docs/reference/open-questions.md.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from typing import TypeAlias
 
 import numpy as np
 
-from gcore_bench.harness.report import verdict_on_all
+from gcore_bench.harness.report import Row, verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.simulations.tables import markdown_table, spread, write_sections
-from gcore_bench.placement.simulations.tasks import run_all
+from gcore_bench.placement.simulations.tasks import count_processes, run_all
+from gcore_bench.placement.tables import FigureTable, format_range
 from gcore_placement import (
     Comparison,
     DynamicPartitionConfig,
@@ -25,67 +26,217 @@ from gcore_placement import (
     TraceRecipe,
     compare,
 )
-from gcore_placement.cli.page import page
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario, sized
 
 AIM_IDLE = 3.0
 """Most percentage points of all device-seconds by which dynamic should idle more than the clairvoyant."""
-_JOB, _NUM_DEVICES = "32B", 64
 PAYLOAD_BYTES_PER_S = 2e9
 """Rate at which a controller packs payloads; a link of 100 Gb/s is faster."""
-
-STUDY_SIZES = {64: None, 512: None, 10_000: 30}
-"""Devices of the study of drift, and the steps of each trace on so many; None: as many as it has."""
-STUDY_TRACES = (*SCENARIOS, *PUBLISHED)
-"""Scenarios of the study of drift."""
+SIZES = {64: None, 512: None, 10_000: 30}
+"""Devices of the drift study, and the steps of each trace; None: as many as the trace has."""
+QUICK_SIZES = {64: 2}
+TRACES = (*SCENARIOS, *PUBLISHED)
 ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""Believed costs of the judge, over its true ones."""
+"""Believed costs of the judge, over its true costs."""
 SEEDS = (1, 2, 3)
-"""Seeds of each trace in a study. The policy was tuned on seed 0."""
-SeededComparison = Sequence[Comparison]
-"""Comparisons on traces of one recipe with several seeds."""
+"""Seeds of each trace. The policy was tuned on seed 0."""
+FEW_STEPS = 24
+"""Steps of the traces with wrong costs or broken conditions."""
+
+_JOB = "32B"
+_NUM_DEVICES = 64
+
+COLUMNS = {
+    "devices": "{devices:,}",
+    "trace": "{trace}",
+    "steps": "{steps}",
+    "colocated, a step": "{colocated_s:,.0f} s",
+    "best split": "{split_s:,.0f} s",
+    "dynamic": "{dynamic_s:,.0f} s",
+    "clairvoyant": "{clairvoyant_s:,.0f} s",
+    "colocated / dynamic": "{colocated_over_dynamic}",
+    "split / dynamic": "{split_over_dynamic}",
+    "split / clairvoyant": "{split_over_clairvoyant}",
+    "idle: colocated": "{colocated_idle:.1%}",
+    "idle: split": "{split_idle:.1%}",
+    "idle: dynamic": "{dynamic_idle:.1%}",
+    "idle: clairvoyant": "{clairvoyant_idle:.1%}",
+    "points over clairvoyant": "{points}",
+    "moves": "{moves:.0f}",
+    "waves with loans": "{loans:.0f}",
+}
+ERROR_COLUMNS = {
+    "believed / true": "{error:.3g}",
+    "split / dynamic, corrected": "{corrected}",
+    "split / dynamic, not corrected": "{uncorrected}",
+}
+
+MakeSimulator: TypeAlias = Callable[..., Simulator]
+"""Returns the simulator of a case for a ``seed``."""
+Cases: TypeAlias = list[tuple[str, MakeSimulator]]
+"""Cases with their names."""
 
 
-def run_study(options: PlacementOptions) -> str:
-    """Answer all questions, and write `tables.md` and `study.html`; return the tables."""
-    num_steps, processes = options.study_steps or None, options.num_study_processes
-    sizes = [
-        (devices, num_steps if steps is None else min(steps, num_steps or steps), STUDY_TRACES)
-        for devices, steps in STUDY_SIZES.items()
-        if devices in options.study_devices
+def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
+    """Simulate drifting loads, wrong costs of the judge, and the scheme with each of its conditions broken."""
+    processes = count_processes(options)
+    few_steps = 2 if options.quick else FEW_STEPS
+    tables: list[FigureTable] = []
+    sizes = QUICK_SIZES if options.quick else SIZES
+    for num_devices, num_steps in sizes.items():
+        rows = compare_all(list_drifts(num_devices, num_steps), SEEDS, processes)
+        title = f"Drift on {num_devices:,} devices"
+        tables.append(FigureTable(title=title, columns=COLUMNS, rows=rows, aims=[check_idle_aim(rows)]))
+        say(f"study: {title} is done")
+    rows = compare_errors(ERRORS, few_steps, processes)
+    tables.append(FigureTable(title="Wrong costs of the judge", columns=ERROR_COLUMNS, rows=rows))
+    rows = compare_all(list_broken_conditions(few_steps), SEEDS, processes)
+    tables.append(FigureTable(title="Conditions broken", columns=COLUMNS, rows=rows))
+    return tables
+
+
+def list_drifts(num_devices: int, num_steps: int | None, traces: Sequence[str] = TRACES) -> Cases:
+    """Return the scenarios of question 1: does dynamic beat the best static split?"""
+    cases: Cases = []
+    for name in traces:
+        make = partial(scenario, name, _JOB, num_devices, num_steps=num_steps)
+        cases.append((name, make))
+    return cases
+
+
+def list_broken_conditions(num_steps: int) -> Cases:
+    """Return the curriculum as it is, and with one condition of the scheme broken at a time."""
+    costs = JOBS[_JOB]
+    assert costs.reward is not None
+    slow_moves = replace(costs, swap=replace(costs.swap, load_s=1200.0))
+    free_swaps = replace(costs, swap=SwapCosts())
+    policy = _scale_engine(costs.policy, 4)
+    judge = _scale_engine(costs.reward, 4)
+    large = replace(costs, policy=policy, reward=judge)
+    curriculum = SCENARIOS["curriculum"]
+    steady = SCENARIOS["steady"]
+    return [
+        ("as it is", partial(_simulate, curriculum, costs, num_steps)),
+        ("load stays the same", partial(_simulate, steady, costs, num_steps)),
+        ("load changes at random every step", partial(_simulate, replace(steady, noise=0.6), costs, num_steps)),
+        ("one large wave a step", partial(_simulate, SCENARIOS["large_waves"], costs, num_steps)),
+        ("four replicas in all", partial(_simulate, curriculum, large, num_steps)),
+        ("a move takes 20 minutes", partial(_simulate, curriculum, slow_moves, num_steps)),
+        ("swaps take no time", partial(_simulate, curriculum, free_swaps, num_steps)),
     ]
-    few = min(24, num_steps or 24)
-    drift = drift_study(sizes, processes=processes)
-    predictions = prediction_study(num_steps=few, processes=processes)
-    breaks = break_study(num_steps=few, processes=processes)
-    by_devices = {devices: [seeded for seeded in drift if seeded[0].num_devices == devices] for devices, *_ in sizes}
-    errors = [(f"{error:.3g}", *map(spread, gains)) for error, *gains in predictions]
-    sections = {
-        **{
-            f"Drift on {devices:,} devices": f"{_comparison_table(found)}\n{idle_aim(found)}\n"
-            for devices, found in by_devices.items()
-        },
-        "Payloads through controllers": _payload_table(),
-        "Wrong costs of the judge": markdown_table(
-            ("believed / true", "split / dynamic, corrected", "split / dynamic, not corrected"), errors
-        ),
-        "Conditions broken": _comparison_table(breaks),
+
+
+def _simulate(recipe: TraceRecipe, costs: JobCosts, num_steps: int, *, seed: int) -> Simulator:
+    batch = SCALES[_NUM_DEVICES].train_batch_size
+    trace = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
+    return scenario(recipe.name, _JOB, _NUM_DEVICES, trace=trace, costs=costs)
+
+
+def _scale_engine(engine: EngineCosts, factor: int) -> EngineCosts:
+    """Return the engine with a factor more devices per replica, as fast per device."""
+    return replace(
+        engine,
+        devices_per_replica=engine.devices_per_replica * factor,
+        max_num_seqs=engine.max_num_seqs * factor,
+        decode_per_sequence_s=engine.decode_per_sequence_s / factor,
+        decode_per_context_token_s=engine.decode_per_context_token_s / factor,
+        prefill_per_token_s=engine.prefill_per_token_s / factor,
+    )
+
+
+def compare_all(cases: Cases, seeds: Sequence[int], processes: int) -> list[Row]:
+    """Compare the strategies in each case with each seed, and return a row per case."""
+    tasks: list[Callable[[], Comparison]] = []
+    for name, make in cases:
+        tasks.extend(partial(_compare, name, make, seed) for seed in seeds)
+    comparisons = run_all(tasks, processes=processes)
+    rows: list[Row] = []
+    for first in range(0, len(comparisons), len(seeds)):
+        of_case = comparisons[first : first + len(seeds)]
+        rows.append(summarize_seeds(of_case))
+    return rows
+
+
+def _compare(name: str, make: MakeSimulator, seed: int) -> Comparison:
+    return compare(name, make(seed=seed))
+
+
+def summarize_seeds(comparisons: Sequence[Comparison]) -> Row:
+    """Return a row of seconds per step, gains and idle shares: means over the seeds, and ranges of ratios."""
+    row: Row = {
+        "devices": comparisons[0].num_devices,
+        "trace": comparisons[0].name,
+        "steps": len(comparisons[0]["dynamic"].steps),
+        "moves": fmean(comparison["dynamic"].num_moves for comparison in comparisons),
+        "loans": fmean(comparison["dynamic"].num_loans for comparison in comparisons),
     }
-    text = write_sections(options.study_folder, "tables.md", sections)
-    (options.study_folder / "study.html").write_text(page([seeded[0] for seeded in (*drift, *breaks)]))
-    return text
+    for strategy in ("colocated", "split", "dynamic", "clairvoyant"):
+        runs = [comparison[strategy] for comparison in comparisons]
+        row[f"{strategy}_s"] = fmean(run.step_s for run in runs)
+        row[f"{strategy}_idle"] = fmean(run.idle_share for run in runs)
+    for slow, fast in (("colocated", "dynamic"), ("split", "dynamic"), ("split", "clairvoyant")):
+        ratios = [comparison[slow].seconds / comparison[fast].seconds for comparison in comparisons]
+        row[f"{slow}_over_{fast}"] = format_range(ratios, ".2f")
+    points: list[float] = []
+    for comparison in comparisons:
+        more_idle = comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share
+        points.append(100 * more_idle)
+    row["points"] = format_range(points, ".1f")
+    row["most_points"] = max(points)
+    return row
 
 
-def drift_study(
-    sizes: Sequence[tuple[int, int | None, Sequence[str]]], *, seeds: Sequence[int] = SEEDS, processes: int = 1
-) -> list[SeededComparison]:
-    """Answer question 1: dynamic against the best static split, for devices, steps and scenarios."""
-    cases = [
-        (name, partial(scenario, name, _JOB, devices, num_steps=steps))
-        for devices, steps, names in sizes
-        for name in names
-    ]
-    return _compare_all(cases, seeds, processes)
+def check_idle_aim(rows: Sequence[Row]) -> str:
+    """Compare the idle devices of dynamic with those of the clairvoyant, by the worst seed of each trace."""
+    worst = max(rows, key=lambda row: row["most_points"])
+    missed = [row["trace"] for row in rows if row["most_points"] > AIM_IDLE]
+    return (
+        f"aim: dynamic idles at most {AIM_IDLE:g} points more than the clairvoyant on every trace, with every seed; "
+        f"most: {worst['most_points']:.1f} on {worst['trace']} ({verdict_on_all(missed)})"
+    )
+
+
+def compare_errors(errors: Sequence[float], num_steps: int, processes: int) -> list[Row]:
+    """Answer question 3: the gain of dynamic over the best split if the judge's costs are believed to be wrong.
+
+    Rows have the seconds of the best split over those of dynamic, with measurements that correct the model and without.
+    """
+    by_seed = run_all([partial(_measure_gains, errors, num_steps, seed) for seed in SEEDS], processes=processes)
+    rows: list[Row] = []
+    for error, *gains in zip(errors, *by_seed, strict=True):
+        corrected, uncorrected = zip(*gains, strict=True)
+        row = {"error": error, "corrected": format_range(corrected, ".2f")}
+        row["uncorrected"] = format_range(uncorrected, ".2f")
+        rows.append(row)
+    return rows
+
+
+def _measure_gains(errors: Sequence[float], num_steps: int, seed: int) -> list[tuple[float, float]]:
+    """Return for each error the best split's seconds over dynamic's, corrected and not."""
+    simulator = scenario("judge_grows", _JOB, _NUM_DEVICES, num_steps=num_steps, seed=seed)
+    split_s = simulator.best_split().seconds
+    uncorrected = DynamicPartitionConfig(is_corrected=False)
+    gains: list[tuple[float, float]] = []
+    for error in errors:
+        believed = with_judge_error(JOBS[_JOB], error)
+        corrected_s = simulator.dynamic(believed=believed, config=DynamicPartitionConfig()).seconds
+        uncorrected_s = simulator.dynamic(believed=believed, config=uncorrected).seconds
+        gains.append((split_s / corrected_s, split_s / uncorrected_s))
+    return gains
+
+
+def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
+    """Return costs whose judge takes ``error`` times as long."""
+    judge = costs.reward
+    assert judge is not None
+    judge = replace(
+        judge,
+        decode_base_s=judge.decode_base_s * error,
+        decode_per_sequence_s=judge.decode_per_sequence_s * error,
+        decode_per_context_token_s=judge.decode_per_context_token_s * error,
+        prefill_per_token_s=judge.prefill_per_token_s * error,
+    )
+    return replace(costs, reward=judge)
 
 
 def payload_load(trace: Trace, *, num_controllers: int) -> tuple[float, float, float]:
@@ -93,146 +244,13 @@ def payload_load(trace: Trace, *, num_controllers: int) -> tuple[float, float, f
 
     Returns:
         The busiest controller's seconds to receive its payloads and send them on, the bytes that it holds at once, and
-        these over the mean of all controllers; 1 is even.
+        these bytes over the mean of all controllers; 1 is even.
     """
     payloads = trace.payload_bytes
-    shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
-    most, mean = float(shares.max()), float(shares.mean())
-    # It comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
-    return (1 + 3) * most / PAYLOAD_BYTES_PER_S, most, most / mean if mean else 1.0
-
-
-def prediction_study(*, num_steps: int, processes: int) -> list[tuple[float, list[float], list[float]]]:
-    """Answer question 3: dynamic, for costs of the judge that are believed to be off by a factor.
-
-    Returns:
-        For each of ERRORS the seconds of the best static split over those of dynamic, with each seed: where
-        measurements correct the model, and where they do not.
-    """
-    by_seed = run_all([partial(_gains, num_steps, seed, ERRORS) for seed in SEEDS], processes=processes)
-    return [
-        (error, [corrected for corrected, _ in gains], [uncorrected for _, uncorrected in gains])
-        for error, *gains in zip(ERRORS, *by_seed, strict=True)
-    ]
-
-
-def break_study(*, num_steps: int = 24, seeds: Sequence[int] = SEEDS, processes: int = 1) -> list[SeededComparison]:
-    """Break each condition of the scheme, one at a time, on the curriculum, to find where its gain ends."""
-    costs = JOBS[_JOB]
-    assert costs.reward is not None
-    slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
-    large = replace(costs, policy=_on_devices(costs.policy, 16), reward=_on_devices(costs.reward, 16))
-    jump, still = SCENARIOS["curriculum"], SCENARIOS["steady"]
-    cases = {
-        "as it is": (jump, costs),
-        "load stays the same": (still, costs),
-        "load changes at random every step": (replace(still, noise=0.6), costs),
-        "one large wave a step": (SCENARIOS["large_waves"], costs),
-        "four replicas in all": (jump, large),
-        "a move takes 20 minutes": (jump, slow),
-        "swaps take no time": (jump, replace(costs, swap=SwapCosts())),
-    }
-    return _compare_all([(name, partial(_broken, *case, num_steps)) for name, case in cases.items()], seeds, processes)
-
-
-def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
-    """Return costs whose judge takes `error` times as long."""
-    assert costs.reward is not None
-    return replace(costs, reward=_scaled(costs.reward, error, decode_base_s=costs.reward.decode_base_s * error))
-
-
-def _on_devices(costs: EngineCosts, num_devices: int) -> EngineCosts:
-    """Return the engine with more devices to a replica, as fast per device."""
-    ratio = costs.devices_per_replica / num_devices
-    num_seqs = round(costs.max_num_seqs / ratio)
-    return _scaled(costs, ratio, devices_per_replica=num_devices, max_num_seqs=num_seqs)
-
-
-def _scaled(costs: EngineCosts, factor: float, **changed: float) -> EngineCosts:
-    """Return the engine with its costs of sequences and tokens times a factor, and other fields changed."""
-    names = ("decode_per_sequence_s", "decode_per_context_token_s", "prefill_per_token_s")
-    return replace(costs, **{name: getattr(costs, name) * factor for name in names}, **changed)
-
-
-def _broken(recipe: TraceRecipe, costs: JobCosts, num_steps: int, *, seed: int) -> Simulator:
-    batch = SCALES[_NUM_DEVICES].train_batch_size
-    trace = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
-    return scenario(recipe.name, _JOB, _NUM_DEVICES, trace=trace, costs=costs)
-
-
-def _compare_all(
-    cases: Sequence[tuple[str, Callable[..., Simulator]]], seeds: Sequence[int], processes: int
-) -> list[SeededComparison]:
-    """Compare the strategies in the simulator that each case makes for each seed."""
-    tasks = [partial(_compared, name, case, seed) for name, case in cases for seed in seeds]
-    found = run_all(tasks, processes=processes)
-    return [found[first : first + len(seeds)] for first in range(0, len(found), len(seeds))]
-
-
-def _compared(name: str, case: Callable[..., Simulator], seed: int) -> Comparison:
-    return compare(name, case(seed=seed))
-
-
-def _gains(num_steps: int, seed: int, errors: Sequence[float]) -> list[tuple[float, float]]:
-    """Return for each error the best split's seconds over dynamic's, corrected and not."""
-    simulator = scenario("judge_grows", _JOB, _NUM_DEVICES, num_steps=num_steps, seed=seed)
-    split_s = simulator.best_split().seconds
-
-    def gain(error: float, config: DynamicPartitionConfig) -> float:
-        return split_s / simulator.dynamic(believed=with_judge_error(JOBS[_JOB], error), config=config).seconds
-
-    corrected, uncorrected = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
-    return [(gain(error, corrected), gain(error, uncorrected)) for error in errors]
-
-
-def idle_aim(comparisons: Sequence[SeededComparison]) -> str:
-    """Return whether gcore's aim of idle devices is met."""
-    over = {seeded[0].name: max(map(_points_over_clairvoyant, seeded)) for seeded in comparisons}
-    worst = max(over, key=over.__getitem__)
-    missed = [name for name, points in over.items() if points > AIM_IDLE]
-    return (
-        f"aim: dynamic idles at most {AIM_IDLE:g} points more than the clairvoyant on every trace, with every seed; "
-        f"most: {over[worst]:.1f} on {worst} ({verdict_on_all(missed)})"
-    )
-
-
-def _points_over_clairvoyant(comparison: Comparison) -> float:
-    return 100 * (comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share)
-
-
-def _comparison_table(comparisons: Iterable[SeededComparison]) -> str:
-    """Return a table of the seconds of a step, the gain of dynamic, and idle shares of all device-seconds."""
-    head = (
-        *("devices", "trace", "steps", "colocated, a step", "best split", "dynamic", "clairvoyant"),
-        *("colocated / dynamic", "split / dynamic", "split / clairvoyant"),
-        *("idle: colocated", "split", "dynamic", "clairvoyant", "points over clairvoyant", "moves", "waves with loans"),
-    )
-    rows: list[Sequence[str]] = []
-    for seeded in comparisons:
-        by_strategy = list(zip(*(c.runs for c in seeded), strict=True))
-        ratios = (("colocated", "dynamic"), ("split", "dynamic"), ("split", "clairvoyant"))
-        rows.append(
-            (
-                *(f"{seeded[0].num_devices:,}", seeded[0].name, str(len(seeded[0]["dynamic"].steps))),
-                *(f"{fmean(run.step_s for run in runs):,.0f} s" for runs in by_strategy),
-                *(spread([c[one].seconds / c[other].seconds for c in seeded]) for one, other in ratios),
-                *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
-                spread([_points_over_clairvoyant(c) for c in seeded], form=".1f"),
-                f"{fmean(c['dynamic'].num_moves for c in seeded):.0f}",
-                f"{fmean(c['dynamic'].num_loans for c in seeded):.0f}",
-            )
-        )
-    return markdown_table(head, rows)
-
-
-def _payload_table() -> str:
-    """Answer question 2: median payload bytes of a prompt, controllers, and a step's load of the busiest of these."""
-    rows: list[Sequence[str]] = []
-    for size in (1e5, 8e6, 1e8):
-        recipe = replace(SCENARIOS["multimodal"], num_steps=1, payload_median_bytes=size)
-        trace = replace(recipe, train_batch_size=SCALES[10_000].train_batch_size).trace()
-        for n in (1, 8, 64, 512):
-            seconds, held_bytes, uneven = payload_load(trace, num_controllers=n)
-            load = (f"{seconds:,.1f} s", f"{held_bytes / 1e9:,.1f} GB", f"{uneven:.2f}")
-            rows.append((f"{size / 1e6:g} MB", str(n), *load))
-    return markdown_table(("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean"), rows)
+    controllers = np.arange(len(payloads)) % num_controllers
+    shares = np.bincount(controllers, weights=payloads, minlength=num_controllers)
+    busiest = float(shares.max())
+    mean = float(shares.mean())
+    # A payload comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
+    seconds = (1 + 3) * busiest / PAYLOAD_BYTES_PER_S
+    return seconds, busiest, busiest / mean if mean else 1.0
