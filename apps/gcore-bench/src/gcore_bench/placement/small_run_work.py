@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gcore_bench.harness.measure import measured, settle, status_bytes
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.placement.small_runs import SmallRun
-from gcore_bench.trainer.contenders import LOSS, OPTIMIZER
+from gcore_bench.trainer import LOSS, OPTIMIZER
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
 from gcore_rollout.engines.hf.decoding import ATTENTION_NAME
