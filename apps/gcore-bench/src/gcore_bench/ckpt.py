@@ -1,0 +1,791 @@
+"""`gcore-bench ckpt`: saves and loads of the same bytes under gcore-ckpt and its peers, and the machine's limits.
+
+Each contender runs in turn, in new processes whose memory is watched; in the part ranks, processes save their shards
+(DTensors), and half as many load them, split by rows and by columns.
+"""
+
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+
+import ml_dtypes
+import numpy as np
+import psutil
+from rich.console import Console
+
+from gcore_bench.harness.processes import Spec, joined_world, merge_ranks, run_children, seconds_of, settle
+from gcore_bench.harness.report import (
+    BenchError,
+    Cell,
+    Figures,
+    QuickOptions,
+    Rounds,
+    Row,
+    Run,
+    Session,
+    at_least,
+    figure,
+    summarise,
+    verdict,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+PartName = Literal["single", "ranks"]
+ContenderName = Literal[
+    "gcore", "dcp", "dcp-async-thread", "dcp-async-cached", "torch.save", "safetensors", "orbax", "tensorstore"
+]
+State = dict[str, "torch.Tensor"]
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+LIMITS = "limits"
+"""The contender that measures memory and disk alone, in a process of its own too."""
+METRICS = {
+    "single": ("stall", "durable", "load_cold", "load_warm", "in_place_cold", "in_place_warm"),
+    "ranks": ("stall", "durable", "rows_cold", "rows_warm", "columns_cold", "columns_warm"),
+}
+_OF_RANKS = ("gcore", "dcp", "dcp-async-thread")
+"""Contenders of the part ranks."""
+_LOADS_SHARDS = ("gcore", "dcp")
+"""Those whose loads are measured; the asynchronous saves of DCP write the same files."""
+_AIM_STALL = 1.15
+_AIM_COLUMNS = {"columns_warm": 1.0, "columns_cold": 0.5}
+"""Most seconds of gcore over those of DCP."""
+
+_TIMEOUT_S = 300.0
+_TIMEOUT_S_PER_GB = 150.0
+_POLL_S = 0.2
+"""Reading the memory of gigabytes takes some ten milliseconds."""
+_ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONWARNINGS": "ignore",
+}
+_SIZES = 4
+"""Disk and memory that are needed, over the size of the state: saves, a staged copy, copies of a writing process."""
+_PROCESSES_BYTES = 2 * 10**9
+"""Memory of the Python processes with their libraries."""
+_WIDTH = 1024
+_TINY_ELEMENTS = 2048
+_PERIOD = 4_194_301
+"""Number of elements after which values repeat: a prime, so that no two pages of a tensor are equal."""
+_MAX_CHUNK_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
+_BLOCK_BYTES = 4096
+"""Alignment of direct reads and writes."""
+_COPIES = 3
+
+_NOTE = (
+    "A process for each run, the same bytes for all, one save before the measured one. stall: until the state may be "
+    "changed. durable: until all files are synced; what a library leaves unsynced the bench syncs and counts. Cold: "
+    "files are out of the page cache; warm: in it. Loads are into fresh memory, in place, or of rows and columns of "
+    "what was saved by rows, and are compared bitwise. (x): over the fastest limit, which is a copy in memory, a raw "
+    "write or a raw read. extra MB: highest resident memory of all processes while saving, less that before."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CkptOptions(QuickOptions):
+    """Measure saves and loads of the same bytes under gcore-ckpt and its peers, in turn, each in its own process.
+
+    The physical limits (memcpy, raw writes, raw reads) are measured in every round too.
+    """
+
+    parts: tuple[PartName, ...] = get_args(PartName)
+    """single: one process; ranks: a sharded state over several processes."""
+    contenders: tuple[ContenderName, ...] = get_args(ContenderName)
+    """Contenders in the order in which they run in every round; a part leaves out those it does not measure."""
+    size_gb: Annotated[float, at_least(0.001)] = 2.0
+    """Size of the state, in units of 10^9 bytes."""
+    tensors: Annotated[int, at_least(3)] = 200
+    """Number of tensors of the state."""
+    ranks: Annotated[int, at_least(2)] = 4
+    """Processes of the part ranks; half as many load."""
+    dir: Path = Path(".gcore-bench")
+    """Folder, on the disk to measure, in which a fresh one is made for the files; it is removed at the end."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20, "ranks": 2}
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the state."""
+        return round(self.size_gb * 1e9)
+
+    def contenders_of(self, part: str) -> list[str]:
+        """Return the contenders that the part measures."""
+        return [name for name in dict.fromkeys(self.contenders) if part == "single" or name in _OF_RANKS]
+
+
+def run(options: CkptOptions, console: Console) -> None:
+    """Measure, print and write the figures that ``options`` asks for."""
+    options = options.sized()
+    with _scratch_folder(options.dir) as folder, Session(options, console, notes=[_NOTE]) as session:
+        check_machine(folder, options.size_bytes)
+        for part in dict.fromkeys(options.parts):
+            rounds = Rounds(part, options.rounds, say=session.say)
+            for turn in rounds.turns((LIMITS, *options.contenders_of(part))):
+                try:
+                    rows = _measure_turn(part, turn.contender, options, folder)
+                except BenchError as error:
+                    turn.failed(str(error))
+                    continue
+                words = [f"{metric} {seconds:.3f} s" for metric, seconds in rows.get(turn.contender, {}).items()]
+                turn.done(rows, ", ".join(words[:2]))
+            rows, lines = compare(part, rounds.runs)
+            columns: dict[str, Cell] = {f"{metric.replace('_', ' ')} s": _show(metric) for metric in METRICS[part]}
+            columns["extra MB"] = figure("peak_bytes", "MB")
+            title = f"{part}: {options.size_gb:g} GB in {options.tensors} tensors"
+            session.report(title, columns, rows, rounds.runs, lines=lines)
+            if all(run.failure for run in rounds.runs if run.contender != LIMITS):
+                raise BenchError("no contender has figures; see the failures above")
+
+
+def _show(metric: str) -> Cell:
+    """Return a cell with seconds and, in brackets, their ratio to the limit."""
+
+    def show(row: Mapping[str, Any]) -> str:
+        if metric not in row:
+            return "-"
+        ratio = row.get(f"{metric}_ratio")
+        return f"{row[metric]:.3f}" + ("" if ratio is None else f" ({ratio:.2f}x)")
+
+    return show
+
+
+def _measure_turn(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
+    """Return the figures of one turn: of all ranks that save and, in the part ranks, of half as many that load."""
+    phases = {"save": 1}
+    if part == "ranks":
+        phases["save"] = options.ranks
+        if contender in _LOADS_SHARDS:
+            phases["load"] = options.ranks // 2
+    rows: dict[str, Figures] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for phase, world_size in phases.items():
+            spec = Spec(
+                work="gcore_bench.ckpt:measure",
+                part=part,
+                contender=contender,
+                folder=scratch,
+                options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
+                world_size=world_size,
+                threads=max(1, (os.cpu_count() or 1) // world_size),
+            )
+            timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
+            values, sizes = run_children(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
+            for row, figures in merge_ranks([value["rows"] for value in values]).items():
+                rows.setdefault(row, {}).update(figures)
+            if "saving_s" in values[0]:
+                # The highest memory of all ranks together while they saved, less that before.
+                start_s = min(value["saving_s"][0] for value in values)
+                end_s = max(value["saving_s"][1] for value in values)
+                before_bytes = sum(value["before_bytes"] for value in values)
+                peaks = [size.pss_bytes for at_s, size in sizes if start_s <= at_s <= end_s]
+                rows[contender]["peak_bytes"] = float(max([before_bytes, *peaks]) - before_bytes)
+    return rows
+
+
+def compare(part: str, runs: Sequence[Run]) -> tuple[dict[str, Row], list[str]]:
+    """Return medians of contenders with their ratios to the fastest limits, the limits, and lines about aims."""
+    limits = dict.fromkeys(row for run in runs if run.contender == LIMITS for row in run.rows)
+    rows: dict[str, Row] = dict(summarise(part, runs).rows)
+    fastest: Figures = {}
+    for name in limits:
+        for metric, seconds in rows[name].items():
+            fastest[metric] = min(seconds, fastest.get(metric, math.inf))
+    for row in rows.values():
+        for metric in METRICS[part]:
+            if metric in row and metric in fastest:
+                row[f"{metric}_ratio"] = row[metric] / fastest[metric]
+    lines = [f"{run.contender} failed: {run.failure}" for run in runs if run.failure]
+    gcore = rows.get("gcore", {})
+    if part == "single" and "stall_ratio" in gcore:
+        ratio = gcore["stall_ratio"]
+        lines.append(
+            f"aim: the stall of a save takes at most {_AIM_STALL} times a copy of memory: {ratio:.2f} "
+            f"({verdict(ratio <= _AIM_STALL)})"
+        )
+    dcp = rows.get("dcp", {})
+    for metric, most in _AIM_COLUMNS.items():
+        if metric in gcore and metric in dcp:
+            ratio = gcore[metric] / dcp[metric]
+            lines.append(f"aim: {metric} takes at most {most:g} times dcp: {ratio:.2f} ({verdict(ratio <= most)})")
+    contenders = {name: row for name, row in rows.items() if name not in limits}
+    return contenders | {name: rows[name] for name in limits}, lines
+
+
+def check_machine(folder: Path, size_bytes: int) -> None:
+    """Check that there is enough disk space and memory before anything is written."""
+    disk_bytes = shutil.disk_usage(folder).free
+    needed_bytes = _SIZES * size_bytes
+    if disk_bytes < needed_bytes:
+        raise BenchError(
+            f"dir is {folder}; expected {needed_bytes / 1e9:.1f} GB of free disk space there, found {disk_bytes / 1e9:.1f}"
+        )
+    memory_bytes = psutil.virtual_memory().available
+    needed_bytes += _PROCESSES_BYTES
+    if memory_bytes < needed_bytes:
+        raise BenchError(
+            f"size_gb is {size_bytes / 1e9:g}; expected {needed_bytes / 1e9:.1f} GB of available memory for it, "
+            f"found {memory_bytes / 1e9:.1f}"
+        )
+
+
+@contextmanager
+def _scratch_folder(parent: Path) -> Generator[Path]:
+    """Make a folder in ``parent``, which is made too; remove both at the end, the parent if it was made."""
+    is_new = not parent.exists()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="ckpt-", dir=parent)).absolute()
+    except OSError as error:
+        raise BenchError(f"dir is {parent}; expected a folder that can be written to: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if is_new and not any(parent.iterdir()):
+            parent.rmdir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Name, dtype and shape of a tensor; its values follow from its number."""
+
+    name: str
+    number: int
+    is_float32: bool
+    shape: tuple[int, ...]
+
+    def make(self, mesh: "DeviceMesh | None" = None, dim: int = 0) -> "torch.Tensor":
+        """Return the whole tensor or, with a mesh, one split over its ranks along a dimension, or the last one."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        start = self.number * 1_234_577 % _PERIOD
+        count = math.prod(self.shape)
+        noise = _make_noise(self.is_float32).repeat(-(-(start + count) // _PERIOD))
+        full = noise[start : start + count].clone().view(self.shape)
+        if mesh is None:
+            return full
+        # A copy, because parts are views of the whole.
+        return distribute_tensor(full, mesh, [Shard(min(dim, full.dim() - 1))], src_data_rank=None).clone()
+
+
+@cache
+def _make_noise(is_float32: bool) -> "torch.Tensor":
+    import torch
+
+    noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
+    return noise if is_float32 else noise.bfloat16()
+
+
+def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
+    """Plan a state of at least ``size_bytes``: 2 % large tensors with 40 % of the bytes, 30 % tiny, the rest medium."""
+    num_large = max(1, num_tensors // 50)
+    num_tiny = num_tensors * 3 // 10
+    num_medium = num_tensors - num_large - num_tiny
+    plans: list[TensorPlan] = []
+    for number in range(num_tensors):
+        is_float32 = number % 2 == 1
+        row_bytes = _WIDTH * (4 if is_float32 else 2)
+        if number < num_large:
+            shape = (math.ceil(0.4 * size_bytes / num_large / row_bytes), _WIDTH)
+        elif number < num_large + num_medium:
+            shape = (math.ceil(0.6 * size_bytes / num_medium / row_bytes), _WIDTH)
+        else:
+            shape = (_TINY_ELEMENTS,)
+        plans.append(TensorPlan(name=f"layers.{number}", number=number, is_float32=is_float32, shape=shape))
+    # Sizes alternate, as in a model.
+    return sorted(plans, key=lambda plan: (plan.number * 37) % num_tensors)
+
+
+def is_same(loaded: "torch.Tensor | None", expected: "torch.Tensor") -> bool:
+    """Return whether dtype, shape and every bit are equal; of a DTensor of this rank's part."""
+    import torch
+
+    if loaded is None or loaded.shape != expected.shape or loaded.dtype != expected.dtype:
+        return False
+    return torch.equal(_view_bytes(loaded), _view_bytes(expected))
+
+
+def _view_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
+    """View this rank's part of a tensor as bytes; it is copied only if it is not contiguous."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class Library:
+    """A library that saves steps at paths below one folder, which are named by their numbers."""
+
+    loads_in_place = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        """Start to save; return a call that waits for the end. The state may be changed once this returns."""
+        raise NotImplementedError
+
+    def load(self, path: Path, like: State) -> State:
+        """Load into newly allocated memory; ``like`` has the shapes."""
+        raise NotImplementedError
+
+    def load_into(self, path: Path, state: State) -> None:
+        """Load into the memory of the state, if `loads_in_place`."""
+        raise NotImplementedError
+
+    def unsynced(self, path: Path) -> list[Path]:
+        """Return files and folders that are left unsynced, without which a save may not survive a crash."""
+        return [path, path.parent]
+
+    def close(self) -> None:
+        """Release buffers and processes."""
+
+
+class GcoreLibrary(Library):
+    """gcore-ckpt with its default settings, one checkpointer for the whole run, as in a training loop."""
+
+    loads_in_place = True
+
+    def __init__(self, root: Path) -> None:
+        from gcore_ckpt import Checkpointer
+
+        self._checkpointer = Checkpointer(root)
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        return self._checkpointer.save(int(path.name), state).wait
+
+    def load(self, path: Path, like: State) -> State:
+        return self._checkpointer.load(step=int(path.name))
+
+    def load_into(self, path: Path, state: State) -> None:
+        self._checkpointer.load(state, step=int(path.name))
+
+    def unsynced(self, path: Path) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class TorchSaveLibrary(Library):
+    """One file for the whole state, which is not synced."""
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        import torch
+
+        torch.save(state, path)
+        return lambda: None
+
+    def load(self, path: Path, like: State) -> State:
+        import torch
+
+        return torch.load(path, weights_only=True)
+
+
+class SafetensorsLibrary(Library):
+    """One file for the whole state, which is not synced."""
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        from safetensors.torch import save_file
+
+        save_file(state, path)
+        return lambda: None
+
+    def load(self, path: Path, like: State) -> State:
+        from safetensors.torch import load_file
+
+        # The loaded tensors are views of the mapped file, which is read when they are.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+class DcpLibrary(Library):
+    """torch.distributed.checkpoint: `save`, which syncs its files."""
+
+    loads_in_place = True
+
+    def __init__(self, root: Path) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            # A process that writes needs a group, and training has one.
+            store = root.with_name(f"store-{os.getpid()}")
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(state, checkpoint_id=path)
+        return lambda: None
+
+    def load(self, path: Path, like: State) -> State:
+        import torch
+
+        fresh: State = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+        self.load_into(path, fresh)
+        return fresh
+
+    def load_into(self, path: Path, state: State) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(state, checkpoint_id=path)
+
+
+class DcpAsyncLibrary(DcpLibrary):
+    """`async_save`; no stager that is used here returns before the copy is done.
+
+    The thread has the default stager. The process has one whose copy goes into shared memory that is kept between
+    saves: the shortest stall on CPU tensors.
+    """
+
+    def __init__(self, root: Path, *, is_thread: bool) -> None:
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        super().__init__(root)
+        self._settings: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.THREAD}
+        self._stager: Any = None
+        if is_thread:
+            # Collectives of the thread must not mix with those of training.
+            self._settings["process_group"] = dist.new_group(backend="gloo")
+        else:
+            staging = StagingOptions(
+                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            )
+            self._stager = DefaultStager(staging)
+            self._settings = {
+                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                "async_stager": self._stager,
+            }
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        # A future of the upload alone, because of the stagers.
+        upload: Any = async_save(state, checkpoint_id=path, **self._settings)
+        return upload.result
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+
+
+class OrbaxLibrary(Library):
+    """Orbax's asynchronous checkpointer on numpy arrays, which it copies before it returns, as uncompressed zarr3."""
+
+    def __init__(self, root: Path) -> None:
+        import orbax.checkpoint
+
+        self._ocp: Any = orbax.checkpoint
+        handler = self._ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
+        self._checkpointer = self._ocp.AsyncCheckpointer(handler)
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        arrays = {name: _to_array(tensor) for name, tensor in state.items()}
+        self._checkpointer.save(path, args=self._ocp.args.PyTreeSave(arrays))
+        return self._checkpointer.wait_until_finished
+
+    def load(self, path: Path, like: State) -> State:
+        types = dict.fromkeys(like, self._ocp.RestoreArgs(restore_type=np.ndarray))
+        arrays = self._checkpointer.restore(path, args=self._ocp.args.PyTreeRestore(restore_args=types))
+        return {name: _to_tensor(array) for name, array in arrays.items()}
+
+    def unsynced(self, path: Path) -> list[Path]:
+        # It writes these itself; tensorstore syncs those with the data.
+        return [*path.glob("_*METADATA"), path, path.parent]
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class TensorstoreLibrary(Library):
+    """tensorstore: an uncompressed zarr3 array for each tensor, in files that it syncs.
+
+    A write completes twice: with the copy, after which the array may change, and with the commit.
+    """
+
+    def __init__(self, root: Path) -> None:
+        import tensorstore
+
+        self._ts: Any = tensorstore
+        self._context = self._ts.Context({"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}})
+
+    def save(self, path: Path, state: State) -> Callable[[], object]:
+        stores: list[Any] = []
+        arrays = [_to_array(tensor) for tensor in state.values()]
+        for name, array in zip(state, arrays, strict=True):
+            rows = max(1, _MAX_CHUNK_BYTES // (array.nbytes // array.shape[0]))
+            chunk_shape = [min(rows, array.shape[0]), *array.shape[1:]]
+            metadata = {
+                "shape": list(array.shape),
+                "data_type": array.dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            }
+            stores.append(self._open(path / name, metadata=metadata))
+        writes = [store.result().write(array) for store, array in zip(stores, arrays, strict=True)]
+        for write in writes:
+            write.copy.result()
+        return lambda: [write.commit.result() for write in writes]
+
+    def load(self, path: Path, like: State) -> State:
+        stores = {name: self._open(path / name) for name in like}
+        reads = {name: store.result().read() for name, store in stores.items()}
+        return {name: _to_tensor(read.result()) for name, read in reads.items()}
+
+    def _open(self, path: Path, **metadata: Any) -> Any:
+        """Open an array, or create it if it is given metadata."""
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, **metadata}
+        return self._ts.open(spec, create=bool(metadata), open=not metadata, context=self._context)
+
+
+LIBRARIES: dict[str, Callable[[Path], Library]] = {
+    "gcore": GcoreLibrary,
+    "dcp": DcpLibrary,
+    "dcp-async-thread": partial(DcpAsyncLibrary, is_thread=True),
+    "dcp-async-cached": partial(DcpAsyncLibrary, is_thread=False),
+    "torch.save": TorchSaveLibrary,
+    "safetensors": SafetensorsLibrary,
+    "orbax": OrbaxLibrary,
+    "tensorstore": TensorstoreLibrary,
+}
+"""Libraries at their best documented settings; each is imported only in the process that measures it."""
+
+
+def _to_array(tensor: "torch.Tensor") -> _Array:
+    """View a tensor as an array; bfloat16, which numpy lacks, is the dtype of ml_dtypes."""
+    import torch
+
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _to_tensor(array: _Array) -> "torch.Tensor":
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Measure a contender, or the limits, in its own process.
+
+    Returns:
+        The seconds in ``rows``; after saves also ``before_bytes``, resident memory before them, and ``saving_s``, when
+        they were, on the monotonic clock, which is the same for all processes.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plans = plan_state(spec.options["size_bytes"], spec.options["tensors"])
+    root = Path(spec.folder) / "files"
+    root.mkdir(exist_ok=True)
+    is_sharded = spec.part == "ranks"
+    with joined_world(spec) if is_sharded else nullcontext():
+        mesh = init_device_mesh("cpu", (spec.world_size,)) if is_sharded else None
+        if spec.contender == LIMITS:
+            # Ranks split every tensor along dimension 0, as in fully sharded training.
+            parts = [_view_bytes(plan.make(mesh)).numpy() for plan in plans]
+            return {"rows": _measure_limits(spec, parts, root)}
+        library = LIBRARIES[spec.contender](root)
+        facts: dict[str, Any] = {}
+        seconds: Figures = {}
+        if spec.options["phase"] == "save":
+            before_bytes = psutil.Process().memory_full_info().pss
+            start_s = time.monotonic()
+            state = {plan.name: plan.make(mesh) for plan in plans}
+            seconds = _measure_saves(spec, library, root, state)
+            facts = {"before_bytes": before_bytes + _size_bytes(state), "saving_s": (start_s, time.monotonic())}
+            del state
+        if spec.options["phase"] == "load":
+            for dim, way in enumerate(("rows", "columns")):
+                seconds |= _measure_loads(spec, library, root, plans, way, partial(TensorPlan.make, mesh=mesh, dim=dim))
+        elif not is_sharded:
+            seconds |= _measure_loads(spec, library, root, plans, "load", TensorPlan.make)
+            if library.loads_in_place:
+                seconds |= _measure_loads(spec, library, root, plans, "in_place", TensorPlan.make)
+        library.close()
+        return {"rows": {spec.contender: seconds}, **facts}
+
+
+def _size_bytes(state: State) -> int:
+    return sum(_view_bytes(tensor).numel() for tensor in state.values())
+
+
+def _measure_saves(spec: Spec, library: Library, root: Path, state: State) -> Figures:
+    """Save twice, and return the seconds of the second save; the first allocates buffers and starts processes.
+
+    They are those until the state may be changed, and until the save survives a crash of the machine.
+    """
+    library.save(root / "0", state)()
+    if spec.rank == 0:
+        _sync(library.unsynced(root / "0"))
+        os.sync()
+    settle()
+    _wait_for_ranks(spec)
+    start_s = time.perf_counter()
+    wait = library.save(root / "1", state)
+    stall_s = time.perf_counter() - start_s
+    wait()
+    _wait_for_ranks(spec)
+    if spec.rank == 0:
+        _sync(library.unsynced(root / "1"))
+    return {"stall": stall_s, "durable": time.perf_counter() - start_s}
+
+
+def _wait_for_ranks(spec: Spec) -> None:
+    import torch.distributed as dist
+
+    if spec.world_size > 1:
+        dist.barrier()
+
+
+def _measure_loads(
+    spec: Spec,
+    library: Library,
+    root: Path,
+    plans: Sequence[TensorPlan],
+    way: str,
+    make: "Callable[[TensorPlan], torch.Tensor]",
+) -> Figures:
+    """Load cold and warm, into fresh memory or into zeros, and check this rank's part of every tensor."""
+    seconds: Figures = {}
+    for temperature in ("cold", "warm"):
+        state = {plan.name: make(plan).zero_() for plan in plans}
+        if spec.rank == 0:
+            _prepare_cache(root, temperature)
+        settle()
+        _wait_for_ranks(spec)
+        start_s = time.perf_counter()
+        if way == "load":
+            state = library.load(root / "1", state)
+        else:
+            library.load_into(root / "1", state)
+        seconds[f"{way}_{temperature}"] = time.perf_counter() - start_s
+        _wait_for_ranks(spec)
+        for plan in plans:
+            if not is_same(state.get(plan.name), make(plan)):
+                raise ValueError(f"tensor {plan.name}, by {way}, was loaded with other bytes than were saved")
+    return seconds
+
+
+def _measure_limits(spec: Spec, parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
+    """Measure a copy in memory, raw writes of one file and raw reads of it, without any library.
+
+    Several ranks do so at the same time, each with its own shards; they measure no reads.
+    """
+    size_bytes = sum(part.size for part in parts)
+    memory = _allocate(size_bytes)
+    np.concatenate(parts, out=memory[:size_bytes])
+    rows: dict[str, Figures] = {}
+    threads = 1 if spec.world_size > 1 else os.cpu_count() or 1
+    target = _allocate(memory.size)
+    target.fill(0)
+    _wait_for_ranks(spec)
+    pieces = list(range(0, memory.size, _PIECE_BYTES))
+
+    def copy(start: int) -> None:
+        np.copyto(target[start : start + _PIECE_BYTES], memory[start : start + _PIECE_BYTES])
+
+    with ThreadPoolExecutor(threads) as pool:
+        copies = [seconds_of(lambda: list(pool.map(copy, pieces))) for _ in range(_COPIES)]
+    rows[f"memcpy, {threads} threads"] = {"stall": min(copies)}
+    path = root / f"raw-{spec.rank}"
+    for mode, flag in (("buffered", 0), ("direct", os.O_DIRECT)):
+        path.unlink(missing_ok=True)
+        os.sync()
+        _wait_for_ranks(spec)
+        try:
+            rows[f"raw write, {mode}"] = {"durable": seconds_of(partial(_write_file, memory, path, flag))}
+        except OSError:
+            # The file system has no direct access.
+            continue
+        if spec.world_size == 1:
+            rows[f"raw read, {mode}"] = _read_seconds(path, target, flag)
+    return rows
+
+
+def _read_seconds(path: Path, target: _Array, flag: int) -> Figures:
+    """Measure reads of a whole file, cold and warm, into new and existing memory."""
+    seconds: Figures = {}
+    for temperature in ("cold",) if flag else ("cold", "warm"):
+        _prepare_cache(path.parent, temperature)
+        seconds[f"load_{temperature}"] = seconds_of(lambda: _read_file(path, _allocate(target.size), flag))
+        _prepare_cache(path.parent, temperature)
+        seconds[f"in_place_{temperature}"] = seconds_of(lambda: _read_file(path, target, flag))
+    return seconds
+
+
+def _allocate(size_bytes: int) -> _Array:
+    """Return page-aligned memory of whole blocks, in huge pages where the machine has them."""
+    memory = mmap.mmap(-1, -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _write_file(memory: _Array, path: Path, flag: int) -> None:
+    with _open(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
+        position = 0
+        while position < memory.size:
+            position += os.pwrite(descriptor, memory.data[position : position + _PIECE_BYTES], position)
+        os.fsync(descriptor)
+    _sync([path.parent])
+
+
+def _read_file(path: Path, memory: _Array, flag: int) -> None:
+    with _open(path, os.O_RDONLY | flag) as descriptor:
+        position = 0
+        while position < memory.size:
+            position += os.preadv(descriptor, [memory.data[position : position + _PIECE_BYTES]], position)
+
+
+@contextmanager
+def _open(path: Path, flags: int) -> Generator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _sync(paths: Sequence[Path]) -> None:
+    """Sync files and folders, but not the files in the folders."""
+    for path in paths:
+        with _open(path, os.O_RDONLY) as descriptor:
+            os.fsync(descriptor)
+
+
+def _prepare_cache(root: Path, temperature: str) -> None:
+    """Remove every file below ``root`` from the page cache (cold), or read it into the cache (warm)."""
+    for path in _find_files(root):
+        with _open(path, os.O_RDONLY) as descriptor:
+            if temperature == "cold":
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while os.read(descriptor, _PIECE_BYTES):
+                    pass
+
+
+def _find_files(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            yield path
