@@ -15,7 +15,7 @@ _BENCHES = {
     "grpo": "GRPO steps under gcore and TRL's GRPOTrainer: the same task, model, batch and step count",
     "ckpt": "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
     "trainer": "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
-    "rollout": "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
+    "rollout": "generation and new weights under gcore-rollout, bare vLLM, transformers and a copy in memory",
     "controller": "large payloads under gcore-controller and verl's single driver",
     "diffusion": "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers",
     "data": "starts on a million prompts, and the order of 100 million rows, against verl's way and RandomSampler",
