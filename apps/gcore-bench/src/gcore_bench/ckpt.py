@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PartName = Literal["single", "ranks"]
-ContenderName = Literal[
-    "gcore", "dcp", "dcp-async-thread", "dcp-async-cached", "torch.save", "safetensors", "orbax", "tensorstore"
-]
+ContenderName = Literal["gcore", "dcp", "dcp-async", "torch.save", "safetensors", "orbax", "tensorstore"]
 State = dict[str, "torch.Tensor"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -56,10 +54,8 @@ METRICS = {
     "single": ("stall", "durable", "load_cold", "load_warm", "in_place_cold", "in_place_warm"),
     "ranks": ("stall", "durable", "rows_cold", "rows_warm", "columns_cold", "columns_warm"),
 }
-_OF_RANKS = ("gcore", "dcp", "dcp-async-thread")
+_OF_RANKS = ("gcore", "dcp")
 """Contenders of the part ranks."""
-_LOADS_SHARDS = ("gcore", "dcp")
-"""Those whose loads are measured; the asynchronous saves of DCP write the same files."""
 _AIM_STALL = 1.15
 _AIM_COLUMNS = {"columns_warm": 1.0, "columns_cold": 0.5}
 """Most seconds of gcore over those of DCP."""
@@ -170,7 +166,7 @@ def _measure_turn(part: str, contender: str, options: CkptOptions, folder: Path)
     phases = {"save": 1}
     if part == "ranks":
         phases["save"] = options.ranks
-        if contender in _LOADS_SHARDS:
+        if contender != LIMITS:
             phases["load"] = options.ranks // 2
     rows: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -229,12 +225,11 @@ def compare(part: str, runs: Sequence[Run]) -> tuple[dict[str, Row], list[str]]:
 
 def check_machine(folder: Path, size_bytes: int) -> None:
     """Check that there is enough disk space and memory before anything is written."""
-    disk_bytes = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(folder).free
     needed_bytes = _SIZES * size_bytes
-    if disk_bytes < needed_bytes:
-        raise BenchError(
-            f"dir is {folder}; expected {needed_bytes / 1e9:.1f} GB of free disk space there, found {disk_bytes / 1e9:.1f}"
-        )
+    if free_bytes < needed_bytes:
+        needed = f"{needed_bytes / 1e9:.1f} GB of free disk space there"
+        raise BenchError(f"dir is {folder}; expected {needed}, found {free_bytes / 1e9:.1f}")
     memory_bytes = psutil.virtual_memory().available
     needed_bytes += _PROCESSES_BYTES
     if memory_bytes < needed_bytes:
@@ -336,21 +331,21 @@ class Library:
     loads_in_place = False
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        del root
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         """Start to save; return a call that waits for the end. The state may be changed once this returns."""
         raise NotImplementedError
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, like: State, /) -> State:
         """Load into newly allocated memory; ``like`` has the shapes."""
         raise NotImplementedError
 
-    def load_into(self, path: Path, state: State) -> None:
+    def load_into(self, path: Path, state: State, /) -> None:
         """Load into the memory of the state, if `loads_in_place`."""
         raise NotImplementedError
 
-    def unsynced(self, path: Path) -> list[Path]:
+    def unsynced(self, path: Path, /) -> list[Path]:
         """Return files and folders that are left unsynced, without which a save may not survive a crash."""
         return [path, path.parent]
 
@@ -368,16 +363,16 @@ class GcoreLibrary(Library):
 
         self._checkpointer = Checkpointer(root)
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         return self._checkpointer.save(int(path.name), state).wait
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, _like: State, /) -> State:
         return self._checkpointer.load(step=int(path.name))
 
-    def load_into(self, path: Path, state: State) -> None:
+    def load_into(self, path: Path, state: State, /) -> None:
         self._checkpointer.load(state, step=int(path.name))
 
-    def unsynced(self, path: Path) -> list[Path]:
+    def unsynced(self, _path: Path, /) -> list[Path]:
         return []
 
     def close(self) -> None:
@@ -387,13 +382,13 @@ class GcoreLibrary(Library):
 class TorchSaveLibrary(Library):
     """One file for the whole state, which is not synced."""
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         import torch
 
         torch.save(state, path)
         return lambda: None
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, _like: State, /) -> State:
         import torch
 
         return torch.load(path, weights_only=True)
@@ -402,13 +397,13 @@ class TorchSaveLibrary(Library):
 class SafetensorsLibrary(Library):
     """One file for the whole state, which is not synced."""
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         from safetensors.torch import save_file
 
         save_file(state, path)
         return lambda: None
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, _like: State, /) -> State:
         from safetensors.torch import load_file
 
         # The loaded tensors are views of the mapped file, which is read when they are.
@@ -428,86 +423,74 @@ class DcpLibrary(Library):
             store = root.with_name(f"store-{os.getpid()}")
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(state, checkpoint_id=path)
         return lambda: None
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, like: State, /) -> State:
         import torch
 
         fresh: State = {name: torch.empty_like(tensor) for name, tensor in like.items()}
         self.load_into(path, fresh)
         return fresh
 
-    def load_into(self, path: Path, state: State) -> None:
+    def load_into(self, path: Path, state: State, /) -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         load(state, checkpoint_id=path)
 
 
 class DcpAsyncLibrary(DcpLibrary):
-    """`async_save`; no stager that is used here returns before the copy is done.
+    """`async_save` in a process, from a copy in shared memory that is kept between saves.
 
-    The thread has the default stager. The process has one whose copy goes into shared memory that is kept between
-    saves: the shortest stall on CPU tensors.
+    That has the shortest stall on CPU tensors; no stager that can be used here returns before the copy is done.
     """
 
-    def __init__(self, root: Path, *, is_thread: bool) -> None:
-        import torch.distributed as dist
+    def __init__(self, root: Path) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
         super().__init__(root)
-        self._settings: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.THREAD}
-        self._stager: Any = None
-        if is_thread:
-            # Collectives of the thread must not mix with those of training.
-            self._settings["process_group"] = dist.new_group(backend="gloo")
-        else:
-            staging = StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
-            )
-            self._stager = DefaultStager(staging)
-            self._settings = {
-                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-                "async_stager": self._stager,
-            }
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(options)
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
-        from torch.distributed.checkpoint.state_dict_saver import async_save
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-        # A future of the upload alone, because of the stagers.
-        upload: Any = async_save(state, checkpoint_id=path, **self._settings)
+        kind = AsyncCheckpointerType.PROCESS
+        # A future of the upload alone, because of the stager.
+        upload: Any = async_save(state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=self._stager)
         return upload.result
 
     def close(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
+        self._stager.close()
 
 
 class OrbaxLibrary(Library):
     """Orbax's asynchronous checkpointer on numpy arrays, which it copies before it returns, as uncompressed zarr3."""
 
     def __init__(self, root: Path) -> None:
+        super().__init__(root)
         import orbax.checkpoint
 
         self._ocp: Any = orbax.checkpoint
         handler = self._ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
         self._checkpointer = self._ocp.AsyncCheckpointer(handler)
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         arrays = {name: _to_array(tensor) for name, tensor in state.items()}
         self._checkpointer.save(path, args=self._ocp.args.PyTreeSave(arrays))
         return self._checkpointer.wait_until_finished
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, like: State, /) -> State:
         types = dict.fromkeys(like, self._ocp.RestoreArgs(restore_type=np.ndarray))
         arrays = self._checkpointer.restore(path, args=self._ocp.args.PyTreeRestore(restore_args=types))
         return {name: _to_tensor(array) for name, array in arrays.items()}
 
-    def unsynced(self, path: Path) -> list[Path]:
+    def unsynced(self, path: Path, /) -> list[Path]:
         # It writes these itself; tensorstore syncs those with the data.
         return [*path.glob("_*METADATA"), path, path.parent]
 
@@ -522,12 +505,13 @@ class TensorstoreLibrary(Library):
     """
 
     def __init__(self, root: Path) -> None:
+        super().__init__(root)
         import tensorstore
 
         self._ts: Any = tensorstore
         self._context = self._ts.Context({"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}})
 
-    def save(self, path: Path, state: State) -> Callable[[], object]:
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
         stores: list[Any] = []
         arrays = [_to_array(tensor) for tensor in state.values()]
         for name, array in zip(state, arrays, strict=True):
@@ -545,7 +529,7 @@ class TensorstoreLibrary(Library):
             write.copy.result()
         return lambda: [write.commit.result() for write in writes]
 
-    def load(self, path: Path, like: State) -> State:
+    def load(self, path: Path, like: State, /) -> State:
         stores = {name: self._open(path / name) for name in like}
         reads = {name: store.result().read() for name, store in stores.items()}
         return {name: _to_tensor(read.result()) for name, read in reads.items()}
@@ -559,8 +543,7 @@ class TensorstoreLibrary(Library):
 LIBRARIES: dict[str, Callable[[Path], Library]] = {
     "gcore": GcoreLibrary,
     "dcp": DcpLibrary,
-    "dcp-async-thread": partial(DcpAsyncLibrary, is_thread=True),
-    "dcp-async-cached": partial(DcpAsyncLibrary, is_thread=False),
+    "dcp-async": DcpAsyncLibrary,
     "torch.save": TorchSaveLibrary,
     "safetensors": SafetensorsLibrary,
     "orbax": OrbaxLibrary,

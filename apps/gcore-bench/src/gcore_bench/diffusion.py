@@ -165,10 +165,8 @@ def _run_gcore(name: str, model: Path, options: DiffusionOptions, number: int) -
     command = [sys.executable, "-c", main, *words.split(), "--reward.held-out", ""]
     program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
     run_program(program, name=name, log=folder / f"{run_name}.log")
-    steps: list[Figures] = []
-    for row in read_jsonl(folder / "runs" / run_name / "metrics.jsonl"):
-        if "timing_s/step" in row:
-            steps.append({stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)})
+    rows = [row for row in read_jsonl(folder / "runs" / run_name / "metrics.jsonl") if "timing_s/step" in row]
+    steps = [{stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)} for row in rows]
     return steps[options.warmup :]
 
 

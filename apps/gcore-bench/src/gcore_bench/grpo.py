@@ -1,18 +1,15 @@
 """`gcore-bench grpo`: whole GRPO steps under gcore and TRL on the same workload, in turn, in new processes.
 
-Every contender makes the steps that `train_config` describes. The floor, a physical limit, is the matrix products of
-such a step alone.
+Every contender makes the steps that `train_config` describes.
 """
 
 import asyncio
-import json
 import math
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -49,12 +46,9 @@ PROMPT_LENGTH = 4
 """Length of every prompt, in tokens, which are characters: ``7+8=``."""
 MODEL = "model"
 """The process that makes the model of a workload."""
-FLOOR = "floor"
-"""The contender that measures the physical limit."""
 MEAN_LENGTH = 50
 """Mean length of the long-tailed model's answers without a limit."""
 
-_FLOOR_STEPS = 10
 _NUM_JUDGED = 256
 _MODEL_SEED = 0
 _AIM_OVER_TRL = {"short": 3.3}
@@ -77,8 +71,7 @@ _COLUMNS: dict[str, Cell] = {
     "score": figure("score", ".3f"),
 }
 _NOTES = {
-    "": "gen includes tokenizing, detokenizing and the transfer of weights to the engine; floor is the matrix products "
-    "of a step alone; peak MB is of all processes, shared pages counted once.",
+    "": "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, shared pages counted once.",
     "trl-vllm": "trl-vllm runs with its weight transfer corrected: as published it fails on CPU with this vLLM. It "
     "samples in bfloat16, because TRL gives vLLM no dtype; the others use float32. Its importance-sampling correction "
     "is off, which saves it a forward pass a step.",
@@ -163,8 +156,6 @@ class Task:
     seed: int
     warmup_steps: int = 0
     """The first of the steps, which are not measured."""
-    lengths: Sequence[int] = ()
-    """Lengths of the responses of a step, for the floor."""
 
     @property
     def uses_vllm(self) -> bool:
@@ -179,7 +170,6 @@ Step = dict[str, Any]
 - ``gen_s``: generation, including tokenizing, detokenizing and the transfer of new weights to the engine.
 - ``reward_s``: time inside the reward function; ``train_s``: forward, backward and optimizer.
 - ``score``: mean over all completions; ``mean_length`` and ``max_length`` of completions, in tokens.
-- ``lengths``: of each completion.
 """
 
 
@@ -211,20 +201,17 @@ def _run_rounds(workload: Workload, options: GrpoOptions, rounds: Rounds) -> Non
     if not model.is_dir():
         rounds.say(f"{workload.name}: making the model")
         _run_task(task, options)
-    lengths: Sequence[int] = ()
-    for turn in rounds.turns((*options.contenders, FLOOR)):
-        measured_steps = _FLOOR_STEPS if turn.contender == FLOOR else options.steps or workload.steps
+    measured_steps = options.steps or workload.steps
+    for turn in rounds.turns(options.contenders):
         contender_task = replace(
             task,
             contender=turn.contender,
             steps=options.warmup_steps + measured_steps,
             warmup_steps=options.warmup_steps,
-            lengths=lengths,
         )
         steps, footprint = _run_task(contender_task, options)
         if len(steps) != measured_steps:
             raise BenchError(f"{turn.contender} made {len(steps)} steps of {measured_steps} on workload {rounds.part}")
-        lengths = steps[-1]["lengths"]
         figures = summarise_steps(steps, workload.samples_per_step)
         figures["peak_bytes"] = float(footprint.pss_bytes)
         turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s a step")
@@ -234,13 +221,11 @@ def summarise_steps(steps: Sequence[Step], samples_per_step: int) -> Figures:
     """Return medians of seconds, and means of lengths and scores."""
     figures: Figures = {}
     for metric in ("step_s", "cpu_s", "gen_s", "reward_s", "train_s"):
-        if metric in steps[0]:
-            figures[metric] = median(step[metric] for step in steps)
+        figures[metric] = median(step[metric] for step in steps)
     figures["samples_per_s"] = samples_per_step / figures["step_s"]
     figures["mean_length"] = fmean(step["mean_length"] for step in steps)
     figures["max_length"] = float(max(step["max_length"] for step in steps))
-    if "score" in steps[0]:
-        figures["score"] = fmean(step["score"] for step in steps)
+    figures["score"] = fmean(step["score"] for step in steps)
     return figures
 
 
@@ -248,7 +233,7 @@ def compare(workload: str, rows: Mapping[str, Row], rounds: Rounds) -> list[str]
     """Return gcore's ratios to each peer, with the aims."""
     lines: list[str] = []
     ours = [name for name in rows if name.startswith("gcore")]
-    peers = [name for name in rows if name not in ours and name != FLOOR]
+    peers = [name for name in rows if name not in ours]
     for contender in ours:
         for peer in peers:
             speed = paired_ratio(rounds.runs, peer, contender, "step_s") or 0.0
@@ -268,7 +253,7 @@ def _run_task(task: Task, options: GrpoOptions) -> tuple[list[Step], Footprint]:
     logs = options.work_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     name = f"{task.workload.name}-{task.contender}"
-    values = {"model": str(task.model), "steps": task.steps, "seed": task.seed, "lengths": list(task.lengths)}
+    values = {"model": str(task.model), "steps": task.steps, "seed": task.seed}
     spec = Spec(
         work="gcore_bench.grpo:run_steps",
         part=task.workload.name,
@@ -293,8 +278,6 @@ def run_steps(spec: Spec) -> list[Step]:
     if spec.contender == MODEL:
         make_model(task)
         return []
-    if spec.contender == FLOOR:
-        return run_floor(task)
     if spec.contender.startswith("trl"):
         return run_trl(task)
     return run_gcore(task)
@@ -430,20 +413,21 @@ class StepRecorder:
         """Record a step, from the end of the previous one until now."""
         end_s = time.perf_counter()
         end_cpu_s = time.process_time()
-        step = _describe_step(lengths, step_s=end_s - self._start_s, gen_s=gen_s, train_s=train_s)
-        step["cpu_s"] = end_cpu_s - self._start_cpu_s
-        step["reward_s"] = self._reward_s
-        step["score"] = sum(self._scores) / max(len(self._scores), 1)
+        step: Step = {
+            "step_s": end_s - self._start_s,
+            "cpu_s": end_cpu_s - self._start_cpu_s,
+            "gen_s": gen_s,
+            "reward_s": self._reward_s,
+            "train_s": train_s,
+            "score": sum(self._scores) / max(len(self._scores), 1),
+            "mean_length": fmean(lengths),
+            "max_length": max(lengths),
+        }
         self.steps.append(step)
         self._start_s = end_s
         self._start_cpu_s = end_cpu_s
         self._reward_s = 0.0
         self._scores = []
-
-
-def _describe_step(lengths: Sequence[int], **seconds: float) -> Step:
-    """Return the figures of a step whose completions have these lengths."""
-    return {"mean_length": fmean(lengths), "max_length": max(lengths), "lengths": list(lengths), **seconds}
 
 
 def run_gcore(task: Task) -> list[Step]:
@@ -643,74 +627,3 @@ def _repack_head(model: "torch.nn.Module") -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def run_floor(task: Task) -> list[Step]:
-    """Make the matrix products of steps whose responses have the task's lengths, at their real shapes.
-
-    There are no attention, norms, sampling, optimizer or bookkeeping; no padding, and a group's prompt is computed
-    once. No program that multiplies the same weights with the same tokens in as many passes can be faster.
-    """
-    config = json.loads((task.model / "config.json").read_text())
-    layers, head = _make_weights(config)
-    lengths = task.lengths
-    num_prompts = task.workload.train_batch_size
-    steps: list[Step] = []
-    for _ in range(task.steps):
-        start_s = time.perf_counter()
-        start_cpu_s = time.process_time()
-        _generate(layers, head, lengths, num_prompts)
-        generated_s = time.perf_counter()
-        _train(layers, head, lengths, num_prompts)
-        end_s = time.perf_counter()
-        seconds = {"step_s": end_s - start_s, "gen_s": generated_s - start_s, "train_s": end_s - generated_s}
-        seconds["cpu_s"] = time.process_time() - start_cpu_s
-        steps.append(_describe_step(lengths, **seconds))
-    return steps
-
-
-def _make_weights(config: dict[str, Any]) -> "tuple[list[torch.Tensor], torch.Tensor]":
-    """Return every matrix of every layer, [out, in], and the head."""
-    import torch
-
-    width = config["hidden_size"]
-    inner = config["intermediate_size"]
-    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
-    shapes = [(width, width), (kv_width, width), (kv_width, width), (width, width)]
-    shapes += [(inner, width), (inner, width), (width, inner)]
-    layers = [torch.randn(shape) for shape in shapes * config["num_hidden_layers"]]
-    return layers, torch.randn(config["vocab_size"], width)
-
-
-def _generate(layers: "list[torch.Tensor]", head: "torch.Tensor", lengths: Sequence[int], num_prompts: int) -> None:
-    """Compute prompts once, then one pass for every further token of the responses that have not ended."""
-    _multiply(layers, num_prompts * PROMPT_LENGTH)
-    _multiply([head], num_prompts)
-    for position in range(1, max(lengths)):
-        num_alive = sum(length > position for length in lengths)
-        _multiply([*layers, head], num_alive)
-
-
-def _multiply(weights: "list[torch.Tensor]", num_tokens: int) -> None:
-    for weight in weights:
-        _make_inputs(num_tokens, weight.shape[1]) @ weight.T
-
-
-def _train(layers: "list[torch.Tensor]", head: "torch.Tensor", lengths: Sequence[int], num_prompts: int) -> None:
-    """Compute the forward product and both products of the backward pass."""
-    num_inner = sum(lengths) - len(lengths)
-    passes = [(num_prompts * PROMPT_LENGTH + num_inner, weight) for weight in layers]
-    passes.append((num_prompts + num_inner, head))
-    for num_tokens, weight in passes:
-        inputs = _make_inputs(num_tokens, weight.shape[1])
-        gradient = _make_inputs(num_tokens, weight.shape[0])
-        _multiply([weight], num_tokens)
-        gradient @ weight
-        gradient.T @ inputs
-
-
-@cache
-def _make_inputs(num_tokens: int, width: int) -> "torch.Tensor":
-    import torch
-
-    return torch.randn(num_tokens, width)

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
@@ -38,7 +37,7 @@ from gcore_rollout import AnySample, Engine, EngineStats, Request, SamplingParam
 if TYPE_CHECKING:
     import torch
 
-PartName = Literal["generation", "sync", "forms"]
+PartName = Literal["generation", "sync"]
 GenerationContender = Literal[
     "vllm", "gcore-vllm", "gcore-vllm-process", "transformers", "gcore-hf", "gcore-hf-process"
 ]
@@ -47,7 +46,7 @@ Generate = Callable[[Sequence[Request]], Awaitable[tuple[int, float]]]
 State = dict[str, "torch.Tensor"]
 
 MEMCPY = "memcpy"
-"""The contender of sync and forms that copies the weights in memory: a physical limit."""
+"""The contender of the part sync that copies the weights in memory: a physical limit."""
 _ENVIRONMENT = {
     # Settings of VLLMEngine, for bare vLLM too: one process, no telemetry, eager on a CPU.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,9 +57,6 @@ _ENVIRONMENT = {
 _KV_CACHE_BYTES = 1 << 30
 _MEDIAN_LENGTH = 48
 _WARMUP_TOKENS = 4
-_SYNC_HIDDEN_SIZE = 768
-_LAYER_BYTES = 12 * _SYNC_HIDDEN_SIZE**2 * 4
-"""Queries and outputs; keys and values of half as many heads; three matrices of three times the hidden size."""
 _ROWS = 1024
 _WIDTH = 512
 _RANK = 16
@@ -77,8 +73,7 @@ _COLUMNS: dict[str, dict[str, Cell]] = {
         "mean log-prob": figure("log_prob", ".4f"),
         "base": figure("base"),
     },
-    "sync": {"s": figure("wall_s", ".3f"), "over memcpy": figure("wall_s_ratio", "x")},
-    "forms": {
+    "sync": {
         "sent MB": figure("sent_bytes", "MB"),
         "to encode s": figure("encode_s", ".3f"),
         "to apply s": figure("apply_s", ".3f"),
@@ -89,9 +84,7 @@ _NOTES = {
     "generation": "generation: each prompt has its own length of samples, log-probabilities on. vllm has VLLMEngine's "
     "settings and seeds; transformers pads to the longest. -process: called from another process, whose CPU seconds "
     "count.",
-    "sync": "sync: update_weights of an idle engine; process: through shared memory; files: safetensors, written, not "
-    "synced, and loaded by the engine.",
-    "forms": "forms: bfloat16 weights; apply: until the mirror has copied them into an engine's memory. Deltas: by "
+    "sync": "sync: bfloat16 weights; apply: until the mirror has copied them into an engine's memory. Deltas: by "
     "fraction of changed elements. adapters: of rank 16 on every matrix.",
 }
 """Lines without which the figures of a part cannot be judged."""
@@ -99,11 +92,10 @@ _NOTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions(QuickOptions):
-    """Measure gcore-rollout against bare vLLM, transformers' own generate, a copy in memory and files."""
+    """Measure gcore-rollout against bare vLLM, transformers' own generate and a copy in memory."""
 
     parts: tuple[PartName, ...] = get_args(PartName)
-    """generation: tokens a second; sync: new weights in an engine; forms: bytes and seconds of new weights in each
-    form."""
+    """generation: tokens a second; sync: bytes and seconds of new weights, in each form of weight sync."""
     contenders: tuple[GenerationContender, ...] = get_args(GenerationContender)
     """Contenders of the part generation, in the order in which they run in every round."""
     prompts: Count = 8
@@ -115,9 +107,9 @@ class RolloutOptions(QuickOptions):
     max_prompt_length: Count = 96
     """Length of the longest prompts; the shortest have a third of it."""
     vocab_size: Count = 4096
-    """Vocabulary of both models."""
+    """Vocabulary of the model."""
     sync_mb: Count = 256
-    """Approximate size of the weights that are updated, in MiB; the least is one layer, of 27."""
+    """Size of the weights that are updated, in MiB."""
     threads: Count = 1
     """Threads of torch in each process."""
     seed: NonNegative = 0
@@ -141,7 +133,7 @@ def run(options: RolloutOptions, console: Console) -> None:
         BenchError: a contender failed, or contenders did not do the same work.
     """
     options = options.sized()
-    parts = {"generation": measure_generation, "sync": measure_sync, "forms": measure_forms}
+    parts = {"generation": measure_generation, "sync": measure_sync}
     with (
         Session(options, console, notes=[_NOTES[part] for part in options.parts]) as session,
         environment(**_ENVIRONMENT, OMP_NUM_THREADS=str(options.threads)),
@@ -197,12 +189,11 @@ async def measure_generation(options: RolloutOptions, folder: Path, rounds: Roun
     requests = make_requests(options)
     expected = count_tokens(requests)
     warmup = make_requests(replace(options, max_response_length=min(options.max_response_length, _WARMUP_TOKENS)))
-    with_vllm = any("vllm" in name for name in options.contenders)
     async with AsyncExitStack() as stack:
         engines: dict[str, Any] = {}
         for name in dict.fromkeys(options.contenders):
             factory = partial(make_contender, name, model, options.prompts * options.n)
-            engines[name] = await start_engine(name, factory, options, stack, with_vllm=with_vllm)
+            engines[name] = await start_engine(name, factory, options, stack)
             await _measure_turn(name, engines[name], warmup)
         for turn in rounds.turns(engines):
             figures = await _measure_turn(turn.contender, engines[turn.contender], requests)
@@ -211,12 +202,11 @@ async def measure_generation(options: RolloutOptions, folder: Path, rounds: Roun
             turn.done({turn.contender: figures}, f"{figures['tokens_per_s']:,.0f} tokens/s")
 
 
-async def start_engine(
-    name: str, factory: Callable[[], Any], options: RolloutOptions, stack: AsyncExitStack, *, with_vllm: bool = False
-) -> Any:
+async def start_engine(name: str, factory: Callable[[], Any], options: RolloutOptions, stack: AsyncExitStack) -> Any:
     """Start a process whose engine ``factory`` makes, and which ends with ``stack``; `BenchError` if that fails."""
     from gcore_rollout import EngineProcess, engine_kind
 
+    with_vllm = any("vllm" in contender for contender in options.contenders)
     preload = ["transformers.models.qwen2.modeling_qwen2"]
     preload.extend(engine_kind("vllm" if with_vllm else "hf").preload)
     if with_vllm:
@@ -412,73 +402,6 @@ def _make_transformers(folder: Path) -> Generate:
     return generate
 
 
-async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
-    """Update the weights of idle engines in every way, in turn with a copy."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from gcore_rollout import EngineReplicas
-
-    # Copies in this process use as many threads as those in the others.
-    torch.set_num_threads(options.threads)
-    model = folder / "sync-model"
-    rest_bytes = options.sync_mb * 2**20 - options.vocab_size * _SYNC_HIDDEN_SIZE * 4
-    layers = max(1, round(rest_bytes / _LAYER_BYTES))
-    make = partial(make_model, hidden_size=_SYNC_HIDDEN_SIZE, layers=layers, heads=12, seed=options.seed)
-    make(model, vocab_size=options.vocab_size, max_length=1024)
-    state = _clone(load_file(model / "model.safetensors"))
-    target = _clone(state)
-    file = folder / "weights.safetensors"
-    async with AsyncExitStack() as stack:
-        engines: dict[str, Any] = {}
-        for name in ("process", "replica 1", "replica 2", "files"):
-            factory = partial(make_sync_engine, model, file if name == "files" else None)
-            engines[name] = await start_engine(name, factory, options, stack)
-        engines["2 processes"] = EngineReplicas([engines.pop("replica 1"), engines.pop("replica 2")])
-        versions = count(1)
-
-        async def update(name: str) -> float:
-            weights: Iterable[tuple[str, torch.Tensor]] = state.items()
-            start_s = time.perf_counter()
-            if name == "files":
-                save_file(state, file)
-                weights = ()
-            await engines[name].update_weights(weights, version=next(versions))
-            return time.perf_counter() - start_s
-
-        for name in engines:
-            await update(name)
-        for turn in rounds.turns((MEMCPY, *engines)):
-            if turn.contender == MEMCPY:
-                wall_s = seconds_of(partial(_copy, target, state))
-            else:
-                wall_s = await update(turn.contender)
-            turn.done({turn.contender: {"wall_s": wall_s}}, f"{wall_s:.3f} s")
-
-
-def make_sync_engine(model: Path, file: Path | None) -> Engine:
-    """Make an `HFEngine` in its process which, with a file, loads new weights from it."""
-    from safetensors.torch import load_file
-
-    from gcore_rollout import HFEngine
-
-    class FileEngine(HFEngine):
-        """Takes no weights from its caller, but those of the file."""
-
-        async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
-            del weights
-            assert file is not None
-            await super().update_weights(load_file(file).items(), version=version)
-
-        async def update_weights_in_place(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> bool:
-            # This engine does not keep the tensors after the update.
-            await self.update_weights(weights, version=version)
-            return False
-
-    engine = HFEngine if file is None else FileEngine
-    return engine.from_pretrained(model, eos_token_ids=[], max_num_seqs=1)
-
-
 def _clone(state: Mapping[str, "torch.Tensor"]) -> State:
     return {name: tensor.clone() for name, tensor in state.items()}
 
@@ -505,7 +428,7 @@ class WeightSink:
         self.weight_version = version
 
 
-async def measure_forms(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
     """Send new bfloat16 weights in each form, in turn with a copy; the engine must then have those weights."""
     import torch
 
@@ -552,7 +475,7 @@ async def measure_forms(options: RolloutOptions, folder: Path, rounds: Rounds) -
         expected = dict(merged(state, update)) if isinstance(update, AdapterWeights) else state
         for key, tensor in expected.items():
             if not torch.equal(sink.weights[key], tensor):
-                raise BenchError(f"forms: {name}: an engine has other weights than those that were sent")
+                raise BenchError(f"sync: {name}: an engine has other weights than those that were sent")
         sent_bytes = size_bytes if isinstance(update, FullWeights) else update.size_bytes
         figures = {"sent_bytes": float(sent_bytes), "wall_s": end_s - start_s}
         figures["encode_s"] = encoded_s - start_s

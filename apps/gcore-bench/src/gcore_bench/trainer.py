@@ -1,6 +1,6 @@
 """`gcore-bench trainer`: training steps under gcore-trainer and the trainer code of TRL and verl, in forked processes.
 
-Shapes: B samples, T tokens of a row, R tokens of the longest response, N tokens, D hidden size, V vocabulary.
+Shapes: B samples, T tokens of a row, R tokens of the longest response, D dimension of a head.
 """
 
 import pickle
@@ -8,7 +8,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 import numpy as np
 from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, joined_world, make_model, measured, run_processes, start_server
+from gcore_bench.harness.processes import Spec, make_model, measured, run_processes, start_server
 from gcore_bench.harness.report import (
     BenchError,
     Cell,
@@ -42,7 +41,6 @@ from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
 if TYPE_CHECKING:
     import torch
 
-PartName = Literal["step", "log-probs", "context"]
 StepContender = Literal["trl", "verl", "gcore-packed", "gcore-shared"]
 
 OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
@@ -57,67 +55,33 @@ _MEDIAN_LENGTH = 48
 _TRL_MICRO_BATCHES = 4
 _OFF_POLICY = 0.1
 """Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
-_LONG_VOCAB_SIZE = 512
-_VOCAB_SIZES = (32_000, 151_936)
-"""Vocabularies whose log-probabilities are computed."""
-_LAYOUTS = {"alone": (1, 1), "ulysses-2": (2, 2), "ring-2": (2, 1), "ulysses-4": (4, 4), "ring-4": (4, 1)}
-"""Contenders of the part context: context-parallel size, and ranks that exchange heads."""
 _TOLERANCE = 1e-4
 
-_TITLES = {
-    "step": "one policy-gradient step",
-    "log-probs": "log-probabilities, forward and backward",
-    "context": "one long sequence, divided among ranks",
+_BASE = "gcore-shared"
+_COLUMNS: dict[str, Cell] = {
+    "step s": figure("step_s", ".3f"),
+    "over shared": figure("step_s_ratio", "x"),
+    "CPU s": figure("cpu_s", ".3f"),
+    "CPU s over shared": figure("cpu_s_ratio", "x"),
+    "extra MB": figure("peak_bytes", "MB"),
+    "tokens": figure("computed_tokens", ",.0f"),
+    "loss": figure("loss", ".5f"),
+    "grad norm": figure("grad_norm", ".4f"),
 }
-_BASES = {"step": "gcore-shared", "log-probs": "", "context": ""}
-_COLUMNS: dict[str, dict[str, Cell]] = {
-    "step": {
-        "step s": figure("step_s", ".3f"),
-        "over shared": figure("step_s_ratio", "x"),
-        "CPU s": figure("cpu_s", ".3f"),
-        "CPU s over shared": figure("cpu_s_ratio", "x"),
-        "extra MB": figure("peak_bytes", "MB"),
-        "tokens": figure("computed_tokens", ",.0f"),
-        "loss": figure("loss", ".5f"),
-        "grad norm": figure("grad_norm", ".4f"),
-    },
-    "log-probs": {
-        "tokens": figure("tokens", ",.0f"),
-        "logits MB": figure("logits_bytes", "MB"),
-        "extra MB": figure("peak_bytes", "MB"),
-        "s": figure("step_s", ".3f"),
-        "CPU s": figure("cpu_s", ".3f"),
-        "mean log-prob": figure("log_probs", ".4f"),
-    },
-    "context": {
-        "step s": figure("step_s", ".3f"),
-        "CPU s, slowest rank": figure("cpu_s", ".3f"),
-        "CPU s, all": figure("total_cpu_s", ".3f"),
-        "extra MB a rank": figure("peak_bytes", "MB"),
-        "loss": figure("loss", ".5f"),
-    },
-}
-_NOTES = {
-    "step": "The same model, tokens, micro-batch limits and AdamW for all, float32. extra MB: highest resident memory "
-    "of the process during a step, less that with weights, gradients and moments allocated. verl: its "
-    "log-probabilities and policy loss, on gcore-packed's micro-batches; flash-attention, which has no CPU kernel, is "
-    "replaced by torch's kernel, sequence by sequence.",
-    "log-probs": "chunked: gcore's token_scores, which gives entropies too; naive: the log-softmax of all logits.",
-    "context": "Ranks share the machine's cores: if there are more ranks than cores, the CPU seconds of the slowest "
-    "rank are what each would take on a core of its own; the exchange through gloo is included.",
-}
-"""Lines without which the figures of a part cannot be judged."""
+_NOTE = (
+    "The same model, tokens, micro-batch limits and AdamW for all, float32. extra MB: highest resident memory of the "
+    "process during a step, less that with weights, gradients and moments allocated. verl: its log-probabilities and "
+    "policy loss, on gcore-packed's micro-batches; flash-attention, which has no CPU kernel, is replaced by torch's "
+    "kernel, sequence by sequence."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(QuickOptions):
     """Measure gcore-trainer against TRL's and verl's trainer code, in turn, each in processes of its own."""
 
-    parts: tuple[PartName, ...] = get_args(PartName)
-    """step: a policy-gradient step; log-probs: their memory and time, against the logits of all tokens;
-    context: long sequences on several ranks."""
     contenders: tuple[StepContender, ...] = get_args(StepContender)
-    """Contenders of the part step, in the order in which they run."""
+    """Contenders in the order in which they run."""
     rounds: Count = 2
     """Number of rounds, in each of which every contender runs once."""
     steps: Count = 2
@@ -127,13 +91,9 @@ class TrainerOptions(QuickOptions):
     max_response_length: Annotated[int, at_least(2)] = 384
     """Length at which responses are truncated."""
     hidden_size: Annotated[int, at_least(32), multiple_of(32)] = 128
-    """Hidden size of the model, which has four layers in the step and two in context."""
+    """Hidden size of the model, which has four layers."""
     vocab_size: Count = 8192
-    """Vocabulary of the step's model."""
-    logits_mb: Count = 512
-    """Size of all logits of log-probs in float32, in MiB; with the vocabulary it gives the number of tokens."""
-    lengths: tuple[Annotated[int, at_least(32)], ...] = (1024, 4096, 16_384)
-    """Lengths of the sequences that context-parallel ranks divide, in tokens."""
+    """Vocabulary of the model."""
     threads: Count = 1
     """Threads of each process."""
     seed: NonNegative = 0
@@ -146,8 +106,6 @@ class TrainerOptions(QuickOptions):
         "max_response_length": 16,
         "hidden_size": 32,
         "vocab_size": 256,
-        "logits_mb": 128,
-        "lengths": (128,),
     }
 
     @property
@@ -163,61 +121,41 @@ def run(options: TrainerOptions, console: Console) -> None:
         BenchError: a contender failed, or contenders did not compute the same.
     """
     options = options.sized()
-    with Session(options, console, notes=[_NOTES[part] for part in options.parts]) as session:
+    with Session(options, console, notes=[_NOTE]) as session:
         start_server(options.threads)
-        run_processes(_specs("setup", "setup", 1, options, session.folder))
-        for part in dict.fromkeys(options.parts):
-            rounds = Rounds(part, options.rounds, say=session.say)
-            contenders = _contenders(part, options)
-            for turn in rounds.turns(contenders):
-                world_size = contenders[turn.contender]
-                specs = _specs(part, turn.contender, world_size, options, session.folder)
-                figures = run_processes(specs)
-                seconds = [f"{row['step_s']:.2f} s" for row in figures.values()]
-                turn.done(figures, " and ".join(seconds))
-            rows: dict[str, Row] = dict(summarise(part, rounds.runs).rows)
-            check_agreement(part, rows)
-            add_ratios(rows, rounds.runs, _BASES[part], "step_s", "cpu_s")
-            session.report(_TITLES[part], _COLUMNS[part], rows, rounds.runs)
+        run_processes([_make_spec("setup", options, session.folder)])
+        rounds = Rounds("step", options.rounds, say=session.say)
+        for turn in rounds.turns(options.contenders):
+            figures = run_processes([_make_spec(turn.contender, options, session.folder)])
+            turn.done(figures, f"{figures[turn.contender]['step_s']:.2f} s")
+        rows: dict[str, Row] = dict(summarise("step", rounds.runs).rows)
+        check_agreement(rows)
+        add_ratios(rows, rounds.runs, _BASE, "step_s", "cpu_s")
+        session.report("one policy-gradient step", _COLUMNS, rows, rounds.runs)
 
 
-def check_agreement(part: str, rows: Rows) -> None:
-    """Check that contenders computed the same losses, log-probs and gradient norms from the same tokens.
+def check_agreement(rows: Rows) -> None:
+    """Check that contenders computed the same loss and gradient norm from the same tokens.
 
     Raises:
         BenchError: two of them differ by more than 1e-4, relative to 1 or the value.
     """
-    for metric in ("loss", "grad_norm", "log_probs"):
-        first_of: dict[float, str] = {}
+    first = next(iter(rows))
+    for metric in ("loss", "grad_norm"):
+        expected = rows[first][metric]
         for name, row in rows.items():
-            if metric not in row:
-                continue
-            first = first_of.setdefault(row.get("tokens", 0.0), name)
-            expected = rows[first][metric]
             if not abs(row[metric] - expected) <= _TOLERANCE * max(1.0, abs(expected)):
-                raise BenchError(f"part {part}: {metric} is {expected} for {first}, but {row[metric]} for {name}")
+                raise BenchError(f"{metric} is {expected} for {first}, but {row[metric]} for {name}")
 
 
-def _contenders(part: str, options: TrainerOptions) -> dict[str, int]:
-    """Return the number of ranks of each contender of a part, in the order in which they run."""
-    if part == "step":
-        return dict.fromkeys(options.contenders, 1)
-    if part == "log-probs":
-        return {"chunked": 1, "naive": 1}
-    return {name: size for name, (size, _) in _LAYOUTS.items()}
-
-
-def _specs(part: str, contender: str, world_size: int, options: TrainerOptions, folder: Path) -> list[Spec]:
-    spec = Spec(
+def _make_spec(contender: str, options: TrainerOptions, folder: Path) -> Spec:
+    return Spec(
         work="gcore_bench.trainer:measure",
-        part=part,
         contender=contender,
         folder=str(folder),
         options=plain(options),
-        world_size=world_size,
         threads=options.threads,
     )
-    return spec.of_ranks()
 
 
 def make_samples(options: TrainerOptions) -> list[Sample]:
@@ -261,30 +199,29 @@ def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: 
 
 
 def measure(spec: Spec) -> dict[str, Figures]:
-    """Return the figures of a part by row, in a contender's process."""
+    """Return the figures of a contender, in its process; of the setup there are none."""
     values: dict[str, Any] = spec.options
     options = TrainerOptions(**values)
-    if spec.part == "setup":
-        return _set_up(Path(spec.folder), options)
-    if spec.part == "step":
-        return _measure_step(spec, options)
-    if spec.part == "log-probs":
-        return {
-            f"{size:,} {spec.contender}": _measure_log_probs(spec.contender, options, size) for size in _VOCAB_SIZES
-        }
-    with joined_world(spec):
-        return _measure_long_steps(spec, options)
+    if spec.contender == "setup":
+        set_up(Path(spec.folder), options)
+        return {}
+    return _measure_step(spec, options)
 
 
-def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
-    """Write ``model``, ``long-model``, ``tokenizer`` and ``samples``, which contenders share."""
+def set_up(folder: Path, options: TrainerOptions) -> None:
+    """Write ``model``, ``tokenizer`` and ``samples``, which contenders share."""
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_trainer import PackedModel
 
-    make = partial(make_model, hidden_size=options.hidden_size, seed=options.seed)
-    make(folder / "model", layers=4, heads=4, vocab_size=options.vocab_size, max_length=options.max_tokens)
-    longest = max(options.lengths) + 1
-    make(folder / "long-model", layers=2, heads=8, vocab_size=_LONG_VOCAB_SIZE, max_length=longest)
+    make_model(
+        folder / "model",
+        hidden_size=options.hidden_size,
+        layers=4,
+        heads=4,
+        vocab_size=options.vocab_size,
+        max_length=options.max_tokens,
+        seed=options.seed,
+    )
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     samples = make_samples(options)
     (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
@@ -293,7 +230,6 @@ def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
         noisy = log_probs[index] + rng.normal(0.0, _OFF_POLICY, log_probs[index].shape)
         samples[index] = replace(sample, old_log_probs=noisy.astype(np.float32))
     (folder / "samples").write_bytes(pickle.dumps(samples))
-    return {}
 
 
 def _measure_step(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
@@ -558,67 +494,3 @@ def _pad(rows: Sequence[Any], *, side: str = "right") -> "torch.Tensor":
     from torch.nn.utils.rnn import pad_sequence
 
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_side=side)
-
-
-def _measure_log_probs(contender: str, options: TrainerOptions, vocab_size: int) -> Figures:
-    """Return memory and seconds of log-probs whose logits in float32 have the size that was asked for."""
-    import torch
-
-    from gcore_trainer import token_scores
-
-    num_tokens = max(2, options.logits_mb * 2**18 // vocab_size)
-    generator = torch.Generator().manual_seed(options.seed)
-
-    def make_leaf(rows: int, scale: float) -> torch.Tensor:
-        values = (torch.randn(rows, options.hidden_size, generator=generator) * scale).requires_grad_()
-        values.grad = torch.zeros_like(values)
-        return values
-
-    hidden_ND = make_leaf(num_tokens, 1.0)
-    weight_VD = make_leaf(vocab_size, options.hidden_size**-0.5)
-    targets_N = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    sums: list[float] = []
-
-    def work(rows: int | None = None) -> None:
-        if contender == "chunked":
-            total = token_scores(hidden_ND[:rows], weight_VD, targets_N[:rows]).log_probs.sum()
-        else:
-            log_probs_NV = torch.log_softmax(hidden_ND[:rows] @ weight_VD.T, -1)
-            total = log_probs_NV.gather(-1, targets_N[:rows, None]).sum()
-        total.backward()
-        sums.append(total.item())
-
-    # Threads start and kernels load at first use, which is not measured.
-    work(rows=2)
-    times = measured(work, times=options.steps)
-    times["log_probs"] = sums[-1] / num_tokens
-    times["logits_bytes"] = 4.0 * num_tokens * vocab_size
-    times["tokens"] = float(num_tokens)
-    return times
-
-
-def _measure_long_steps(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
-    """Return a row for each length: seconds of a step, and the loss, which all layouts must agree on."""
-    from gcore_trainer import PackedModel, ParallelConfig, SFTObjective, TorchParallel, TorchTrainer
-
-    size, ulysses = _LAYOUTS[spec.contender]
-    config = ParallelConfig(context_parallel_size=size, ulysses_sequence_parallel_size=ulysses)
-    trainer = TorchTrainer(
-        PackedModel.from_pretrained(Path(spec.folder) / "long-model"),
-        optimizer=OPTIMIZER,
-        objective=SFTObjective(),
-        parallel=TorchParallel.join(config) if size > 1 else None,
-    )
-    losses: list[float] = []
-
-    def step(length: int) -> None:
-        tokens = np.random.default_rng(options.seed).integers(1, _LONG_VOCAB_SIZE, length + 1)
-        sample = Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
-        losses.append(trainer.train_step([[sample]])["sft/loss"])
-
-    step(32)
-    rows: dict[str, Figures] = {}
-    for length in options.lengths:
-        times = measured(partial(step, length), times=options.steps)
-        rows[f"{length:,} {spec.contender}"] = times | {"loss": losses[-1], "tokens": float(length)}
-    return rows
