@@ -71,7 +71,8 @@ _COLUMNS: dict[str, Cell] = {
     "score": figure("score", ".3f"),
 }
 _NOTES = {
-    "": "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, shared pages counted once.",
+    "": "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, "
+    "shared pages counted once.",
     "trl-vllm": "trl-vllm runs with its weight transfer corrected: as published it fails on CPU with this vLLM. It "
     "samples in bfloat16, because TRL gives vLLM no dtype; the others use float32. Its importance-sampling correction "
     "is off, which saves it a forward pass a step.",
@@ -195,7 +196,7 @@ def run(options: GrpoOptions, console: Console) -> None:
 
 
 def _run_rounds(workload: Workload, options: GrpoOptions, rounds: Rounds) -> None:
-    """Run every contender, and the floor of the steps that they have made, in turn."""
+    """Run every contender in turn."""
     model = options.work_dir / f"{workload.name}-model"
     task = Task(contender=MODEL, workload=workload, model=model, steps=0, threads=options.threads, seed=options.seed)
     if not model.is_dir():
