@@ -99,7 +99,7 @@ def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
     with Session(options, Console(file=output), notes=["[a note]"]) as session:
         (session.folder / "scratch").touch()
         runs = [Run(part="one", contender="a", round=1, load=0.5)]
-        columns = {"seconds": figure("wall_s", ".1f")}
+        columns = {"seconds": "wall_s .1f"}
         session.report("title", columns, {"a": {"wall_s": 1.0}}, runs, lines=["a line"])
     assert not session.folder.exists()
     assert "│ a │     1.0 │" in output.getvalue()

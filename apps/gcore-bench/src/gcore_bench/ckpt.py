@@ -26,7 +26,6 @@ from rich.console import Console
 from gcore_bench.harness.processes import Spec, joined_world, merge_ranks, run_children, seconds_of, settle
 from gcore_bench.harness.report import (
     BenchError,
-    Cell,
     Figures,
     QuickOptions,
     Rounds,
@@ -34,7 +33,6 @@ from gcore_bench.harness.report import (
     Run,
     Session,
     at_least,
-    figure,
     summarise,
     verdict,
 )
@@ -141,24 +139,12 @@ def run(options: CkptOptions, console: Console) -> None:
                 words = [f"{metric} {seconds:.3f} s" for metric, seconds in rows.get(turn.contender, {}).items()]
                 turn.done(rows, ", ".join(words[:2]))
             rows, lines = compare(part, rounds.runs)
-            columns: dict[str, Cell] = {f"{metric.replace('_', ' ')} s": _show(metric) for metric in METRICS[part]}
-            columns["extra MB"] = figure("peak_bytes", "MB")
+            columns: dict[str, str] = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS[part]}
+            columns["extra MB"] = "peak_bytes MB"
             title = f"{part}: {options.size_gb:g} GB in {options.tensors} tensors"
             session.report(title, columns, rows, rounds.runs, lines=lines)
             if all(run.failure for run in rounds.runs if run.contender != LIMITS):
                 raise BenchError("no contender has figures; see the failures above")
-
-
-def _show(metric: str) -> Cell:
-    """Return a cell with seconds and, in brackets, their ratio to the limit."""
-
-    def show(row: Mapping[str, Any]) -> str:
-        if metric not in row:
-            return "-"
-        ratio = row.get(f"{metric}_ratio")
-        return f"{row[metric]:.3f}" + ("" if ratio is None else f" ({ratio:.2f}x)")
-
-    return show
 
 
 def _measure_turn(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:

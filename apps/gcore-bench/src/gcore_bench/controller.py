@@ -25,7 +25,6 @@ from rich.console import Console
 from gcore_bench.harness.processes import environment, seconds_of, status_bytes, stderr_to
 from gcore_bench.harness.report import (
     BenchError,
-    Cell,
     Count,
     Figures,
     NonNegative,
@@ -33,8 +32,6 @@ from gcore_bench.harness.report import (
     Rounds,
     Row,
     Session,
-    figure,
-    summarise,
     verdict,
 )
 from gcore_controller import Context, Reference, run_ray
@@ -72,12 +69,12 @@ _INTERVAL_S = 0.005
 _COPIES = 3
 _MOST_COPIED_BYTES = 512 << 20
 """Larger copies have the same rate."""
-_COLUMNS: dict[str, Cell] = {
-    "step s": figure("step_s", ".3f"),
-    "overhead s": figure("overhead_s", ".3f"),
-    "of memcpy's rate": figure("over_memcpy", "x"),
-    "busiest process MB": figure("peak_bytes", "MB"),
-    "grown by MB": figure("grown_bytes", "MB"),
+_COLUMNS: dict[str, str] = {
+    "step s": "step_s .3f",
+    "overhead s": "overhead_s .3f",
+    "of memcpy's rate": "over_memcpy x",
+    "busiest process MB": "peak_bytes MB",
+    "grown by MB": "grown_bytes MB",
 }
 _NOTE = (
     "overhead: step less making the same features and reading them where they are. Of memcpy's rate: payload a second "
@@ -134,7 +131,7 @@ def run(options: ControllerOptions, console: Console) -> None:
             rounds = Rounds(f"{payload_mb} MB", options.rounds, say=session.say)
             asyncio.run(_run_rounds(payload_mb, options, rounds))
             if rounds.runs:
-                rows: dict[str, Row] = dict(summarise(rounds.part, rounds.runs).rows)
+                rows = rounds.summarise()
                 title = f"a payload of {payload_mb:,} MB, from rollout workers to trainer ranks"
                 session.report(title, _COLUMNS, rows, rounds.runs, lines=compare(rows))
 

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from gcore_bench.harness.processes import Spec, run_children, settle, status_bytes
 from gcore_bench.harness.report import (
-    Cell,
     Count,
     Figures,
     NonNegative,
@@ -24,8 +23,6 @@ from gcore_bench.harness.report import (
     Rounds,
     Row,
     Session,
-    figure,
-    summarise,
     verdict,
 )
 
@@ -44,14 +41,14 @@ _BATCH_SIZE = 512
 _MAX_LENGTH = 1024
 _AIM_S = 10.0
 _AIM_BYTES = 2**30
-_COLUMNS: dict[str, Cell] = {
-    "rows": figure("rows", ",.0f"),
-    "s": figure("wall_s", ".2f"),
-    "CPU s": figure("cpu_s", ".2f"),
-    "CPU µs a row": figure("row_us", ".2f"),
-    "own MiB": figure("own_bytes", "MB"),
-    "bytes a row": figure("row_bytes", ",.1f"),
-    "resident MiB": figure("peak_bytes", "MB"),
+_COLUMNS: dict[str, str] = {
+    "rows": "rows ,.0f",
+    "s": "wall_s .2f",
+    "CPU s": "cpu_s .2f",
+    "CPU µs a row": "row_us .2f",
+    "own MiB": "own_bytes MB",
+    "bytes a row": "row_bytes ,.1f",
+    "resident MiB": "peak_bytes MB",
 }
 _NOTE = (
     "s: from the file to the first 512 prompts, without imports. own: memory of the process beyond that, without "
@@ -101,7 +98,7 @@ def run(options: DataOptions, console: Console) -> None:
                 figures["row_us"] = figures["cpu_s"] / num_rows * 1e6
                 figures["row_bytes"] = figures["own_bytes"] / num_rows
                 turn.done({turn.contender: figures}, f"{figures['wall_s']:.2f} s")
-            rows: dict[str, Row] = dict(summarise(part, rounds.runs).rows)
+            rows = rounds.summarise()
             session.report(_TITLES[part], _COLUMNS, rows, rounds.runs, lines=[_check_aim(part, rows)])
 
 

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from gcore_bench.harness.processes import Program, Spec, child_program, run_program
 from gcore_bench.harness.report import (
-    Cell,
     Count,
     Figures,
     NonNegative,
@@ -29,8 +28,6 @@ from gcore_bench.harness.report import (
     Row,
     Session,
     at_least,
-    figure,
-    summarise,
     verdict,
 )
 from gcore_diffusion.config import DemoConfig, embedded
@@ -61,9 +58,9 @@ NUM_INFERENCE_STEPS = _RECIPE.rollout.num_inference_steps
 WINDOW_SIZE = _RECIPE.rollout.window_size
 NOISE_LEVEL = _RECIPE.rollout.noise_level
 _AVAILABLE = Bound(lambda count: count <= len(PROMPTS), f"at most {len(PROMPTS)}, the number of prompts")
-_COLUMNS: dict[str, Cell] = {"images/s": figure("images_per_s", ".1f"), "step s": figure("step", ".3f")}
+_COLUMNS: dict[str, str] = {"images/s": "images_per_s .1f", "step s": "step .3f"}
 for _stage in STAGES:
-    _COLUMNS[f"{_stage} s"] = figure(_stage, ".3f")
+    _COLUMNS[f"{_stage} s"] = f"{_stage} .3f"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ def run(options: DiffusionOptions, console: Console) -> None:
             num_images = options.prompts * options.n * (2 if name == LIMIT else 1)
             figures["images_per_s"] = num_images / figures["step"]
             turn.done({name: figures}, f"{figures['step']:.3f} s")
-        rows: dict[str, Row] = dict(summarise("loop", rounds.runs).rows)
+        rows = rounds.summarise()
         title = "Flow-GRPO-Fast, seconds of a step"
         session.report(title, _COLUMNS, rows, rounds.runs, lines=_compare(rows))
 

@@ -20,16 +20,13 @@ from gcore_bench.harness.processes import Footprint, Spec, child_program, run_pr
 from gcore_bench.harness.report import (
     BenchError,
     BenchOptions,
-    Cell,
     Count,
     Figures,
     NonNegative,
     Rounds,
     Row,
     Session,
-    figure,
     paired_ratio,
-    summarise,
     verdict,
 )
 from gcore_rollout import RewardFunction, Scored
@@ -59,16 +56,16 @@ _VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_COLUMNS: dict[str, Cell] = {
-    "samples/s": figure("samples_per_s", ",.0f"),
-    "step s": figure("step_s", ".3f"),
-    "gen s": figure("gen_s", ".3f"),
-    "reward s": figure("reward_s", ".3f"),
-    "train s": figure("train_s", ".3f"),
-    "CPU s": figure("cpu_s", ".3f"),
-    "peak MB": figure("peak_bytes", "MB"),
-    "mean length": figure("mean_length", ".1f"),
-    "score": figure("score", ".3f"),
+_COLUMNS: dict[str, str] = {
+    "samples/s": "samples_per_s ,.0f",
+    "step s": "step_s .3f",
+    "gen s": "gen_s .3f",
+    "reward s": "reward_s .3f",
+    "train s": "train_s .3f",
+    "CPU s": "cpu_s .3f",
+    "peak MB": "peak_bytes MB",
+    "mean length": "mean_length .1f",
+    "score": "score .3f",
 }
 _NOTES = {
     "": "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, "
@@ -190,7 +187,7 @@ def run(options: GrpoOptions, console: Console) -> None:
             workload = WORKLOADS[name]
             rounds = Rounds(name, options.rounds, say=session.say)
             _run_rounds(workload, options, rounds)
-            rows: dict[str, Row] = dict(summarise(name, rounds.runs).rows)
+            rows = rounds.summarise()
             title = f"{name}: {workload.description}, {workload.samples_per_step} completions a step"
             session.report(title, _COLUMNS, rows, rounds.runs, lines=compare(name, rows, rounds))
 

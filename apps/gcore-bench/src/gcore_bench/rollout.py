@@ -20,17 +20,13 @@ from rich.console import Console
 from gcore_bench.harness.processes import environment, make_model, seconds_of, stderr_to
 from gcore_bench.harness.report import (
     BenchError,
-    Cell,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
-    Row,
     Session,
-    figure,
     paired_ratio,
-    summarise,
 )
 from gcore_rollout import AnySample, Engine, EngineStats, Request, SamplingParams
 
@@ -62,22 +58,22 @@ _WIDTH = 512
 _RANK = 16
 _DELTAS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1}
 """Forms of changed elements, and their fraction."""
-_COLUMNS: dict[str, dict[str, Cell]] = {
+_COLUMNS: dict[str, dict[str, str]] = {
     "generation": {
-        "tokens/s": figure("tokens_per_s", ",.0f"),
-        "speed over base": figure("tokens_per_s_ratio", "x"),
-        "s": figure("wall_s", ".2f"),
-        "CPU s": figure("cpu_s", ".2f"),
-        "CPU over base": figure("cpu_s_ratio", "x"),
-        "tokens": figure("tokens", ",.0f"),
-        "mean log-prob": figure("log_prob", ".4f"),
-        "base": figure("base"),
+        "tokens/s": "tokens_per_s ,.0f",
+        "speed over base": "tokens_per_s_ratio x",
+        "s": "wall_s .2f",
+        "CPU s": "cpu_s .2f",
+        "CPU over base": "cpu_s_ratio x",
+        "tokens": "tokens ,.0f",
+        "mean log-prob": "log_prob .4f",
+        "base": "base",
     },
     "sync": {
-        "sent MB": figure("sent_bytes", "MB"),
-        "to encode s": figure("encode_s", ".3f"),
-        "to apply s": figure("apply_s", ".3f"),
-        "both over memcpy": figure("wall_s_ratio", "x"),
+        "sent MB": "sent_bytes MB",
+        "to encode s": "encode_s .3f",
+        "to apply s": "apply_s .3f",
+        "both over memcpy": "wall_s_ratio x",
     },
 }
 _NOTES = {
@@ -142,7 +138,7 @@ def run(options: RolloutOptions, console: Console) -> None:
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
             asyncio.run(parts[part](options, session.folder, rounds))
-            rows: dict[str, Row] = dict(summarise(part, rounds.runs).rows)
+            rows = rounds.summarise()
             for name, row in rows.items():
                 base = base_of(name) if part == "generation" else MEMCPY
                 if base != name:

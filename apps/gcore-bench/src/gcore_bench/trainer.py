@@ -19,20 +19,16 @@ from rich.console import Console
 from gcore_bench.harness.processes import Spec, make_model, measured, run_processes, start_server
 from gcore_bench.harness.report import (
     BenchError,
-    Cell,
     Count,
     Figures,
     NonNegative,
     QuickOptions,
     Rounds,
-    Row,
     Rows,
     Session,
     add_ratios,
     at_least,
-    figure,
     plain,
-    summarise,
 )
 from gcore_placement import micro_batches
 from gcore_runs import multiple_of
@@ -58,15 +54,15 @@ _OFF_POLICY = 0.1
 _TOLERANCE = 1e-4
 
 _BASE = "gcore-shared"
-_COLUMNS: dict[str, Cell] = {
-    "step s": figure("step_s", ".3f"),
-    "over shared": figure("step_s_ratio", "x"),
-    "CPU s": figure("cpu_s", ".3f"),
-    "CPU s over shared": figure("cpu_s_ratio", "x"),
-    "extra MB": figure("peak_bytes", "MB"),
-    "tokens": figure("computed_tokens", ",.0f"),
-    "loss": figure("loss", ".5f"),
-    "grad norm": figure("grad_norm", ".4f"),
+_COLUMNS: dict[str, str] = {
+    "step s": "step_s .3f",
+    "over shared": "step_s_ratio x",
+    "CPU s": "cpu_s .3f",
+    "CPU s over shared": "cpu_s_ratio x",
+    "extra MB": "peak_bytes MB",
+    "tokens": "computed_tokens ,.0f",
+    "loss": "loss .5f",
+    "grad norm": "grad_norm .4f",
 }
 _NOTE = (
     "The same model, tokens, micro-batch limits and AdamW for all, float32. extra MB: highest resident memory of the "
@@ -128,7 +124,7 @@ def run(options: TrainerOptions, console: Console) -> None:
         for turn in rounds.turns(options.contenders):
             figures = run_processes([_make_spec(turn.contender, options, session.folder)])
             turn.done(figures, f"{figures[turn.contender]['step_s']:.2f} s")
-        rows: dict[str, Row] = dict(summarise("step", rounds.runs).rows)
+        rows = rounds.summarise()
         check_agreement(rows)
         add_ratios(rows, rounds.runs, _BASE, "step_s", "cpu_s")
         session.report("one policy-gradient step", _COLUMNS, rows, rounds.runs)

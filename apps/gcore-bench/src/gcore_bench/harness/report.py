@@ -116,6 +116,10 @@ class Rounds:
             for name in tuple(contenders):
                 yield Turn(self, name, number)
 
+    def summarise(self) -> dict[str, Row]:
+        """Return medians over all rounds; see `summarise`."""
+        return dict(summarise(self.part, self.runs).rows)
+
 
 class Turn:
     """One contender's turn; its load is the machine's as the turn starts."""
@@ -201,7 +205,8 @@ def figure(metric: str, form: str = "") -> Cell:
 
     Args:
         metric: name in the row.
-        form: a format specification, or "MB" for bytes in MiB, or "x" for a ratio.
+        form: a format specification, or "MB" for bytes in MiB, or "x" for a ratio, or "s" for seconds and the ratio
+            to a limit in brackets, if the row has ``METRIC_ratio``.
     """
 
     def show(row: Mapping[str, Any]) -> str:
@@ -212,6 +217,9 @@ def figure(metric: str, form: str = "") -> Cell:
             return f"{value / 2**20:,.0f}"
         if form == "x":
             return f"{value:.2f}x"
+        if form == "s":
+            ratio = row.get(f"{metric}_ratio")
+            return f"{value:.3f}" if ratio is None else f"{value:.3f} ({ratio:.2f}x)"
         return format(value, form)
 
     return show
@@ -275,17 +283,26 @@ class Session:
     def report(
         self,
         title: str,
-        columns: Mapping[str, Cell],
+        columns: Mapping[str, str],
         rows: Mapping[str, Row],
         runs: Sequence[Run],
         *,
         lines: Sequence[str] = (),
     ) -> None:
-        """Print a table of a part's rows, and the lines below it; keep the rows and the runs for the file."""
+        """Print a table of a part's rows, and the lines below it; keep the rows and the runs for the file.
+
+        Args:
+            title: above the table.
+            columns: metrics by title, each with its form behind a space (see `figure`).
+            rows: figures by the first column of the table.
+            runs: what the rows are medians of.
+            lines: printed below the table.
+        """
         table = figures_table(title, *columns)
+        cells = [figure(*column.split()) for column in columns.values()]
         for name, row in rows.items():
-            cells = [cell(row) for cell in columns.values()]
-            table.add_row(name, *cells)
+            texts = [cell(row) for cell in cells]
+            table.add_row(name, *texts)
         rounds = max(run.round for run in runs)
         load = fmean(run.load for run in runs)
         table.caption = f"medians of {rounds} rounds; load of the machine {load:.1f}"
