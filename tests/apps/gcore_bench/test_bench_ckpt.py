@@ -11,26 +11,32 @@ from typing import Any
 import pytest
 import torch
 
-from gcore_bench.ckpt import LIMITS, METRICS, CkptOptions, check_machine, compare, is_same, plan_state
-from gcore_bench.harness.report import BenchError, Run
+from gcore_bench.ckpt import LIMITS, METRICS, CkptOptions, check_machine, compare, is_same, make_state
+from gcore_bench.harness.report import BenchError, Rounds, Run
 
 
 def make_run(contender: str, number: int, **rows: dict[str, float]) -> Run:
     named = {row.replace("_", "-"): seconds for row, seconds in rows.items()}
-    return Run(part="single", contender=contender, round=number, load=1.0, rows=named)
+    return Run(part="ckpt", contender=contender, round=number, load=1.0, rows=named)
 
 
 RUNS = [
     make_run(LIMITS, 1, buffered={"durable": 4.0, "load_cold": 2.0}, direct={"durable": 1.0}),
     make_run("gcore", 1, gcore={"stall": 0.5, "durable": 2.0, "load_cold": 3.0}),
-    Run(part="single", contender="orbax", round=1, load=1.0, failure="ImportError: no orbax"),
+    Run(part="ckpt", contender="orbax", round=1, load=1.0, failure="ImportError: no orbax"),
     make_run(LIMITS, 2, buffered={"durable": 6.0, "load_cold": 4.0}, direct={"durable": 3.0}),
     make_run("gcore", 2, gcore={"stall": 1.5, "durable": 4.0, "load_cold": 6.0}),
 ]
 
 
+def rounds_of(*runs: Run) -> Rounds:
+    rounds = Rounds("ckpt", 2, say=print)
+    rounds.runs.extend(runs)
+    return rounds
+
+
 def test_ratios_are_taken_to_the_fastest_limit() -> None:
-    rows, lines = compare("single", RUNS)
+    rows, lines = compare(rounds_of(*RUNS))
     assert list(rows) == ["gcore", "buffered", "direct"]
     gcore = {"stall": 1.0, "durable": 3.0, "load_cold": 4.5}
     assert rows["gcore"] == gcore | {"durable_ratio": 1.5, "load_cold_ratio": 1.5}
@@ -40,40 +46,38 @@ def test_ratios_are_taken_to_the_fastest_limit() -> None:
 
 def test_aims_are_judged_where_there_are_figures() -> None:
     limits = make_run(LIMITS, 1, memcpy={"stall": 1.0})
-    _, lines = compare("single", [limits, make_run("gcore", 1, gcore={"stall": 1.2})])
+    _, lines = compare(rounds_of(limits, make_run("gcore", 1, gcore={"stall": 1.2})))
     assert lines == ["aim: the stall of a save takes at most 1.15 times a copy of memory: 1.20 (not met)"]
-    gcore = make_run("gcore", 1, gcore={"columns_cold": 2.0, "columns_warm": 1.0})
-    _, lines = compare("ranks", [gcore, make_run("dcp", 1, dcp={"columns_cold": 3.0})])
-    assert lines == ["aim: columns_cold takes at most 0.5 times dcp: 0.67 (not met)"]
+    assert compare(rounds_of(limits))[1] == []
 
 
 def test_a_state_has_its_size_and_number_of_tensors() -> None:
-    plans = plan_state(10**7, 20)
-    state = {plan.name: plan.make() for plan in plans}
+    state = make_state(10**7, 20)
     assert 10**7 <= sum(tensor.nbytes for tensor in state.values()) < 1.1e7
     assert len(state) == 20
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_no_two_tensors_are_equal() -> None:
-    first, *others = [plan.make().view(-1)[:1000] for plan in plan_state(40_000_000, 10) if plan.number % 2]
+    state = make_state(40_000_000, 10)
+    first, *others = [tensor.view(-1)[:1000] for tensor in state.values() if tensor.dtype == torch.float32]
     assert not any(torch.equal(first, other) for other in others)
 
 
 def test_one_bit_is_a_difference() -> None:
-    plan = plan_state(10**6, 3)[-1]
-    found = plan.make()
-    assert is_same(found, plan.make())
-    found.view(-1).view(torch.uint8)[-1] ^= 1
-    assert not is_same(found, plan.make())
-    assert not is_same(None, plan.make())
+    tensor = torch.randn(7, 3)
+    changed = tensor.clone()
+    assert is_same(changed, tensor)
+    changed.view(-1).view(torch.uint8)[-1] ^= 1
+    assert not is_same(changed, tensor)
+    assert not is_same(None, tensor)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"rounds": 0}, "rounds is 0; expected at least 1"),
-        ({"ranks": 1}, "ranks is 1; expected at least 2"),
+        ({"tensors": 2}, "tensors is 2; expected at least 3"),
         ({"size_gb": float("nan")}, "size_gb is nan"),
         ({"contenders": ()}, "contenders is empty"),
         (
@@ -111,19 +115,19 @@ def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     assert "failed" not in done.stdout
     # Nothing is left of a run.
     assert not (tmp_path / "files").exists()
-    single, ranks = json.loads((tmp_path / "figures.json").read_text())["parts"]
-    rows = single["rows"]
-    assert set(METRICS["single"]) <= rows["gcore"].keys() & rows["dcp"].keys()
-    assert rows["torch.save"].keys() & set(METRICS["single"]) == {"stall", "durable", "load_cold", "load_warm"}
-    for metric in METRICS["single"]:
+    (part,) = json.loads((tmp_path / "figures.json").read_text())["parts"]
+    rows = part["rows"]
+    assert list(rows)[:3] == ["gcore", "dcp", "torch.save"]
+    assert set(METRICS) <= rows["gcore"].keys() & rows["dcp"].keys()
+    assert rows["torch.save"].keys() & set(METRICS) == {"stall", "durable", "load_cold", "load_warm"}
+    for metric in METRICS:
         assert rows["gcore"][metric] > 0
         assert rows["gcore"][f"{metric}_ratio"] > 0
-    assert set(METRICS["ranks"]) <= ranks["rows"]["gcore"].keys() & ranks["rows"]["dcp"].keys()
 
 
 @pytest.mark.slow
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--ranks", "0")
+    done = bench(tmp_path, "--tensors", "0")
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: ranks is 0; expected at least 2\n"
+    assert done.stderr == "gcore-bench: error: tensors is 0; expected at least 3\n"
     assert bench(tmp_path, "--contenders", "pickle").returncode == 2

@@ -1,7 +1,6 @@
 """`gcore-bench ckpt`: saves and loads of the same bytes under gcore-ckpt and its peers, and the machine's limits.
 
-Each contender runs in turn, in new processes whose memory is watched; in the part ranks, processes save their shards
-(DTensors), and half as many load them, split by rows and by columns.
+Each contender runs in turn, in new processes whose memory is watched.
 """
 
 import math
@@ -10,11 +9,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
@@ -23,41 +22,31 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from gcore_bench.harness.processes import Spec, joined_world, merge_ranks, run_children, seconds_of, settle
+from gcore_bench.harness.processes import Spec, run_children, seconds_of, settle
 from gcore_bench.harness.report import (
     BenchError,
     Figures,
     QuickOptions,
     Rounds,
     Row,
-    Run,
     Session,
     at_least,
-    summarise,
     verdict,
 )
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
-PartName = Literal["single", "ranks"]
 ContenderName = Literal["gcore", "dcp", "dcp-async", "torch.save", "safetensors", "orbax", "tensorstore"]
 State = dict[str, "torch.Tensor"]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMITS = "limits"
 """The contender that measures memory and disk alone, in a process of its own too."""
-METRICS = {
-    "single": ("stall", "durable", "load_cold", "load_warm", "in_place_cold", "in_place_warm"),
-    "ranks": ("stall", "durable", "rows_cold", "rows_warm", "columns_cold", "columns_warm"),
-}
-_OF_RANKS = ("gcore", "dcp")
-"""Contenders of the part ranks."""
+METRICS = ("stall", "durable", "load_cold", "load_warm", "in_place_cold", "in_place_warm")
+"""Seconds that are measured."""
 _AIM_STALL = 1.15
-_AIM_COLUMNS = {"columns_warm": 1.0, "columns_cold": 0.5}
-"""Most seconds of gcore over those of DCP."""
-
+"""Most seconds of gcore's stall over those of a copy in memory."""
 _TIMEOUT_S = 300.0
 _TIMEOUT_S_PER_GB = 150.0
 _POLL_S = 0.2
@@ -85,8 +74,8 @@ _COPIES = 3
 _NOTE = (
     "A process for each run, the same bytes for all, one save before the measured one. stall: until the state may be "
     "changed. durable: until all files are synced; what a library leaves unsynced the bench syncs and counts. Cold: "
-    "files are out of the page cache; warm: in it. Loads are into fresh memory, in place, or of rows and columns of "
-    "what was saved by rows, and are compared bitwise. (x): over the fastest limit, which is a copy in memory, a raw "
+    "files are out of the page cache; warm: in it. Loads are into fresh memory or in place, and are "
+    "compared bitwise. (x): over the fastest limit, which is a copy in memory, a raw "
     "write or a raw read. extra MB: highest resident memory of all processes while saving, less that before."
 )
 
@@ -98,29 +87,21 @@ class CkptOptions(QuickOptions):
     The physical limits (memcpy, raw writes, raw reads) are measured in every round too.
     """
 
-    parts: tuple[PartName, ...] = get_args(PartName)
-    """single: one process; ranks: a sharded state over several processes."""
     contenders: tuple[ContenderName, ...] = get_args(ContenderName)
-    """Contenders in the order in which they run in every round; a part leaves out those it does not measure."""
+    """Contenders in the order in which they run in every round."""
     size_gb: Annotated[float, at_least(0.001)] = 2.0
     """Size of the state, in units of 10^9 bytes."""
     tensors: Annotated[int, at_least(3)] = 200
     """Number of tensors of the state."""
-    ranks: Annotated[int, at_least(2)] = 4
-    """Processes of the part ranks; half as many load."""
     dir: Path = Path(".gcore-bench")
     """Folder, on the disk to measure, in which a fresh one is made for the files; it is removed at the end."""
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20, "ranks": 2}
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20}
 
     @property
     def size_bytes(self) -> int:
         """Size of the state."""
         return round(self.size_gb * 1e9)
-
-    def contenders_of(self, part: str) -> list[str]:
-        """Return the contenders that the part measures."""
-        return [name for name in dict.fromkeys(self.contenders) if part == "single" or name in _OF_RANKS]
 
 
 def run(options: CkptOptions, console: Console) -> None:
@@ -128,83 +109,65 @@ def run(options: CkptOptions, console: Console) -> None:
     options = options.sized()
     with _scratch_folder(options.dir) as folder, Session(options, console, notes=[_NOTE]) as session:
         check_machine(folder, options.size_bytes)
-        for part in dict.fromkeys(options.parts):
-            rounds = Rounds(part, options.rounds, say=session.say)
-            for turn in rounds.turns((LIMITS, *options.contenders_of(part))):
-                try:
-                    rows = _measure_turn(part, turn.contender, options, folder)
-                except BenchError as error:
-                    turn.failed(str(error))
-                    continue
-                words = [f"{metric} {seconds:.3f} s" for metric, seconds in rows.get(turn.contender, {}).items()]
-                turn.done(rows, ", ".join(words[:2]))
-            rows, lines = compare(part, rounds.runs)
-            columns: dict[str, str] = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS[part]}
-            columns["extra MB"] = "peak_bytes MB"
-            title = f"{part}: {options.size_gb:g} GB in {options.tensors} tensors"
-            session.report(title, columns, rows, rounds.runs, lines=lines)
-            if all(run.failure for run in rounds.runs if run.contender != LIMITS):
-                raise BenchError("no contender has figures; see the failures above")
+        rounds = Rounds("ckpt", options.rounds, say=session.say)
+        for turn in rounds.turns((LIMITS, *options.contenders)):
+            try:
+                rows = _measure_turn(turn.contender, options, folder)
+            except BenchError as error:
+                turn.failed(str(error))
+                continue
+            words = [f"{metric} {seconds:.3f} s" for metric, seconds in rows.get(turn.contender, {}).items()]
+            turn.done(rows, ", ".join(words[:2]))
+        rows, lines = compare(rounds)
+        columns = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS}
+        columns["extra MB"] = "peak_bytes MB"
+        title = f"{options.size_gb:g} GB in {options.tensors} tensors"
+        session.report(title, columns, rows, rounds.runs, lines=lines)
+        if all(run.failure for run in rounds.runs if run.contender != LIMITS):
+            raise BenchError("no contender has figures; see the failures above")
 
 
-def _measure_turn(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
-    """Return the figures of one turn: of all ranks that save and, in the part ranks, of half as many that load."""
-    phases = {"save": 1}
-    if part == "ranks":
-        phases["save"] = options.ranks
-        if contender != LIMITS:
-            phases["load"] = options.ranks // 2
-    rows: dict[str, Figures] = {}
+def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
+    """Return the figures of one turn."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for phase, world_size in phases.items():
-            spec = Spec(
-                work="gcore_bench.ckpt:measure",
-                part=part,
-                contender=contender,
-                folder=scratch,
-                options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
-                world_size=world_size,
-                threads=max(1, (os.cpu_count() or 1) // world_size),
-            )
-            timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
-            values, sizes = run_children(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
-            for row, figures in merge_ranks([value["rows"] for value in values]).items():
-                rows.setdefault(row, {}).update(figures)
-            if "saving_s" in values[0]:
-                # The highest memory of all ranks together while they saved, less that before.
-                start_s = min(value["saving_s"][0] for value in values)
-                end_s = max(value["saving_s"][1] for value in values)
-                before_bytes = sum(value["before_bytes"] for value in values)
-                peaks = [size.pss_bytes for at_s, size in sizes if start_s <= at_s <= end_s]
-                rows[contender]["peak_bytes"] = float(max([before_bytes, *peaks]) - before_bytes)
+        spec = Spec(
+            work="gcore_bench.ckpt:measure",
+            contender=contender,
+            folder=scratch,
+            options={"size_bytes": options.size_bytes, "tensors": options.tensors},
+            threads=os.cpu_count() or 1,
+        )
+        timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
+        (value,), sizes = run_children(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
+    rows: dict[str, Figures] = value["rows"]
+    if contender != LIMITS:
+        # The highest memory while it saved, less that before.
+        start_s, end_s = value["saving_s"]
+        peaks = [size.pss_bytes for at_s, size in sizes if start_s <= at_s <= end_s]
+        before_bytes = value["before_bytes"]
+        rows[contender]["peak_bytes"] = float(max([before_bytes, *peaks]) - before_bytes)
     return rows
 
 
-def compare(part: str, runs: Sequence[Run]) -> tuple[dict[str, Row], list[str]]:
+def compare(rounds: Rounds) -> tuple[dict[str, Row], list[str]]:
     """Return medians of contenders with their ratios to the fastest limits, the limits, and lines about aims."""
-    limits = dict.fromkeys(row for run in runs if run.contender == LIMITS for row in run.rows)
-    rows: dict[str, Row] = dict(summarise(part, runs).rows)
+    limits = dict.fromkeys(row for run in rounds.runs if run.contender == LIMITS for row in run.rows)
+    rows = rounds.summarise()
     fastest: Figures = {}
     for name in limits:
         for metric, seconds in rows[name].items():
             fastest[metric] = min(seconds, fastest.get(metric, math.inf))
     for row in rows.values():
-        for metric in METRICS[part]:
+        for metric in METRICS:
             if metric in row and metric in fastest:
                 row[f"{metric}_ratio"] = row[metric] / fastest[metric]
-    lines = [f"{run.contender} failed: {run.failure}" for run in runs if run.failure]
-    gcore = rows.get("gcore", {})
-    if part == "single" and "stall_ratio" in gcore:
-        ratio = gcore["stall_ratio"]
+    lines = [f"{run.contender} failed: {run.failure}" for run in rounds.runs if run.failure]
+    ratio = rows.get("gcore", {}).get("stall_ratio")
+    if ratio is not None:
         lines.append(
             f"aim: the stall of a save takes at most {_AIM_STALL} times a copy of memory: {ratio:.2f} "
             f"({verdict(ratio <= _AIM_STALL)})"
         )
-    dcp = rows.get("dcp", {})
-    for metric, most in _AIM_COLUMNS.items():
-        if metric in gcore and metric in dcp:
-            ratio = gcore[metric] / dcp[metric]
-            lines.append(f"aim: {metric} takes at most {most:g} times dcp: {ratio:.2f} ({verdict(ratio <= most)})")
     contenders = {name: row for name, row in rows.items() if name not in limits}
     return contenders | {name: rows[name] for name in limits}, lines
 
@@ -227,74 +190,46 @@ def check_machine(folder: Path, size_bytes: int) -> None:
 
 @contextmanager
 def _scratch_folder(parent: Path) -> Generator[Path]:
-    """Make a folder in ``parent``, which is made too; remove both at the end, the parent if it was made."""
-    is_new = not parent.exists()
+    """Make a folder in ``parent``, which is made too; it is removed at the end, and the parent if it is empty then."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="ckpt-", dir=parent)).absolute()
+        scratch = tempfile.TemporaryDirectory(prefix="ckpt-", dir=parent)
     except OSError as error:
         raise BenchError(f"dir is {parent}; expected a folder that can be written to: {error.strerror}") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if is_new and not any(parent.iterdir()):
-            parent.rmdir()
+    with scratch:
+        yield Path(scratch.name).absolute()
+    if not any(parent.iterdir()):
+        parent.rmdir()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """Name, dtype and shape of a tensor; its values follow from its number."""
-
-    name: str
-    number: int
-    is_float32: bool
-    shape: tuple[int, ...]
-
-    def make(self, mesh: "DeviceMesh | None" = None, dim: int = 0) -> "torch.Tensor":
-        """Return the whole tensor or, with a mesh, one split over its ranks along a dimension, or the last one."""
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        start = self.number * 1_234_577 % _PERIOD
-        count = math.prod(self.shape)
-        noise = _make_noise(self.is_float32).repeat(-(-(start + count) // _PERIOD))
-        full = noise[start : start + count].clone().view(self.shape)
-        if mesh is None:
-            return full
-        # A copy, because parts are views of the whole.
-        return distribute_tensor(full, mesh, [Shard(min(dim, full.dim() - 1))], src_data_rank=None).clone()
-
-
-@cache
-def _make_noise(is_float32: bool) -> "torch.Tensor":
+def make_state(size_bytes: int, num_tensors: int) -> State:
+    """Make a state of at least ``size_bytes``: 2 % large tensors with 40 % of the bytes, 30 % tiny, the rest medium."""
     import torch
 
-    noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
-    return noise if is_float32 else noise.bfloat16()
-
-
-def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
-    """Plan a state of at least ``size_bytes``: 2 % large tensors with 40 % of the bytes, 30 % tiny, the rest medium."""
     num_large = max(1, num_tensors // 50)
     num_tiny = num_tensors * 3 // 10
     num_medium = num_tensors - num_large - num_tiny
-    plans: list[TensorPlan] = []
-    for number in range(num_tensors):
-        is_float32 = number % 2 == 1
-        row_bytes = _WIDTH * (4 if is_float32 else 2)
-        if number < num_large:
-            shape = (math.ceil(0.4 * size_bytes / num_large / row_bytes), _WIDTH)
-        elif number < num_large + num_medium:
-            shape = (math.ceil(0.6 * size_bytes / num_medium / row_bytes), _WIDTH)
-        else:
-            shape = (_TINY_ELEMENTS,)
-        plans.append(TensorPlan(name=f"layers.{number}", number=number, is_float32=is_float32, shape=shape))
+    noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
+    state: State = {}
     # Sizes alternate, as in a model.
-    return sorted(plans, key=lambda plan: (plan.number * 37) % num_tensors)
+    for number in sorted(range(num_tensors), key=lambda number: (number * 37) % num_tensors):
+        dtype = torch.float32 if number % 2 else torch.bfloat16
+        if number < num_large:
+            count = 0.4 * size_bytes / num_large / dtype.itemsize
+        elif number < num_large + num_medium:
+            count = 0.6 * size_bytes / num_medium / dtype.itemsize
+        else:
+            count = _TINY_ELEMENTS
+        rows = math.ceil(count / _WIDTH)
+        start = number * 1_234_577 % _PERIOD
+        repeats = -(-(start + rows * _WIDTH) // _PERIOD)
+        values = noise.repeat(repeats)[start : start + rows * _WIDTH]
+        state[f"layers.{number}"] = values.to(dtype, copy=True).view(rows, _WIDTH)
+    return state
 
 
 def is_same(loaded: "torch.Tensor | None", expected: "torch.Tensor") -> bool:
-    """Return whether dtype, shape and every bit are equal; of a DTensor of this rank's part."""
+    """Return whether dtype, shape and every bit are equal."""
     import torch
 
     if loaded is None or loaded.shape != expected.shape or loaded.dtype != expected.dtype:
@@ -303,12 +238,10 @@ def is_same(loaded: "torch.Tensor | None", expected: "torch.Tensor") -> bool:
 
 
 def _view_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
-    """View this rank's part of a tensor as bytes; it is copied only if it is not contiguous."""
+    """View a tensor as bytes; it is copied only if it is not contiguous."""
     import torch
-    from torch.distributed.tensor import DTensor
 
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Library:
@@ -404,10 +337,9 @@ class DcpLibrary(Library):
     def __init__(self, root: Path) -> None:
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            # A process that writes needs a group, and training has one.
-            store = root.with_name(f"store-{os.getpid()}")
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        # A process that writes needs a group, and training has one.
+        store = root.with_name(f"store-{os.getpid()}")
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
     def save(self, path: Path, state: State, /) -> Callable[[], object]:
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -559,136 +491,91 @@ def measure(spec: Spec) -> dict[str, Any]:
     """Measure a contender, or the limits, in its own process.
 
     Returns:
-        The seconds in ``rows``; after saves also ``before_bytes``, resident memory before them, and ``saving_s``, when
-        they were, on the monotonic clock, which is the same for all processes.
+        The seconds in ``rows``; of a contender also ``before_bytes``, resident memory before its saves, and
+        ``saving_s``, when they were, on the monotonic clock, which is the same for all processes.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    plans = plan_state(spec.options["size_bytes"], spec.options["tensors"])
+    state = make_state(spec.options["size_bytes"], spec.options["tensors"])
     root = Path(spec.folder) / "files"
     root.mkdir(exist_ok=True)
-    is_sharded = spec.part == "ranks"
-    with joined_world(spec) if is_sharded else nullcontext():
-        mesh = init_device_mesh("cpu", (spec.world_size,)) if is_sharded else None
-        if spec.contender == LIMITS:
-            # Ranks split every tensor along dimension 0, as in fully sharded training.
-            parts = [_view_bytes(plan.make(mesh)).numpy() for plan in plans]
-            return {"rows": _measure_limits(spec, parts, root)}
-        library = LIBRARIES[spec.contender](root)
-        facts: dict[str, Any] = {}
-        seconds: Figures = {}
-        if spec.options["phase"] == "save":
-            before_bytes = psutil.Process().memory_full_info().pss
-            start_s = time.monotonic()
-            state = {plan.name: plan.make(mesh) for plan in plans}
-            seconds = _measure_saves(spec, library, root, state)
-            facts = {"before_bytes": before_bytes + _size_bytes(state), "saving_s": (start_s, time.monotonic())}
-            del state
-        if spec.options["phase"] == "load":
-            for dim, way in enumerate(("rows", "columns")):
-                seconds |= _measure_loads(spec, library, root, plans, way, partial(TensorPlan.make, mesh=mesh, dim=dim))
-        elif not is_sharded:
-            seconds |= _measure_loads(spec, library, root, plans, "load", TensorPlan.make)
-            if library.loads_in_place:
-                seconds |= _measure_loads(spec, library, root, plans, "in_place", TensorPlan.make)
-        library.close()
-        return {"rows": {spec.contender: seconds}, **facts}
+    if spec.contender == LIMITS:
+        return {"rows": _measure_limits([_view_bytes(tensor).numpy() for tensor in state.values()], root)}
+    library = LIBRARIES[spec.contender](root)
+    before_bytes = psutil.Process().memory_full_info().pss
+    start_s = time.monotonic()
+    seconds = _measure_saves(library, root, state)
+    saving_s = (start_s, time.monotonic())
+    ways = ("load", "in_place") if library.loads_in_place else ("load",)
+    for way in ways:
+        for temperature in ("cold", "warm"):
+            seconds[f"{way}_{temperature}"] = _measure_load(library, root, state, way, temperature)
+    library.close()
+    return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
 
 
-def _size_bytes(state: State) -> int:
-    return sum(_view_bytes(tensor).numel() for tensor in state.values())
-
-
-def _measure_saves(spec: Spec, library: Library, root: Path, state: State) -> Figures:
+def _measure_saves(library: Library, root: Path, state: State) -> Figures:
     """Save twice, and return the seconds of the second save; the first allocates buffers and starts processes.
 
     They are those until the state may be changed, and until the save survives a crash of the machine.
     """
     library.save(root / "0", state)()
-    if spec.rank == 0:
-        _sync(library.unsynced(root / "0"))
-        os.sync()
+    _sync(library.unsynced(root / "0"))
+    os.sync()
     settle()
-    _wait_for_ranks(spec)
     start_s = time.perf_counter()
     wait = library.save(root / "1", state)
     stall_s = time.perf_counter() - start_s
     wait()
-    _wait_for_ranks(spec)
-    if spec.rank == 0:
-        _sync(library.unsynced(root / "1"))
+    _sync(library.unsynced(root / "1"))
     return {"stall": stall_s, "durable": time.perf_counter() - start_s}
 
 
-def _wait_for_ranks(spec: Spec) -> None:
-    import torch.distributed as dist
+def _measure_load(library: Library, root: Path, state: State, way: str, temperature: str) -> float:
+    """Load into fresh memory or into zeros, check every tensor, and return the seconds of the load."""
+    import torch
 
-    if spec.world_size > 1:
-        dist.barrier()
-
-
-def _measure_loads(
-    spec: Spec,
-    library: Library,
-    root: Path,
-    plans: Sequence[TensorPlan],
-    way: str,
-    make: "Callable[[TensorPlan], torch.Tensor]",
-) -> Figures:
-    """Load cold and warm, into fresh memory or into zeros, and check this rank's part of every tensor."""
-    seconds: Figures = {}
-    for temperature in ("cold", "warm"):
-        state = {plan.name: make(plan).zero_() for plan in plans}
-        if spec.rank == 0:
-            _prepare_cache(root, temperature)
-        settle()
-        _wait_for_ranks(spec)
-        start_s = time.perf_counter()
-        if way == "load":
-            state = library.load(root / "1", state)
-        else:
-            library.load_into(root / "1", state)
-        seconds[f"{way}_{temperature}"] = time.perf_counter() - start_s
-        _wait_for_ranks(spec)
-        for plan in plans:
-            if not is_same(state.get(plan.name), make(plan)):
-                raise ValueError(f"tensor {plan.name}, by {way}, was loaded with other bytes than were saved")
+    loaded: State = {}
+    if way == "in_place":
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    _prepare_cache(root, temperature)
+    settle()
+    start_s = time.perf_counter()
+    if way == "in_place":
+        library.load_into(root / "1", loaded)
+    else:
+        loaded = library.load(root / "1", state)
+    seconds = time.perf_counter() - start_s
+    for name, tensor in state.items():
+        if not is_same(loaded.get(name), tensor):
+            raise ValueError(f"tensor {name}, by {way}, was loaded with other bytes than were saved")
     return seconds
 
 
-def _measure_limits(spec: Spec, parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
-    """Measure a copy in memory, raw writes of one file and raw reads of it, without any library.
-
-    Several ranks do so at the same time, each with its own shards; they measure no reads.
-    """
+def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
+    """Measure a copy in memory, raw writes of one file and raw reads of it, without any library."""
     size_bytes = sum(part.size for part in parts)
     memory = _allocate(size_bytes)
     np.concatenate(parts, out=memory[:size_bytes])
-    rows: dict[str, Figures] = {}
-    threads = 1 if spec.world_size > 1 else os.cpu_count() or 1
     target = _allocate(memory.size)
     target.fill(0)
-    _wait_for_ranks(spec)
-    pieces = list(range(0, memory.size, _PIECE_BYTES))
+    threads = os.cpu_count() or 1
+    starts = list(range(0, memory.size, _PIECE_BYTES))
 
     def copy(start: int) -> None:
         np.copyto(target[start : start + _PIECE_BYTES], memory[start : start + _PIECE_BYTES])
 
     with ThreadPoolExecutor(threads) as pool:
-        copies = [seconds_of(lambda: list(pool.map(copy, pieces))) for _ in range(_COPIES)]
-    rows[f"memcpy, {threads} threads"] = {"stall": min(copies)}
-    path = root / f"raw-{spec.rank}"
+        copies = [seconds_of(lambda: list(pool.map(copy, starts))) for _ in range(_COPIES)]
+    rows = {f"memcpy, {threads} threads": {"stall": min(copies)}}
+    path = root / "raw"
     for mode, flag in (("buffered", 0), ("direct", os.O_DIRECT)):
         path.unlink(missing_ok=True)
         os.sync()
-        _wait_for_ranks(spec)
         try:
             rows[f"raw write, {mode}"] = {"durable": seconds_of(partial(_write_file, memory, path, flag))}
         except OSError:
             # The file system has no direct access.
             continue
-        if spec.world_size == 1:
-            rows[f"raw read, {mode}"] = _read_seconds(path, target, flag)
+        rows[f"raw read, {mode}"] = _read_seconds(path, target, flag)
     return rows
 
 
@@ -744,7 +631,9 @@ def _sync(paths: Sequence[Path]) -> None:
 
 def _prepare_cache(root: Path, temperature: str) -> None:
     """Remove every file below ``root`` from the page cache (cold), or read it into the cache (warm)."""
-    for path in _find_files(root):
+    for path in root.rglob("*"):
+        if path.is_dir():
+            continue
         with _open(path, os.O_RDONLY) as descriptor:
             if temperature == "cold":
                 os.fsync(descriptor)
@@ -752,9 +641,3 @@ def _prepare_cache(root: Path, temperature: str) -> None:
             else:
                 while os.read(descriptor, _PIECE_BYTES):
                     pass
-
-
-def _find_files(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*")):
-        if path.is_file():
-            yield path

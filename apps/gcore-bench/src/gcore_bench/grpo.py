@@ -32,12 +32,10 @@ from gcore_bench.harness.report import (
 from gcore_rollout import RewardFunction, Scored
 
 if TYPE_CHECKING:
-    import torch
-
     from gcore_llm import TrainConfig
     from gcore_llm.prompts import PromptSets
 
-ContenderName = Literal["gcore", "gcore-vllm", "trl", "trl-vllm"]
+ContenderName = Literal["gcore", "gcore-vllm", "trl"]
 
 PROMPT_LENGTH = 4
 """Length of every prompt, in tokens, which are characters: ``7+8=``."""
@@ -67,14 +65,10 @@ _COLUMNS: dict[str, str] = {
     "mean length": "mean_length .1f",
     "score": "score .3f",
 }
-_NOTES = {
-    "": "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, "
-    "shared pages counted once.",
-    "trl-vllm": "trl-vllm runs with its weight transfer corrected: as published it fails on CPU with this vLLM. It "
-    "samples in bfloat16, because TRL gives vLLM no dtype; the others use float32. Its importance-sampling correction "
-    "is off, which saves it a forward pass a step.",
-}
-"""Lines without which the figures cannot be judged, by the contender that they are about."""
+_NOTE = (
+    "gen includes tokenizing, detokenizing and the transfer of weights to the engine; peak MB is of all processes, "
+    "shared pages counted once."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +152,7 @@ class Task:
     @property
     def uses_vllm(self) -> bool:
         """True if the contender generates by vLLM in its own process."""
-        return self.contender.endswith("-vllm")
+        return self.contender == "gcore-vllm"
 
 
 Step = dict[str, Any]
@@ -181,8 +175,7 @@ def count_even_digits(prompt: str, completion: str, row: Mapping[str, Any]) -> f
 def run(options: GrpoOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for; `BenchError` if a process fails."""
     names = [options.workload] if options.workload != "all" else list(WORKLOADS)
-    notes = [note for contender, note in _NOTES.items() if not contender or contender in options.contenders]
-    with Session(options, console, notes=notes) as session:
+    with Session(options, console, notes=[_NOTE]) as session:
         for name in names:
             workload = WORKLOADS[name]
             rounds = Rounds(name, options.rounds, say=session.say)
@@ -276,7 +269,7 @@ def run_steps(spec: Spec) -> list[Step]:
     if spec.contender == MODEL:
         make_model(task)
         return []
-    if spec.contender.startswith("trl"):
+    if spec.contender == "trl":
         return run_trl(task)
     return run_gcore(task)
 
@@ -551,8 +544,6 @@ def run_trl(task: Task) -> list[Step]:
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
-        if task.uses_vllm:
-            _correct_weight_sync(trainer.vllm_generation)
         trainer.add_callback(Callback())
         trainer.train()
     return recorder.steps
@@ -562,16 +553,6 @@ def _trl_config(task: Task, config: "TrainConfig", scratch: str) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
 
     workload = task.workload
-    vllm: dict[str, Any] = {}
-    if task.uses_vllm:
-        vllm = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": 0.3,
-            "vllm_max_model_length": PROMPT_LENGTH + workload.max_response_length,
-            # Spares TRL a forward pass over the batch, which no other contender makes.
-            "vllm_importance_sampling_correction": False,
-        }
     return GRPOConfig(
         output_dir=scratch,
         use_cpu=True,
@@ -596,32 +577,4 @@ def _trl_config(task: Task, config: "TrainConfig", scratch: str) -> Any:
         disable_tqdm=True,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
-        **vllm,
     )
-
-
-def _correct_weight_sync(generation: Any) -> None:
-    """Let a `VLLMGeneration` reload weights through vLLM's own `reload_weights`, which packs them again.
-
-    As published it calls ``load_weights`` on the model: on CPU vLLM has then replaced the parameters by copies that are
-    packed for its matrix products, and which that function cannot load (AttributeError: no ``weight_loader``).
-    """
-
-    def sync_weights() -> None:
-        weights = [(name, p.detach()) for name, p in generation.model.named_parameters() if name != "lm_head.weight"]
-        generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        generation.llm.apply_model(_repack_head)
-        generation.llm.reset_prefix_cache()
-
-    generation.sync_weights = sync_weights
-
-
-def _repack_head(model: "torch.nn.Module") -> None:
-    """Pack the weight of a tied head, which `reload_weights` leaves out."""
-    # Imported here, so that the process of TRL without vLLM does not load it.
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
