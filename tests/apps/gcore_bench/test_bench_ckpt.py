@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gcore_bench.ckpt import LIMITS, METRICS, CkptOptions, check_machine, compare, is_same, make_state
+from gcore_bench.ckpt import LIMITS, METRICS, CkptOptions, compare, is_same, make_state
 from gcore_bench.harness.report import BenchError, Rounds, Run
 
 
@@ -37,7 +36,7 @@ def rounds_of(*runs: Run) -> Rounds:
 
 def test_ratios_are_taken_to_the_fastest_limit() -> None:
     rows, lines = compare(rounds_of(*RUNS))
-    assert list(rows) == ["gcore", "buffered", "direct"]
+    assert list(rows) == ["buffered", "direct", "gcore"]
     gcore = {"stall": 1.0, "durable": 3.0, "load_cold": 4.5}
     assert rows["gcore"] == gcore | {"durable_ratio": 1.5, "load_cold_ratio": 1.5}
     assert (rows["buffered"]["durable"], rows["direct"]["durable"]) == (5.0, 2.0)
@@ -91,14 +90,6 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         CkptOptions(**options)
 
 
-def test_a_machine_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchError, match="GB of free disk space there, found"):
-        check_machine(tmp_path, 10**18)
-    monkeypatch.setattr("gcore_bench.ckpt.shutil.disk_usage", lambda _folder: SimpleNamespace(free=10**20))
-    with pytest.raises(BenchError, match="GB of available memory for it, found"):
-        check_machine(tmp_path, 10**18)
-
-
 def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "gcore_bench", "ckpt", "--dir", str(tmp_path / "files"), *options]
     return subprocess.run(
@@ -117,7 +108,7 @@ def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     assert not (tmp_path / "files").exists()
     (part,) = json.loads((tmp_path / "figures.json").read_text())["parts"]
     rows = part["rows"]
-    assert list(rows)[:3] == ["gcore", "dcp", "torch.save"]
+    assert list(rows)[-3:] == ["gcore", "dcp", "torch.save"]
     assert set(METRICS) <= rows["gcore"].keys() & rows["dcp"].keys()
     assert rows["torch.save"].keys() & set(METRICS) == {"stall", "durable", "load_cold", "load_warm"}
     for metric in METRICS:
