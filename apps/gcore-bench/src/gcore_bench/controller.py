@@ -369,7 +369,7 @@ class BenchWorker:
     """Rollout worker and trainer rank of the same devices."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Features] = {}
+        self._features: dict[int, Features] = {}
 
     async def make(self, payload: Payload, indices: Sequence[int]) -> list[SampleFacts]:
         """Make samples whose features are in the object store."""
@@ -394,15 +394,15 @@ class BenchWorker:
 
     async def only_make(self, payload: Payload, indices: Sequence[int]) -> None:
         """Make the same features in memory that is kept between steps of the same samples, and sum them up."""
-        if list(self._buffers) != list(indices):
-            self._buffers = {index: np.empty(payload.num_floats, np.float32) for index in indices}
-        for index, features in self._buffers.items():
+        if list(self._features) != list(indices):
+            self._features = {index: np.empty(payload.num_floats, np.float32) for index in indices}
+        for index, features in self._features.items():
             payload.features(index, out=features)
         await self.only_read()
 
     async def only_read(self) -> None:
         """Read all bytes of these features."""
-        for features in self._buffers.values():
+        for features in self._features.values():
             checksum(features)
 
 
