@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from gcore_bench.controller.contenders.gcore import BenchWorker
+from gcore_bench.controller import BenchWorker
 
 
 class Handle:

@@ -12,7 +12,7 @@ from gcore_bench.cli import main
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "--quick", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
-    prompts, index = (part["summary"]["rows"] for part in found["parts"])
+    prompts, index = (part["rows"] for part in found["parts"])
     assert prompts["gcore, first start"]["rows"] == 40_000
     assert prompts["gcore, first start"]["row_us"] < prompts["verl's way"]["row_us"]
     assert prompts["gcore, later starts"]["cpu_s"] < prompts["gcore, first start"]["cpu_s"]

@@ -11,15 +11,26 @@ from typing import Annotated, Any, ClassVar
 import pytest
 from rich.console import Console
 
-from gcore_bench.harness.options import BenchError, Count, QuickOptions, Sigma, at_least, multiple_of
 from gcore_bench.harness.processes import Spec, merge_ranks, run_children
-from gcore_bench.harness.report import Rounds, Run, Session, figure, megabytes, over, rows_table, summarise
+from gcore_bench.harness.report import (
+    BenchError,
+    Count,
+    QuickOptions,
+    Rounds,
+    Row,
+    Run,
+    Session,
+    add_ratios,
+    at_least,
+    figure,
+    summarise,
+)
+from gcore_runs import multiple_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(QuickOptions):
     size: Annotated[int, at_least(8), multiple_of(8)] = 16
-    sigma: Sigma = 1.0
     ranks: tuple[Count, ...] = (1, 2)
     names: tuple[str, ...] = ()
     folder: Path = Path("files")
@@ -33,7 +44,6 @@ class Options(QuickOptions):
         ({"rounds": 0}, "rounds is 0; expected at least 1"),
         ({"size": 4}, "size is 4; expected at least 8"),
         ({"size": 12}, "size is 12; expected a multiple of 8"),
-        ({"sigma": float("nan")}, r"sigma is nan; expected a number in \[0, 10\)"),
         ({"ranks": (2, 0)}, "ranks holds 0; expected at least 1"),
         ({"ranks": ()}, "ranks is empty; expected at least one entry"),
         ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
@@ -65,15 +75,22 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
     assert said[3] == "part, round 2 of 3: b failed: no memory"
     summary = summarise("part", rounds.runs)
     assert summary.rows["a"] == {"wall_s": 20.0, "peak_bytes": 3 * 2.0**20}
-    table = rows_table(
-        "t", summary.rows, [("s", figure("wall_s", ".1f")), ("x", over("wall_s", {"wall_s": 5.0})), ("MB", megabytes())]
-    )
-    assert [list(column.cells) for column in table.columns] == [
-        ["a", "b"],
-        ["20.0", "10.0"],
-        ["4.00x", "2.00x"],
-        ["3", "3"],
+
+
+def test_a_ratio_is_the_median_of_those_of_each_round() -> None:
+    runs = [
+        Run(part="p", contender="", round=number, load=0.0, rows={"ours": {"s": ours}, "peer": {"s": 2.0 * number}})
+        for number, ours in ((1, 4.0), (2, 40.0), (3, 6.0))
     ]
+    rows: dict[str, Row] = dict(summarise("p", runs).rows)
+    add_ratios(rows, runs, "peer", "s", "cpu_s")
+    assert rows == {"ours": {"s": 6.0, "s_ratio": 2.0, "cpu_s_ratio": None}, "peer": {"s": 4.0}}
+
+
+def test_cells_show_figures() -> None:
+    row = {"wall_s": 20.0, "ratio": 4.0, "bytes": 3 * 2**20, "none": None}
+    cells = (figure("wall_s", ".1f"), figure("ratio", "x"), figure("bytes", "MB"), figure("none"), figure("other"))
+    assert [cell(row) for cell in cells] == ["20.0", "4.00x", "3", "-", "-"]
 
 
 def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
@@ -81,14 +98,17 @@ def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
     output = io.StringIO()
     with Session(options, Console(file=output), notes=["[a note]"]) as session:
         (session.folder / "scratch").touch()
-        session.add("one", lines=["a line"], rows={"a": 1.0}, runs=[Run(part="one", contender="a", round=1, load=0.5)])
+        runs = [Run(part="one", contender="a", round=1, load=0.5)]
+        columns = {"seconds": "wall_s .1f"}
+        session.report("title", columns, {"a": {"wall_s": 1.0}}, runs, lines=["a line"])
     assert not session.folder.exists()
-    assert output.getvalue() == "a line\n[a note]\n"
+    assert "│ a │     1.0 │" in output.getvalue()
+    assert output.getvalue().endswith("\na line\n[a note]\n")
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["options"]["ranks"] == [1, 2]
     assert found["machine"]["versions"]["torch"]
     assert found["parts"][0]["part"] == "one"
-    assert found["parts"][0]["rows"] == {"a": 1.0}
+    assert found["parts"][0]["rows"] == {"a": {"wall_s": 1.0}}
     assert found["parts"][0]["runs"][0]["contender"] == "a"
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Row
+from gcore_bench.harness.report import BenchError, Row
 from gcore_bench.placement import balancer, planner
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.planner import fit_laws, predict_bytes, predict_seconds

@@ -16,15 +16,13 @@ from gcore_bench.placement.simulations.study import (
     compare_all,
     list_broken_conditions,
     list_drifts,
-    payload_load,
     with_judge_error,
 )
 from gcore_bench.placement.simulations.tasks import run_all
 from gcore_bench.placement.tables import format_rows
-from gcore_placement import Comparison, DynamicPartitionConfig, Trace, TraceRecipe, compare
+from gcore_placement import Comparison, DynamicPartitionConfig, compare
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import FAMILY, JOBS, Scale, scenario
-from gcore_placement.workload.traces import steady
 
 
 @pytest.fixture(autouse=True)
@@ -136,24 +134,3 @@ def test_wrong_costs_hurt_less_where_measurements_correct_them() -> None:
     corrected = simulator.dynamic(believed=believed)
     uncorrected = simulator.dynamic(believed=believed, config=DynamicPartitionConfig(is_corrected=False))
     assert corrected.seconds <= uncorrected.seconds
-
-
-def test_payloads_through_controllers() -> None:
-    trace: Trace = TraceRecipe(
-        name="images",
-        num_steps=1,
-        train_batch_size=256,
-        response_median=steady(100),
-        judge_median=steady(100),
-        acceptance=steady(1.0),
-        payload_median_bytes=1e6,
-    ).trace()
-    total = float(trace.payload_bytes.sum())
-    seconds, held_bytes, max_over_mean = payload_load(trace, num_controllers=1)
-    assert seconds == pytest.approx(4 * total / study.PAYLOAD_BYTES_PER_S)
-    assert held_bytes == total
-    assert max_over_mean == 1.0
-    _, held_bytes, max_over_mean = payload_load(trace, num_controllers=16)
-    shares = [float(trace.payload_bytes[first::16].sum()) for first in range(16)]
-    assert held_bytes == max(shares)
-    assert max_over_mean == pytest.approx(max(shares) / (total / 16))

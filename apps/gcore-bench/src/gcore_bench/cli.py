@@ -8,33 +8,35 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import BenchError
 from gcore_runs.command_line import ends_with_its_reader, print_completion, print_version
 
 _BENCHES = {
-    "grpo": "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
+    "grpo": "GRPO steps under gcore and TRL's GRPOTrainer: the same task, model, batch and step count",
     "ckpt": "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
     "trainer": "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
-    "rollout": "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
-    "controller": "large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
-    "diffusion": "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
+    "rollout": "generation and new weights under gcore-rollout, bare vLLM, transformers and a copy in memory",
+    "controller": "large payloads under gcore-controller and verl's single driver",
+    "diffusion": "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers",
     "data": "starts on a million prompts, and the order of 100 million rows, against verl's way and RandomSampler",
     "placement": "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
 }
-"""A line of help for each command NAME, a folder whose ``options`` has a `NameOptions`, and whose ``bench`` a `run`."""
+"""A line of help for each command NAME, a module with a `NameOptions` and a `run`."""
 
-_USAGE = "\n".join(
-    [
-        "usage: gcore-bench COMMAND [options]\n",
-        "Every claim gcore makes, measured against a peer or a physical limit.\n",
-        "commands:",
-        *(f"  {name:<12}{summary}" for name, summary in _BENCHES.items()),
-        "\noptions:",
-        "  --version                 print the version",
-        "  --print-completion SHELL  print what completes commands and options in bash or zsh",
-        "\ngcore-bench COMMAND --help documents every option.",
-    ]
-)
+_COMMANDS = "\n".join(f"  {name:<12}{summary}" for name, summary in _BENCHES.items())
+
+_USAGE = f"""usage: gcore-bench COMMAND [options]
+
+Every claim gcore makes, measured against a peer or a physical limit.
+
+commands:
+{_COMMANDS}
+
+options:
+  --version                 print the version
+  --print-completion SHELL  print what completes commands and options in bash or zsh
+
+gcore-bench COMMAND --help documents every option."""
 
 
 @ends_with_its_reader()
@@ -44,25 +46,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
         raise SystemExit(0 if args else 2)
-    if args[0] == "--version":
+    name = args[0]
+    if name == "--version":
         print_version("gcore-bench")
         return
-    if args[0] == "--print-completion":
-        print_completion("gcore-bench", {name: _options_class(name) for name in _BENCHES}, args[1:])
+    if name == "--print-completion":
+        print_completion("gcore-bench", {bench: _options_class(bench) for bench in _BENCHES}, args[1:])
         return
-    name = args[0]
     if name not in _BENCHES:
         raise SystemExit(f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}")
     try:
         options: Any = tyro.cli(_options_class(name), args=args[1:], prog=f"gcore-bench {name}")
         # rich assumes 80 columns of a file or a pipe, in which the tables would be folded.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-        # Imported after the options are checked, because it may take seconds.
-        import_module(f"gcore_bench.{name}.bench").run(options, console)
+        _load_bench(name).run(options, console)
     except BenchError as error:
         print(f"gcore-bench: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def _options_class(name: str) -> type:
-    return getattr(import_module(f"gcore_bench.{name}.options"), f"{name.capitalize()}Options")
+    return getattr(_load_bench(name), f"{name.capitalize()}Options")
+
+
+def _load_bench(name: str) -> Any:
+    """Import the module of a bench; no other bench is imported."""
+    return import_module("gcore_bench.placement.bench" if name == "placement" else f"gcore_bench.{name}")

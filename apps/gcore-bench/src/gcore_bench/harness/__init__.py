@@ -1,1 +1,1 @@
-"""The parts that all benches share; docs/measurements/own-bench.md says how a bench is built, with the smallest one."""
+"""The parts that all benches share; docs/measurements/own-bench.md says how a bench is built."""

@@ -1,9 +1,12 @@
-"""Processes of a contender: each does the work of a spec, is watched, and ends with all that it has started.
+"""Processes that measure, and the time and memory of work in them.
 
 A process is either a new interpreter whose memory is watched (`run_children`), or forked from a server that has
-imported torch and transformers once (`run_processes`). Its result returns as JSON in a file.
+imported torch and transformers once (`run_processes`). Its result returns as JSON in a file, and it ends with all that
+it has started.
 """
 
+import ctypes
+import gc
 import json
 import logging
 import math
@@ -23,11 +26,12 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeAlias
 
 import psutil
 
-from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import BenchError
 
 QUIET: dict[str, str] = {
     # Idle OpenMP threads spin by default, which slows down contenders at random when other work is on the cores.
@@ -52,6 +56,10 @@ _PRELOAD = [
 _POLL_S = 2.0
 """Reading the memory of thirty processes takes a tenth of a second of a core."""
 _FORKED_TIMEOUT_S = 3600
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_SMALLEST_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 25
 
 _Rows: TypeAlias = dict[str, dict[str, float]]
 
@@ -61,7 +69,7 @@ class Spec:
     """The work of one process."""
 
     work: str
-    """Name of the module whose ``run(spec)`` does it."""
+    """Name of the module whose ``run(spec)`` does it, or ``module:function``."""
     part: str = ""
     contender: str
     folder: str
@@ -147,8 +155,8 @@ def run_program(program: Program, *, name: str, log: Path) -> Footprint:
     if any(codes):
         raise BenchError(f"{name} failed: {_last_line(log)} (see {log})")
     return Footprint(
-        pss_bytes=max((one.pss_bytes for _, one in footprints), default=0),
-        num_processes=max((one.num_processes for _, one in footprints), default=0),
+        pss_bytes=max((size.pss_bytes for _, size in footprints), default=0),
+        num_processes=max((size.num_processes for _, size in footprints), default=0),
     )
 
 
@@ -175,11 +183,14 @@ def run_children(
     Returns:
         The results by rank, and the sizes of all processes by time on the monotonic clock.
     """
-    specs, log = spec.of_ranks(), Path(spec.folder) / "log"
-    outputs = _outputs(specs)
-    programs = [child_program(spec, output, environment or {}) for spec, output in zip(specs, outputs, strict=True)]
+    specs = spec.of_ranks()
+    log = Path(spec.folder) / "log"
+    outputs = _make_outputs(specs)
+    programs: list[Program] = []
+    for rank_spec, output in zip(specs, outputs, strict=True):
+        programs.append(child_program(rank_spec, output, environment or {}))
     _, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
-    return _results(outputs, otherwise=_last_line(log)), footprints
+    return _read_results(outputs, otherwise=_last_line(log)), footprints
 
 
 def start_server(threads: int) -> None:
@@ -191,50 +202,57 @@ def start_server(threads: int) -> None:
 
 def run_processes(specs: Sequence[Spec]) -> _Rows:
     """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
-    outputs, context = _outputs(specs), multiprocessing.get_context("forkserver")
+    outputs = _make_outputs(specs)
+    context = multiprocessing.get_context("forkserver")
     # A rank that fails ends its process, and the pool then ends the others, which would wait for that one.
     with ProcessPoolExecutor(len(specs), context) as pool, suppress(BrokenProcessPool):
-        list(pool.map(_forked_work, specs, outputs))
+        list(pool.map(_work_forked, specs, outputs))
     try:
-        found = _results(outputs, otherwise=f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s")
+        rows = _read_results(outputs, otherwise=f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s")
     except BenchError as error:
         raise BenchError(f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {error}") from None
-    return merge_ranks(found)
+    return merge_ranks(rows)
 
 
 def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
     """Return the highest of every figure over the ranks; ``total_cpu_s`` is the sum of their processors' seconds."""
     rows: _Rows = {}
     for row, figures in ranks[0].items():
-        rows[row] = {metric: max(one[row][metric] for one in ranks) for metric in figures}
+        rows[row] = {metric: max(rank[row][metric] for rank in ranks) for metric in figures}
         if "cpu_s" in figures:
-            rows[row]["total_cpu_s"] = sum(one[row]["cpu_s"] for one in ranks)
+            rows[row]["total_cpu_s"] = sum(rank[row]["cpu_s"] for rank in ranks)
     return rows
 
 
-def _outputs(specs: Sequence[Spec]) -> list[Path]:
-    """Return the file of each rank's result; what is left of former processes is removed."""
+def _make_outputs(specs: Sequence[Spec]) -> list[Path]:
+    """Return the file of each rank's result; files of former processes are removed."""
     folder = Path(specs[0].folder)
-    for stale in (folder / "store", *folder.glob("figures-*")):
-        stale.unlink(missing_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    for stale in folder.glob("figures-*"):
+        stale.unlink()
     return [folder / f"figures-{spec.rank}.json" for spec in specs]
 
 
-def _results(outputs: Sequence[Path], *, otherwise: str) -> list[Any]:
-    """Return what children wrote down; `BenchError` with the first failure, or ``otherwise`` if one wrote nothing."""
-    found = [json.loads(output.read_text()) for output in outputs if output.exists()]
-    failures = [one["failure"] for one in found if "failure" in one]
-    if failures or len(found) < len(outputs):
-        raise BenchError([*failures, otherwise][0])
-    return [one["result"] for one in found]
+def _read_results(outputs: Sequence[Path], *, otherwise: str) -> list[Any]:
+    """Return the results that children wrote; `BenchError` with a failure, or ``otherwise`` if one wrote nothing."""
+    results: list[Any] = []
+    reason = otherwise
+    for output in outputs:
+        content = json.loads(output.read_text()) if output.exists() else {}
+        if "result" in content:
+            results.append(content["result"])
+        reason = content.get("failure", reason)
+    if len(results) < len(outputs):
+        raise BenchError(reason)
+    return results
 
 
-def _forked_work(spec: Spec, output: Path) -> None:
+def _work_forked(spec: Spec, output: Path) -> None:
     """Do the work of a spec in a forked process, whose stdout and stderr go to a log, and which ends in time."""
     signal.alarm(_FORKED_TIMEOUT_S)
     with output.with_name(f"log-{spec.rank}").open("wb") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     _work(spec, output)
 
 
@@ -243,12 +261,14 @@ def _work(spec: Spec, output: Path) -> None:
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    module, _, function = spec.work.partition(":")
     try:
         torch.set_num_threads(spec.threads)
-        result = import_module(spec.work).run(spec)
+        result = getattr(import_module(module), function or "run")(spec)
     except Exception as error:
         traceback.print_exc()
-        output.write_text(json.dumps({"failure": " ".join(f"{type(error).__name__}: {error}".split())}))
+        words = f"{type(error).__name__}: {error}".split()
+        output.write_text(json.dumps({"failure": " ".join(words)}))
         # Destructors of process groups would wait for ranks that are still at work.
         os._exit(1)
     output.write_text(json.dumps({"result": result}))
@@ -264,19 +284,24 @@ def _run(
     end_s = time.monotonic() + timeout_s
     with log.open("wb") as file:
         try:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
             for program in programs:
-                env, folder = {**os.environ, **QUIET, **program.environment}, program.folder
-                process = subprocess.Popen(program.command, env=env, cwd=folder, start_new_session=True, **streams)
+                process = subprocess.Popen(
+                    program.command,
+                    env=os.environ | QUIET | dict(program.environment),
+                    cwd=program.folder,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
                 processes.append(process)
-            while alive := [process for process in processes if process.poll() is None]:
-                if any(process.returncode for process in processes):
-                    break
+            while not _have_ended(processes):
                 if time.monotonic() > end_s:
                     raise BenchError(f"it did not end within {timeout_s:.0f} s")
-                footprints.append((time.monotonic(), _footprint(processes, seen)))
+                footprints.append((time.monotonic(), _measure_footprint(processes, seen)))
+                alive = next(process for process in processes if process.returncode is None)
                 with suppress(subprocess.TimeoutExpired):
-                    alive[0].wait(poll_s)
+                    alive.wait(poll_s)
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
@@ -289,21 +314,115 @@ def _run(
     return [process.returncode for process in processes], footprints
 
 
-def _footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]) -> Footprint:
+def _have_ended(processes: Sequence["subprocess.Popen[Any]"]) -> bool:
+    """Return whether all processes have ended, or one has failed."""
+    codes = [process.poll() for process in processes]
+    return None not in codes or any(codes)
+
+
+def _measure_footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]) -> Footprint:
+    """Return the size of processes and all their descendants, which are added to ``seen``."""
     sizes: list[int] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(process.pid)
-            members = [root, *root.children(recursive=True)]
+            members = [root]
+            members.extend(root.children(recursive=True))
             seen.update(members)
             for member in members:
                 with suppress(psutil.Error):  # it has ended
                     sizes.append(member.memory_full_info().pss)
-    return Footprint(pss_bytes=sum(sizes), num_processes=sum(size > 0 for size in sizes))
+    return Footprint(pss_bytes=sum(sizes), num_processes=len(sizes) - sizes.count(0))
 
 
 def _last_line(log: Path) -> str:
     return log.read_text(errors="replace").strip().rpartition("\n")[2] or "it printed nothing"
+
+
+def settle() -> None:
+    """Collect garbage and give freed memory back to the system, so that later work has to allocate its pages."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def status_bytes(name: str) -> int:
+    """Return a size of this process from ``/proc/self/status``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def measured(work: Callable[[], object], *, times: int) -> dict[str, float]:
+    """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped.
+
+    Returns:
+        Medians of ``step_s`` and of ``cpu_s``, which is the sum over all threads; ``peak_bytes`` of one call, less the
+        memory in use before it.
+    """
+    _return_blocks_from(_SMALLEST_BYTES)
+    settle()
+    # The kernel's mark is reset; `getrusage` cannot be: it would count imports and the loading of weights.
+    Path("/proc/self/clear_refs").write_text("5")
+    before_bytes = status_bytes("VmRSS")
+    work()
+    peak_bytes = max(0, status_bytes("VmHWM") - before_bytes)
+    _return_blocks_from(_LARGEST_BYTES)
+    walls_s: list[float] = []
+    cpus_s: list[float] = []
+    for _ in range(times):
+        start_s = time.perf_counter()
+        start_cpu_s = time.process_time()
+        work()
+        walls_s.append(time.perf_counter() - start_s)
+        cpus_s.append(time.process_time() - start_cpu_s)
+    return {"step_s": median(walls_s), "cpu_s": median(cpus_s), "peak_bytes": float(peak_bytes)}
+
+
+def _return_blocks_from(size_bytes: int) -> None:
+    """Let malloc return freed blocks of this size to the system at once, and keep smaller ones."""
+    # With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, size_bytes)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * size_bytes)
+
+
+def make_model(
+    folder: Path, *, hidden_size: int, layers: int, heads: int, vocab_size: int, max_length: int, seed: int
+) -> None:
+    """Write a random Qwen2 in float32 whose next-token distributions are neither flat nor certain.
+
+    Its feed-forward layers are three times as wide, and two query heads share a key-value head.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        vocab_size=vocab_size,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the wall time of one call."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

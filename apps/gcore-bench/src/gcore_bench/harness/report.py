@@ -1,4 +1,4 @@
-"""Rounds of contenders, medians and ratios of their figures, tables, and the session that prints and writes them."""
+"""Options, rounds, medians, tables and the JSON file that all benches share."""
 
 import json
 import os
@@ -7,25 +7,83 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from gcore_runs import EXISTING_FOLDER, Bound, Checked
+
 Figures = dict[str, float]
 """Figures by metric."""
 Rows = Mapping[str, Mapping[str, float]]
+"""Figures by row of a table."""
 Row = dict[str, Any]
 """Figures and names of a line of a table; None where there is no figure."""
 Cell = Callable[[Mapping[str, Any]], str]
 """Returns the text of a cell from the figures of its row."""
 
 _LIBRARIES = ("gcore-bench", "torch", "transformers", "vllm", "ray", "trl", "verl", "diffusers", "orbax-checkpoint")
+
+
+class BenchError(Exception):
+    """Wrong options, or a contender that failed: the command line shows it without a traceback."""
+
+
+def at_least(least: float) -> Bound:
+    """Accept numbers from ``least`` on."""
+    return Bound(lambda value: value >= least, f"at least {least:g}")
+
+
+Count: TypeAlias = Annotated[int, at_least(1)]
+NonNegative: TypeAlias = Annotated[int, at_least(0)]
+OutputFile: TypeAlias = Annotated[Path | None, EXISTING_FOLDER]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Checked):
+    """Base of every bench's options; it checks the bounds of all fields.
+
+    A tuple may be empty only where that is its default.
+
+    Raises:
+        BenchError: an option is out of its bounds.
+    """
+
+    error = BenchError
+
+    rounds: Count = 3
+    """Number of rounds, in each of which everything is measured once, in turn."""
+    json: OutputFile = None
+    """File to write every figure to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in fields(self):
+            if getattr(self, option.name) == () and option.default:
+                raise BenchError(f"{option.name} is empty; expected at least one entry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickOptions(BenchOptions):
+    """Options of a bench that can run at sizes which take no time."""
+
+    quick: bool = False
+    """Measure everything once at tiny sizes, to see that it runs. The figures mean nothing."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {}
+    """Values of the options that ``quick`` replaces."""
+
+    def sized(self) -> Self:
+        """Return the options with the sizes of ``quick`` if that was asked for."""
+        if self.quick:
+            return replace(self, **self.QUICK)
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +105,9 @@ class Rounds:
     """The turns of contenders in `count` rounds of a part of the bench; `say` prints a line of progress."""
 
     def __init__(self, part: str, count: int, *, say: Callable[[str], object]) -> None:
-        self.part, self.count, self.say = part, count, say
+        self.part = part
+        self.count = count
+        self.say = say
         self.runs: list[Run] = []
 
     def turns(self, contenders: Collection[str]) -> "Iterator[Turn]":
@@ -56,12 +116,18 @@ class Rounds:
             for name in tuple(contenders):
                 yield Turn(self, name, number)
 
+    def summarise(self) -> dict[str, Row]:
+        """Return medians over all rounds; see `summarise`."""
+        return dict(summarise(self.part, self.runs).rows)
+
 
 class Turn:
     """One contender's turn; its load is the machine's as the turn starts."""
 
     def __init__(self, rounds: Rounds, contender: str, number: int) -> None:
-        self.contender, self.round, self.load = contender, number, os.getloadavg()[0]
+        self.contender = contender
+        self.round = number
+        self.load = os.getloadavg()[0]
         self.where = f"{rounds.part}, round {number} of {rounds.count}: {contender}"
         self._rounds = rounds
 
@@ -73,10 +139,10 @@ class Turn:
         """Record that the contender has no figures in this round."""
         self._add(f"failed: {reason}", failure=reason)
 
-    def _add(self, words: str, **found: Any) -> None:
-        part, rounds = self._rounds.part, self._rounds
-        rounds.runs.append(Run(part=part, contender=self.contender, round=self.round, load=self.load, **found))
-        rounds.say(f"{self.where} {words}")
+    def _add(self, words: str, **outcome: Any) -> None:
+        run = Run(part=self._rounds.part, contender=self.contender, round=self.round, load=self.load, **outcome)
+        self._rounds.runs.append(run)
+        self._rounds.say(f"{self.where} {words}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,70 +157,72 @@ class Summary:
 
 def summarise(part: str, runs: Sequence[Run]) -> Summary:
     """Take medians over all rounds, and the highest of every ``peak_bytes``."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row, figures in (item for run in runs for item in run.rows.items()):
-        for metric, value in figures.items():
-            found[row][metric].append(value)
-    rows = {
-        row: {metric: (max if metric == "peak_bytes" else median)(values) for metric, values in metrics.items()}
-        for row, metrics in found.items()
-    }
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for row, figures in run.rows.items():
+            for metric, value in figures.items():
+                values[row][metric].append(value)
+    rows: dict[str, Figures] = {}
+    for row, metrics in values.items():
+        rows[row] = {metric: median(numbers) for metric, numbers in metrics.items()}
+        if "peak_bytes" in metrics:
+            rows[row]["peak_bytes"] = max(metrics["peak_bytes"])
     return Summary(part=part, rows=rows, load=fmean(run.load for run in runs))
 
 
-def paired_ratio(
-    runs: Sequence[Run], row: str, base: str, metric: str, *, base_metric: str | None = None
-) -> float | None:
-    """Return the median over rounds of the row's figure over the base's; None where the base was not measured."""
-    values = {(run.round, name): figures for run in runs for name, figures in run.rows.items()}
-    ratios = [
-        figures[metric] / values[number, base][base_metric or metric]
-        for (number, name), figures in values.items()
-        if name == row and (number, base) in values
-    ]
+def paired_ratio(runs: Sequence[Run], row: str, base: str, metric: str) -> float | None:
+    """Return the median over rounds of the row's figure over the base's; None where one was not measured."""
+    of_row: dict[int, float] = {}
+    of_base: dict[int, float] = {}
+    for run in runs:
+        if metric in run.rows.get(row, {}):
+            of_row[run.round] = run.rows[row][metric]
+        if run.rows.get(base, {}).get(metric):
+            of_base[run.round] = run.rows[base][metric]
+    ratios = [value / of_base[number] for number, value in of_row.items() if number in of_base]
     return median(ratios) if ratios else None
+
+
+def add_ratios(rows: Mapping[str, Row], runs: Sequence[Run], base: str, *metrics: str) -> None:
+    """Add ``METRIC_ratio`` to every row but the base: the median over rounds of its figure over the base's."""
+    for name, row in rows.items():
+        for metric in metrics:
+            if name != base:
+                row[f"{metric}_ratio"] = paired_ratio(runs, name, base, metric)
 
 
 def figures_table(title: str, *columns: str) -> Table:
     """Return an empty table whose first column names contenders and whose others are numbers."""
-    shown = Table(title=title, title_justify="left", caption_justify="left")
-    shown.add_column("", no_wrap=True)
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("", no_wrap=True)
     for column in columns:
-        shown.add_column(column, justify="right")
-    return shown
-
-
-def rows_table(title: str, rows: Rows, columns: Sequence[tuple[str, Cell]]) -> Table:
-    """Return a table with a line for each row; columns are titles and their cells."""
-    shown = figures_table(title, *(title for title, _ in columns))
-    for name, row in rows.items():
-        shown.add_row(name, *(cell(row) for _, cell in columns))
-    return shown
+        table.add_column(column, justify="right")
+    return table
 
 
 def figure(metric: str, form: str = "") -> Cell:
-    """Return a cell that formats one metric, and is "-" where a row does not have it."""
-    return lambda row: "-" if row.get(metric) is None else format(row[metric], form)
+    """Return a cell that formats one metric, and is "-" where a row does not have it.
 
+    Args:
+        metric: name in the row.
+        form: a format specification, or "MB" for bytes in MiB, or "x" for a ratio, or "s" for seconds and the ratio
+            to a limit in brackets, if the row has ``METRIC_ratio``.
+    """
 
-def megabytes(metric: str = "peak_bytes") -> Cell:
-    """Return a cell that shows bytes in MiB."""
-    return lambda row: mb(row.get(metric))
+    def show(row: Mapping[str, Any]) -> str:
+        value = row.get(metric)
+        if value is None:
+            return "-"
+        if form == "MB":
+            return f"{value / 2**20:,.0f}"
+        if form == "x":
+            return f"{value:.2f}x"
+        if form == "s":
+            ratio = row.get(f"{metric}_ratio")
+            return f"{value:.3f}" if ratio is None else f"{value:.3f} ({ratio:.2f}x)"
+        return format(value, form)
 
-
-def over(metric: str, base: Mapping[str, float], base_metric: str = "") -> Cell:
-    """Return a cell with the ratio of a metric to the same one (or ``base_metric``) of ``base``."""
-    return lambda row: ratio(row[metric], base.get(base_metric or metric))
-
-
-def mb(nbytes: float | None) -> str:
-    """Format bytes in MiB."""
-    return "-" if nbytes is None else f"{nbytes / 2**20:,.0f}"
-
-
-def ratio(value: float | None, base: float | None = 1.0) -> str:
-    """Format ``value / base``; "-" where there is none."""
-    return f"{value / base:.2f}x" if base and value is not None else "-"
+    return show
 
 
 def verdict(is_met: bool) -> str:
@@ -164,7 +232,9 @@ def verdict(is_met: bool) -> str:
 
 def verdict_on_all(missed: Sequence[str]) -> str:
     """Return the word for an aim of many cases, and those that miss it."""
-    return verdict(not missed) + (f": {', '.join(missed)}" if missed else "")
+    if missed:
+        return f"not met: {', '.join(missed)}"
+    return "met"
 
 
 class Session:
@@ -174,15 +244,13 @@ class Session:
         options: of the bench; a dataclass with ``json``.
         console: where tables and lines go.
         notes: printed at the end: what a reader must know to judge the figures.
-        unit: what one table of figures is called in the file.
     """
 
-    def __init__(self, options: Any, console: Console, *, notes: Iterable[str] = (), unit: str = "part") -> None:
+    def __init__(self, options: Any, console: Console, *, notes: Iterable[str] = ()) -> None:
         self._options = options
         self._console = console
         self._notes = notes
-        self._unit = unit
-        self._found: list[Mapping[str, Any]] = []
+        self._parts: list[Row] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="gcore-bench-")
         self.folder = Path(self._scratch.name)
         """A scratch folder that is removed at the end."""
@@ -192,13 +260,13 @@ class Session:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._scratch.cleanup()
-        if error_type is None:
-            for note in self._notes:
-                self.say(note)
-            if self._options.json is not None:
-                facts = {"options": plain(self._options), "machine": _machine_facts()}
-                content = {**facts, f"{self._unit}s": self._found}
-                self._options.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
+        if error_type is not None:
+            return
+        for note in self._notes:
+            self.say(note)
+        if self._options.json is not None:
+            content = {"options": plain(self._options), "machine": _machine_facts(), "parts": self._parts}
+            self._options.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
     def say(self, line: str) -> None:
         """Print a line as it is."""
@@ -210,13 +278,46 @@ class Session:
             self._console.print(table)
         for line in lines:
             self.say(line)
-        self._found.append({self._unit: name, **figures})
+        self._parts.append({"part": name, **figures})
+
+    def report(
+        self,
+        title: str,
+        columns: Mapping[str, str],
+        rows: Mapping[str, Row],
+        runs: Sequence[Run],
+        *,
+        lines: Sequence[str] = (),
+    ) -> None:
+        """Print a table of a part's rows, and the lines below it; keep the rows and the runs for the file.
+
+        Args:
+            title: above the table.
+            columns: metrics by title, each with its form behind a space (see `figure`).
+            rows: figures by the first column of the table.
+            runs: what the rows are medians of.
+            lines: printed below the table.
+        """
+        table = figures_table(title, *columns)
+        cells = [figure(*column.split()) for column in columns.values()]
+        for name, row in rows.items():
+            texts = [cell(row) for cell in cells]
+            table.add_row(name, *texts)
+        rounds = max(run.round for run in runs)
+        load = fmean(run.load for run in runs)
+        table.caption = f"medians of {rounds} rounds; load of the machine {load:.1f}"
+        self.add(runs[0].part, tables=[table], lines=lines, rows=rows, lines_below=lines, runs=runs)
 
 
 def plain(options: Any) -> dict[str, Any]:
     """Return options as JSON has them; files and folders among them are left out."""
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
-    return {name: value for name, value in values.items() if not isinstance(value, Path)}
+    values: dict[str, Any] = {}
+    for name, value in asdict(options).items():
+        if isinstance(value, tuple):
+            values[name] = [*value]
+        elif not isinstance(value, Path):
+            values[name] = value
+    return values
 
 
 def _machine_facts() -> dict[str, Any]:

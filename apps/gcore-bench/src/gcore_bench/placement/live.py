@@ -13,9 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Program, run_program
-from gcore_bench.harness.report import Row, verdict
+from gcore_bench.harness.report import BenchError, Row, verdict
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.tables import FigureTable
 from gcore_llm.tiny_model import make_tiny_model

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from gcore_bench.harness.options import NonNegative, QuickOptions
+from gcore_bench.harness.report import NonNegative, QuickOptions
 
 PartName = Literal["balancer", "planner", "oracles", "live", "study", "sweep"]
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gcore_bench.harness.measure import measured, settle, status_bytes
-from gcore_bench.harness.processes import Spec, joined_world
+from gcore_bench.harness.processes import Spec, joined_world, measured, settle, status_bytes
 from gcore_bench.placement.small_runs import SmallRun
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams

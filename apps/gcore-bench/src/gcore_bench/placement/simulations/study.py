@@ -9,8 +9,6 @@ from functools import partial
 from statistics import fmean
 from typing import TypeAlias
 
-import numpy as np
-
 from gcore_bench.harness.report import Row, verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.simulations.tasks import count_processes, run_all
@@ -22,7 +20,6 @@ from gcore_placement import (
     JobCosts,
     Simulator,
     SwapCosts,
-    Trace,
     TraceRecipe,
     compare,
 )
@@ -30,8 +27,6 @@ from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENAR
 
 AIM_IDLE = 3.0
 """Most percentage points of all device-seconds by which dynamic should idle more than the clairvoyant."""
-PAYLOAD_BYTES_PER_S = 2e9
-"""Rate at which a controller packs payloads; a link of 100 Gb/s is faster."""
 SIZES = {64: None, 512: None, 10_000: 30}
 """Devices of the drift study, and the steps of each trace; None: as many as the trace has."""
 QUICK_SIZES = {64: 2}
@@ -237,20 +232,3 @@ def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
         prefill_per_token_s=judge.prefill_per_token_s * error,
     )
     return replace(costs, reward=judge)
-
-
-def payload_load(trace: Trace, *, num_controllers: int) -> tuple[float, float, float]:
-    """Return the load of a trace of one step, by its payloads, on controllers that take prompts in turn.
-
-    Returns:
-        The busiest controller's seconds to receive its payloads and send them on, the bytes that it holds at once, and
-        these bytes over the mean of all controllers; 1 is even.
-    """
-    payloads = trace.payload_bytes
-    controllers = np.arange(len(payloads)) % num_controllers
-    shares = np.bincount(controllers, weights=payloads, minlength=num_controllers)
-    busiest = float(shares.max())
-    mean = float(shares.mean())
-    # A payload comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
-    seconds = (1 + 3) * busiest / PAYLOAD_BYTES_PER_S
-    return seconds, busiest, busiest / mean if mean else 1.0

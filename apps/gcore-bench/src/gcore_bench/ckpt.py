@@ -1,0 +1,600 @@
+"""`gcore-bench ckpt`: saves and loads of the same bytes under gcore-ckpt and its peers, and the machine's limits.
+
+Each contender runs in turn, in new processes whose memory is watched.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+
+import ml_dtypes
+import numpy as np
+import psutil
+from rich.console import Console
+
+from gcore_bench.harness.processes import Spec, run_children, seconds_of, settle
+from gcore_bench.harness.report import BenchError, Figures, QuickOptions, Rounds, Row, Session, at_least, verdict
+
+if TYPE_CHECKING:
+    import torch
+
+ContenderName = Literal["gcore", "dcp", "dcp-async", "torch.save", "safetensors", "orbax", "tensorstore"]
+State = dict[str, "torch.Tensor"]
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+LIMITS = "limits"
+"""The contender that measures memory and disk alone, in a process of its own too."""
+METRICS = ("stall", "durable", "load_cold", "load_warm", "in_place_cold", "in_place_warm")
+"""Seconds that are measured."""
+_AIM_STALL = 1.15
+"""Most seconds of gcore's stall over those of a copy in memory."""
+_TIMEOUT_S = 3600.0
+_POLL_S = 0.2
+"""Reading the memory of gigabytes takes some ten milliseconds."""
+_ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONWARNINGS": "ignore",
+}
+_WIDTH = 1024
+_TINY_ELEMENTS = 2048
+_PERIOD = 4_194_301
+"""Number of elements after which values repeat: a prime, so that no two pages of a tensor are equal."""
+_MAX_CHUNK_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
+_BLOCK_BYTES = 4096
+"""Alignment of direct reads and writes."""
+_COPIES = 3
+
+_NOTE = (
+    "A process for each run, the same bytes for all, one save before the measured one. stall: until the state may be "
+    "changed. durable: until all files are synced; what a library leaves unsynced the bench syncs and counts. Cold: "
+    "files are out of the page cache; warm: in it. Loads are into fresh memory or in place, and compared bitwise. (x): "
+    "over the fastest limit, which is a copy in memory, a raw write or a raw read. extra MB: highest resident memory "
+    "of all processes while saving, less that before."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CkptOptions(QuickOptions):
+    """Measure saves and loads of the same bytes under gcore-ckpt and its peers, in turn, each in its own process.
+
+    The physical limits (memcpy, raw writes, raw reads) are measured in every round too.
+    """
+
+    contenders: tuple[ContenderName, ...] = get_args(ContenderName)
+    """Contenders in the order in which they run in every round."""
+    size_gb: Annotated[float, at_least(0.001)] = 2.0
+    """Size of the state, in units of 10^9 bytes."""
+    tensors: Annotated[int, at_least(3)] = 200
+    """Number of tensors of the state."""
+    dir: Path = Path(".gcore-bench")
+    """Folder, on the disk to measure, in which a fresh one is made for the files; it is removed at the end."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20}
+
+
+def run(options: CkptOptions, console: Console) -> None:
+    """Measure, print and write the figures that ``options`` asks for."""
+    options = options.sized()
+    with _scratch_folder(options.dir) as folder, Session(options, console, notes=[_NOTE]) as session:
+        rounds = Rounds("ckpt", options.rounds, say=session.say)
+        for turn in rounds.turns((LIMITS, *options.contenders)):
+            try:
+                rows = _measure_turn(turn.contender, options, folder)
+            except BenchError as error:
+                turn.failed(str(error))
+                continue
+            turn.done(rows, "measured")
+        rows, lines = compare(rounds)
+        columns = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS}
+        columns["extra MB"] = "peak_bytes MB"
+        session.report(f"{options.size_gb:g} GB in {options.tensors} tensors", columns, rows, rounds.runs, lines=lines)
+
+
+def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
+    """Return the figures of one turn."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        spec = Spec(
+            work="gcore_bench.ckpt:measure",
+            contender=contender,
+            folder=scratch,
+            options={"size_bytes": round(options.size_gb * 1e9), "tensors": options.tensors},
+            threads=os.cpu_count() or 1,
+        )
+        (value,), sizes = run_children(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=_TIMEOUT_S)
+    rows: dict[str, Figures] = value["rows"]
+    if contender != LIMITS:
+        # The highest memory while it saved, less that before.
+        start_s, end_s = value["saving_s"]
+        peaks = [size.pss_bytes for at_s, size in sizes if start_s <= at_s <= end_s]
+        before_bytes = value["before_bytes"]
+        rows[contender]["peak_bytes"] = float(max([before_bytes, *peaks]) - before_bytes)
+    return rows
+
+
+def compare(rounds: Rounds) -> tuple[dict[str, Row], list[str]]:
+    """Return medians of limits and contenders with their ratios to the fastest limits, and lines about aims."""
+    limits = dict.fromkeys(row for run in rounds.runs if run.contender == LIMITS for row in run.rows)
+    rows = rounds.summarise()
+    fastest: Figures = {}
+    for name in limits:
+        for metric, seconds in rows[name].items():
+            fastest[metric] = min(seconds, fastest.get(metric, math.inf))
+    for row in rows.values():
+        for metric in METRICS:
+            if metric in row and metric in fastest:
+                row[f"{metric}_ratio"] = row[metric] / fastest[metric]
+    lines = [f"{run.contender} failed: {run.failure}" for run in rounds.runs if run.failure]
+    ratio = rows.get("gcore", {}).get("stall_ratio")
+    if ratio is not None:
+        aim = f"the stall of a save takes at most {_AIM_STALL} times a copy of memory"
+        lines.append(f"aim: {aim}: {ratio:.2f} ({verdict(ratio <= _AIM_STALL)})")
+    return rows, lines
+
+
+@contextmanager
+def _scratch_folder(parent: Path) -> Generator[Path]:
+    """Make a folder in ``parent``, which is made too; it is removed at the end, and the parent if it is empty then."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix="ckpt-", dir=parent)
+    except OSError as error:
+        raise BenchError(f"dir is {parent}; expected a folder that can be written to: {error.strerror}") from error
+    with scratch:
+        yield Path(scratch.name).absolute()
+    if not any(parent.iterdir()):
+        parent.rmdir()
+
+
+def make_state(size_bytes: int, num_tensors: int) -> State:
+    """Make a state of at least ``size_bytes``: 2 % large tensors with 40 % of the bytes, 30 % tiny, the rest medium."""
+    import torch
+
+    num_large = max(1, num_tensors // 50)
+    num_tiny = num_tensors * 3 // 10
+    num_medium = num_tensors - num_large - num_tiny
+    noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
+    state: State = {}
+    # Sizes alternate, as in a model.
+    for number in sorted(range(num_tensors), key=lambda number: (number * 37) % num_tensors):
+        dtype = torch.float32 if number % 2 else torch.bfloat16
+        if number < num_large:
+            count = 0.4 * size_bytes / num_large / dtype.itemsize
+        elif number < num_large + num_medium:
+            count = 0.6 * size_bytes / num_medium / dtype.itemsize
+        else:
+            count = _TINY_ELEMENTS
+        rows = math.ceil(count / _WIDTH)
+        start = number * 1_234_577 % _PERIOD
+        repeats = -(-(start + rows * _WIDTH) // _PERIOD)
+        values = noise.repeat(repeats)[start : start + rows * _WIDTH]
+        state[f"layers.{number}"] = values.to(dtype, copy=True).view(rows, _WIDTH)
+    return state
+
+
+def is_same(loaded: "torch.Tensor | None", expected: "torch.Tensor") -> bool:
+    """Return whether dtype, shape and every bit are equal."""
+    import torch
+
+    if loaded is None or loaded.shape != expected.shape or loaded.dtype != expected.dtype:
+        return False
+    return torch.equal(_view_bytes(loaded), _view_bytes(expected))
+
+
+def _view_bytes(tensor: "torch.Tensor") -> "torch.Tensor":
+    """View a tensor as bytes; it is copied only if it is not contiguous."""
+    import torch
+
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class Library:
+    """A library that saves steps at paths below one folder, which are named by their numbers."""
+
+    loads_in_place = False
+
+    def __init__(self, root: Path) -> None:
+        del root
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        """Start to save; return a call that waits for the end. The state may be changed once this returns."""
+        raise NotImplementedError
+
+    def load(self, path: Path, like: State, /) -> State:
+        """Load into newly allocated memory; ``like`` has the shapes."""
+        raise NotImplementedError
+
+    def load_into(self, path: Path, state: State, /) -> None:
+        """Load into the memory of the state, if `loads_in_place`."""
+        raise NotImplementedError
+
+    def unsynced(self, path: Path, /) -> list[Path]:
+        """Return files and folders that are left unsynced, without which a save may not survive a crash."""
+        return [path, path.parent]
+
+    def close(self) -> None:
+        """Release buffers and processes."""
+
+
+def _do_nothing() -> None:
+    """Wait for a save that has ended."""
+
+
+class GcoreLibrary(Library):
+    """gcore-ckpt with its default settings, one checkpointer for the whole run, as in a training loop."""
+
+    loads_in_place = True
+
+    def __init__(self, root: Path) -> None:
+        from gcore_ckpt import Checkpointer
+
+        self._checkpointer = Checkpointer(root)
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        return self._checkpointer.save(int(path.name), state).wait
+
+    def load(self, path: Path, _like: State, /) -> State:
+        return self._checkpointer.load(step=int(path.name))
+
+    def load_into(self, path: Path, state: State, /) -> None:
+        self._checkpointer.load(state, step=int(path.name))
+
+    def unsynced(self, _path: Path, /) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class TorchSaveLibrary(Library):
+    """One file for the whole state, which is not synced."""
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        import torch
+
+        torch.save(state, path)
+        return _do_nothing
+
+    def load(self, path: Path, _like: State, /) -> State:
+        import torch
+
+        return torch.load(path, weights_only=True)
+
+
+class SafetensorsLibrary(Library):
+    """One file for the whole state, which is not synced."""
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        from safetensors.torch import save_file
+
+        save_file(state, path)
+        return _do_nothing
+
+    def load(self, path: Path, _like: State, /) -> State:
+        from safetensors.torch import load_file
+
+        # The loaded tensors are views of the mapped file, which is read when they are.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+class DcpLibrary(Library):
+    """torch.distributed.checkpoint: `save`, which syncs its files."""
+
+    loads_in_place = True
+
+    def __init__(self, root: Path) -> None:
+        import torch.distributed as dist
+
+        # A process that writes needs a group, and training has one.
+        store = root.with_name(f"store-{os.getpid()}")
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(state, checkpoint_id=path)
+        return _do_nothing
+
+    def load(self, path: Path, like: State, /) -> State:
+        import torch
+
+        fresh: State = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+        self.load_into(path, fresh)
+        return fresh
+
+    def load_into(self, path: Path, state: State, /) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(state, checkpoint_id=path)
+
+
+class DcpAsyncLibrary(DcpLibrary):
+    """`async_save` in a process, from a copy in shared memory that is kept between saves.
+
+    That has the shortest stall on CPU tensors; no stager that can be used here returns before the copy is done.
+    """
+
+    def __init__(self, root: Path) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        super().__init__(root)
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(options)
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+        kind = AsyncCheckpointerType.PROCESS
+        # A future of the upload alone, because of the stager.
+        upload: Any = async_save(state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=self._stager)
+        return upload.result
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class OrbaxLibrary(Library):
+    """Orbax's asynchronous checkpointer on numpy arrays, which it copies before it returns, as uncompressed zarr3."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        import orbax.checkpoint
+
+        self._ocp: Any = orbax.checkpoint
+        handler = self._ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
+        self._checkpointer = self._ocp.AsyncCheckpointer(handler)
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        arrays = {name: _to_array(tensor) for name, tensor in state.items()}
+        self._checkpointer.save(path, args=self._ocp.args.PyTreeSave(arrays))
+        return self._checkpointer.wait_until_finished
+
+    def load(self, path: Path, like: State, /) -> State:
+        types = dict.fromkeys(like, self._ocp.RestoreArgs(restore_type=np.ndarray))
+        arrays = self._checkpointer.restore(path, args=self._ocp.args.PyTreeRestore(restore_args=types))
+        return {name: _to_tensor(array) for name, array in arrays.items()}
+
+    def unsynced(self, path: Path, /) -> list[Path]:
+        # It writes these itself; tensorstore syncs those with the data.
+        return [*path.glob("_*METADATA"), path, path.parent]
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class TensorstoreLibrary(Library):
+    """tensorstore: an uncompressed zarr3 array for each tensor, in files that it syncs.
+
+    A write completes twice: with the copy, after which the array may change, and with the commit.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        import tensorstore
+
+        self._ts: Any = tensorstore
+        self._context = self._ts.Context({"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}})
+
+    def save(self, path: Path, state: State, /) -> Callable[[], object]:
+        stores: list[Any] = []
+        arrays = [_to_array(tensor) for tensor in state.values()]
+        for name, array in zip(state, arrays, strict=True):
+            rows = max(1, _MAX_CHUNK_BYTES // (array.nbytes // array.shape[0]))
+            chunk_shape = [min(rows, array.shape[0]), *array.shape[1:]]
+            metadata = {
+                "shape": list(array.shape),
+                "data_type": array.dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            }
+            stores.append(self._open(path / name, metadata=metadata))
+        writes = [store.result().write(array) for store, array in zip(stores, arrays, strict=True)]
+        for write in writes:
+            write.copy.result()
+        return lambda: [write.commit.result() for write in writes]
+
+    def load(self, path: Path, like: State, /) -> State:
+        stores = {name: self._open(path / name) for name in like}
+        reads = {name: store.result().read() for name, store in stores.items()}
+        return {name: _to_tensor(read.result()) for name, read in reads.items()}
+
+    def _open(self, path: Path, **metadata: Any) -> Any:
+        """Open an array, or create it if it is given metadata."""
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, **metadata}
+        return self._ts.open(spec, create=bool(metadata), open=not metadata, context=self._context)
+
+
+LIBRARIES: dict[str, Callable[[Path], Library]] = {
+    "gcore": GcoreLibrary,
+    "dcp": DcpLibrary,
+    "dcp-async": DcpAsyncLibrary,
+    "torch.save": TorchSaveLibrary,
+    "safetensors": SafetensorsLibrary,
+    "orbax": OrbaxLibrary,
+    "tensorstore": TensorstoreLibrary,
+}
+"""Libraries at their best documented settings; each is imported only in the process that measures it."""
+
+
+def _to_array(tensor: "torch.Tensor") -> _Array:
+    """View a tensor as an array; bfloat16, which numpy lacks, is the dtype of ml_dtypes."""
+    import torch
+
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _to_tensor(array: _Array) -> "torch.Tensor":
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Measure a contender, or the limits, in its own process.
+
+    Returns:
+        The seconds in ``rows``; of a contender also ``before_bytes``, resident memory before its saves, and
+        ``saving_s``, when they were, on the monotonic clock, which is the same for all processes.
+    """
+    state = make_state(spec.options["size_bytes"], spec.options["tensors"])
+    root = Path(spec.folder) / "files"
+    root.mkdir(exist_ok=True)
+    if spec.contender == LIMITS:
+        return {"rows": _measure_limits([_view_bytes(tensor).numpy() for tensor in state.values()], root)}
+    library = LIBRARIES[spec.contender](root)
+    before_bytes = psutil.Process().memory_full_info().pss
+    start_s = time.monotonic()
+    seconds = _measure_saves(library, root, state)
+    saving_s = (start_s, time.monotonic())
+    ways = ("load", "in_place") if library.loads_in_place else ("load",)
+    for way in ways:
+        for temperature in ("cold", "warm"):
+            seconds[f"{way}_{temperature}"] = _measure_load(library, root, state, way, temperature)
+    library.close()
+    return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
+
+
+def _measure_saves(library: Library, root: Path, state: State) -> Figures:
+    """Save twice, and return the seconds of the second save; the first allocates buffers and starts processes.
+
+    They are those until the state may be changed, and until the save survives a crash of the machine.
+    """
+    library.save(root / "0", state)()
+    _sync(library.unsynced(root / "0"))
+    os.sync()
+    settle()
+    start_s = time.perf_counter()
+    wait = library.save(root / "1", state)
+    stall_s = time.perf_counter() - start_s
+    wait()
+    _sync(library.unsynced(root / "1"))
+    return {"stall": stall_s, "durable": time.perf_counter() - start_s}
+
+
+def _measure_load(library: Library, root: Path, state: State, way: str, temperature: str) -> float:
+    """Load into fresh memory or into zeros, check every tensor, and return the seconds of the load."""
+    import torch
+
+    loaded: State = {}
+    if way == "in_place":
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    _prepare_cache(root, temperature)
+    settle()
+    start_s = time.perf_counter()
+    if way == "in_place":
+        library.load_into(root / "1", loaded)
+    else:
+        loaded = library.load(root / "1", state)
+    seconds = time.perf_counter() - start_s
+    for name, tensor in state.items():
+        if not is_same(loaded.get(name), tensor):
+            raise ValueError(f"tensor {name}, by {way}, was loaded with other bytes than were saved")
+    return seconds
+
+
+def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
+    """Measure a copy in memory, raw writes of one file and raw reads of it, without any library."""
+    size_bytes = sum(part.size for part in parts)
+    memory = _allocate(size_bytes)
+    np.concatenate(parts, out=memory[:size_bytes])
+    target = _allocate(memory.size)
+    target.fill(0)
+    threads = os.cpu_count() or 1
+    starts = list(range(0, memory.size, _PIECE_BYTES))
+
+    def copy(start: int) -> None:
+        np.copyto(target[start : start + _PIECE_BYTES], memory[start : start + _PIECE_BYTES])
+
+    with ThreadPoolExecutor(threads) as pool:
+        copies = [seconds_of(lambda: list(pool.map(copy, starts))) for _ in range(_COPIES)]
+    rows = {f"memcpy, {threads} threads": {"stall": min(copies)}}
+    path = root / "raw"
+    for mode, flag in (("buffered", 0), ("direct", os.O_DIRECT)):
+        path.unlink(missing_ok=True)
+        os.sync()
+        try:
+            rows[f"raw write, {mode}"] = {"durable": seconds_of(partial(_write_file, memory, path, flag))}
+        except OSError:
+            # The file system has no direct access.
+            continue
+        seconds: Figures = {}
+        for temperature in ("cold",) if flag else ("cold", "warm"):
+            _prepare_cache(root, temperature)
+            seconds[f"load_{temperature}"] = seconds_of(partial(_read_file, path, None, flag))
+            _prepare_cache(root, temperature)
+            seconds[f"in_place_{temperature}"] = seconds_of(partial(_read_file, path, target, flag))
+        rows[f"raw read, {mode}"] = seconds
+    return rows
+
+
+def _allocate(size_bytes: int) -> _Array:
+    """Return page-aligned memory of whole blocks, in huge pages where the machine has them."""
+    memory = mmap.mmap(-1, -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _write_file(memory: _Array, path: Path, flag: int) -> None:
+    with _open(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
+        position = 0
+        while position < memory.size:
+            position += os.pwrite(descriptor, memory.data[position : position + _PIECE_BYTES], position)
+        os.fsync(descriptor)
+    _sync([path.parent])
+
+
+def _read_file(path: Path, memory: _Array | None, flag: int) -> None:
+    """Read a file into existing memory, or into new memory."""
+    if memory is None:
+        memory = _allocate(path.stat().st_size)
+    with _open(path, os.O_RDONLY | flag) as descriptor:
+        position = 0
+        while position < memory.size:
+            position += os.preadv(descriptor, [memory.data[position : position + _PIECE_BYTES]], position)
+
+
+@contextmanager
+def _open(path: Path, flags: int) -> Generator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _sync(paths: Sequence[Path]) -> None:
+    """Sync files and folders, but not the files in the folders."""
+    for path in paths:
+        with _open(path, os.O_RDONLY) as descriptor:
+            os.fsync(descriptor)
+
+
+def _prepare_cache(root: Path, temperature: str) -> None:
+    """Remove every file below ``root`` from the page cache (cold), or read it into the cache (warm)."""
+    for path in root.rglob("*"):
+        if path.is_dir():
+            continue
+        with _open(path, os.O_RDONLY) as descriptor:
+            if temperature == "cold":
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while os.read(descriptor, _PIECE_BYTES):
+                    pass

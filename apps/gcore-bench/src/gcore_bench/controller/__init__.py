@@ -1,1 +1,0 @@
-"""Benchmark of gcore-controller against verl's single driver, and its load in simulated clusters."""

@@ -1,1 +1,0 @@
-"""Benchmark of GRPO steps under gcore, TRL and verl on the same workloads."""

@@ -1,1 +1,0 @@
-"""One module a system, which only that contender's process imports."""

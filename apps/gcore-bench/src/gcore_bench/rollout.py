@@ -1,0 +1,486 @@
+"""`gcore-bench rollout`: generation and new weights under gcore-rollout, in turn with its peers and a copy in memory.
+
+Engines are processes, forked from one server that has imported vLLM and transformers once; they stay for all rounds.
+Shapes: B samples, T tokens of the longest, P tokens of the longest prompt.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+
+import numpy as np
+import psutil
+from rich.console import Console
+
+from gcore_bench.harness.processes import environment, make_model, seconds_of, stderr_to
+from gcore_bench.harness.report import (
+    BenchError,
+    Count,
+    Figures,
+    NonNegative,
+    QuickOptions,
+    Rounds,
+    Session,
+    paired_ratio,
+)
+from gcore_rollout import AnySample, Engine, EngineStats, Request, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+PartName = Literal["generation", "sync"]
+GenerationContender = Literal[
+    "vllm", "gcore-vllm", "gcore-vllm-process", "transformers", "gcore-hf", "gcore-hf-process"
+]
+Generate = Callable[[Sequence[Request]], Awaitable[tuple[int, float]]]
+"""Generates completions, and returns the number of their tokens and the sum of their log-probabilities."""
+State = dict[str, "torch.Tensor"]
+
+MEMCPY = "memcpy"
+"""The contender of the part sync that copies the weights in memory: a physical limit."""
+_ENVIRONMENT = {
+    # Settings of VLLMEngine, for bare vLLM too: one process, no telemetry, eager on a CPU.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+_KV_CACHE_BYTES = 1 << 30
+_MEDIAN_LENGTH = 48
+_WARMUP_TOKENS = 4
+_ROWS = 1024
+_WIDTH = 512
+_RANK = 16
+_DELTAS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1}
+"""Forms of changed elements, and their fraction."""
+_COLUMNS: dict[str, dict[str, str]] = {
+    "generation": {
+        "tokens/s": "tokens_per_s ,.0f",
+        "speed over base": "tokens_per_s_ratio x",
+        "s": "wall_s .2f",
+        "CPU s": "cpu_s .2f",
+        "CPU over base": "cpu_s_ratio x",
+        "tokens": "tokens ,.0f",
+        "mean log-prob": "log_prob .4f",
+        "base": "base",
+    },
+    "sync": {
+        "sent MB": "sent_bytes MB",
+        "to encode s": "encode_s .3f",
+        "to apply s": "apply_s .3f",
+        "both over memcpy": "wall_s_ratio x",
+    },
+}
+_NOTES = {
+    "generation": "generation: each prompt has its own length of samples, log-probabilities on. vllm has VLLMEngine's "
+    "settings and seeds; transformers pads to the longest. -process: called from another process, whose CPU seconds "
+    "count.",
+    "sync": "sync: bfloat16 weights; apply: until the mirror has copied them into an engine's memory. Deltas: by "
+    "fraction of changed elements. adapters: of rank 16 on every matrix.",
+}
+"""Lines without which the figures of a part cannot be judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions(QuickOptions):
+    """Measure gcore-rollout against bare vLLM, transformers' own generate and a copy in memory."""
+
+    parts: tuple[PartName, ...] = get_args(PartName)
+    """generation: tokens a second; sync: bytes and seconds of new weights, in each form of weight sync."""
+    contenders: tuple[GenerationContender, ...] = get_args(GenerationContender)
+    """Contenders of the part generation, in the order in which they run in every round."""
+    prompts: Count = 8
+    """Prompts of the generation."""
+    n: Count = 4
+    """Samples of each prompt, all of one length; lengths are lognormal around 48 tokens."""
+    max_response_length: Count = 256
+    """Length at which samples are truncated."""
+    max_prompt_length: Count = 96
+    """Length of the longest prompts; the shortest have a third of it."""
+    vocab_size: Count = 4096
+    """Vocabulary of the model."""
+    sync_mb: Count = 256
+    """Size of the weights that are updated, in MiB."""
+    threads: Count = 1
+    """Threads of torch in each process."""
+    seed: NonNegative = 0
+    """Seed of lengths, prompts, samples and weights."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "prompts": 3,
+        "n": 2,
+        "max_response_length": 16,
+        "max_prompt_length": 12,
+        "vocab_size": 256,
+        "sync_mb": 2,
+    }
+
+
+def run(options: RolloutOptions, console: Console) -> None:
+    """Measure, print and write the figures that ``options`` asks for.
+
+    Raises:
+        BenchError: a contender failed, or contenders did not do the same work.
+    """
+    options = options.sized()
+    parts = {"generation": measure_generation, "sync": measure_sync}
+    with (
+        Session(options, console, notes=[_NOTES[part] for part in options.parts]) as session,
+        environment(**_ENVIRONMENT, OMP_NUM_THREADS=str(options.threads)),
+        stderr_to(session.folder / "log"),
+    ):
+        for part in dict.fromkeys(options.parts):
+            rounds = Rounds(part, options.rounds, say=session.say)
+            asyncio.run(parts[part](options, session.folder, rounds))
+            rows = rounds.summarise()
+            for name, row in rows.items():
+                base = base_of(name) if part == "generation" else MEMCPY
+                if base != name:
+                    row["base"] = base
+                    for metric in ("wall_s", "tokens_per_s", "cpu_s"):
+                        row[f"{metric}_ratio"] = paired_ratio(rounds.runs, name, base, metric)
+            session.report(part, _COLUMNS[part], rows, rounds.runs)
+
+
+def base_of(contender: str) -> str:
+    """Return the contender that one of the part generation is compared with."""
+    return "vllm" if "vllm" in contender else "transformers"
+
+
+def make_requests(options: RolloutOptions) -> list[Request]:
+    """Make prompts with long-tailed lengths of samples, which all samples reach: there is no end-of-sequence token."""
+    rng = np.random.default_rng(options.seed)
+    requests: list[Request] = []
+    for number in range(options.prompts):
+        prompt_length = int(rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1))
+        prompt = rng.integers(1, options.vocab_size, prompt_length)
+        length = round(_MEDIAN_LENGTH * float(np.exp(rng.normal())))
+        request = Request(
+            request_id=f"prompt-{number}",
+            prompt_token_ids=tuple(prompt.tolist()),
+            sampling=SamplingParams(max_tokens=min(max(length, 1), options.max_response_length)),
+            n=options.n,
+            seed=options.seed + number,
+        )
+        requests.append(request)
+    return requests
+
+
+def count_tokens(requests: Sequence[Request]) -> int:
+    """Return the number of tokens of all samples."""
+    return sum(request.n * request.sampling.max_tokens for request in requests)
+
+
+async def measure_generation(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Start and warm up all contenders; then let them take turns, in which all must make the same number of tokens."""
+    model = folder / "model"
+    make = partial(make_model, hidden_size=256, layers=4, heads=4, vocab_size=options.vocab_size, seed=options.seed)
+    make(model, max_length=options.max_prompt_length + options.max_response_length)
+    requests = make_requests(options)
+    expected = count_tokens(requests)
+    warmup = make_requests(replace(options, max_response_length=min(options.max_response_length, _WARMUP_TOKENS)))
+    async with AsyncExitStack() as stack:
+        engines: dict[str, Any] = {}
+        for name in dict.fromkeys(options.contenders):
+            factory = partial(make_contender, name, model, options.prompts * options.n)
+            engines[name] = await start_engine(name, factory, options, stack)
+            await _measure_turn(name, engines[name], warmup)
+        for turn in rounds.turns(engines):
+            figures = await _measure_turn(turn.contender, engines[turn.contender], requests)
+            if figures["tokens"] != expected:
+                raise BenchError(f"{turn.contender} made {figures['tokens']:.0f} tokens; the samples have {expected}")
+            turn.done({turn.contender: figures}, f"{figures['tokens_per_s']:,.0f} tokens/s")
+
+
+async def start_engine(name: str, factory: Callable[[], Any], options: RolloutOptions, stack: AsyncExitStack) -> Any:
+    """Start a process whose engine ``factory`` makes, and which ends with ``stack``; `BenchError` if that fails."""
+    from gcore_rollout import EngineProcess, engine_kind
+
+    with_vllm = any("vllm" in contender for contender in options.contenders)
+    preload = ["transformers.models.qwen2.modeling_qwen2"]
+    preload.extend(engine_kind("vllm" if with_vllm else "hf").preload)
+    if with_vllm:
+        preload.append("vllm.entrypoints.llm")
+    start: Any = EngineProcess.start
+    try:
+        engine = await start(factory, num_threads=options.threads, preload=tuple(preload))
+    except Exception as error:
+        raise BenchError(f"{name} could not be started: {error}") from error
+    stack.push_async_callback(engine.close)
+    return engine
+
+
+async def _measure_turn(name: str, engine: Any, requests: Sequence[Request]) -> Figures:
+    """Return the figures of one turn, taken in the engine's process or, for ``-process``, over both processes."""
+    try:
+        if name.endswith("-process"):
+            return await measure_generate(partial(collect, engine), requests, partial(_cpu_seconds, engine.pid))
+        (sample,) = [sample async for sample in engine.generate(requests)]
+        return sample.figures
+    except Exception as error:
+        raise BenchError(f"{name} failed: {error}") from error
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return CPU seconds of that process and this one together."""
+    times = psutil.Process(pid).cpu_times()
+    return time.process_time() + times.user + times.system
+
+
+def make_contender(name: str, model: Path, max_num_seqs: int) -> Any:
+    """Make a contender in its process; without ``-process``, it is measured there and yields a `MeasuredSample`."""
+    from gcore_rollout import engine_kind
+
+    if name == "vllm":
+        return MeasuredEngine(_make_vllm(model, max_num_seqs))
+    if name == "transformers":
+        return MeasuredEngine(_make_transformers(model))
+    load = engine_kind(name.split("-")[1]).load().from_pretrained
+    engine = load(model, max_num_seqs=max_num_seqs, eos_token_ids=[])
+    return engine if name.endswith("-process") else MeasuredEngine(partial(collect, engine))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredSample(AnySample):
+    """The figures of a `generate` whose completions stayed in their process."""
+
+    figures: Figures
+
+
+class MeasuredEngine:
+    """The part of an engine that an `EngineProcess` needs; it yields figures in place of completions."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+
+    def stats(self) -> EngineStats:
+        """Return empty counts."""
+        return EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[MeasuredSample]:
+        """Generate, and yield the figures alone."""
+        figures = await measure_generate(self._generate, requests, time.process_time)
+        yield MeasuredSample(request_id="", index=0, finish_reason="stop", figures=figures)
+
+    async def close(self) -> None:
+        """Do nothing, because the process ends next."""
+
+
+async def measure_generate(
+    generate: Generate, requests: Sequence[Request], cpu_seconds: Callable[[], float]
+) -> Figures:
+    """Generate, and return the figures by the names that tables use."""
+    start_s = time.perf_counter()
+    start_cpu_s = cpu_seconds()
+    tokens, log_prob_sum = await generate(requests)
+    wall_s = time.perf_counter() - start_s
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_seconds() - start_cpu_s,
+        "tokens": float(tokens),
+        "tokens_per_s": tokens / wall_s,
+        "log_prob": log_prob_sum / tokens,
+    }
+
+
+async def collect(engine: Engine, requests: Sequence[Request]) -> tuple[int, float]:
+    """Generate with an engine of gcore; see `Generate`."""
+    num_tokens = 0
+    log_prob_sum = 0.0
+    async for completion in engine.generate(requests):
+        num_tokens += completion.token_ids.size
+        log_prob_sum += float(completion.log_probs.sum())
+    return num_tokens, log_prob_sum
+
+
+def _make_vllm(model: Path, max_num_seqs: int) -> Generate:
+    """Load bare vLLM with the settings of `VLLMEngine`."""
+    import torch
+    from vllm import LLM, SamplingParams as VLLMSamplingParams
+    from vllm.inputs import TokensPrompt
+
+    from gcore_rollout import sample_seeds
+
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_cache_memory_bytes=None if torch.cuda.is_available() else _KV_CACHE_BYTES,
+        max_num_seqs=max_num_seqs,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        async_scheduling=False,
+        enable_chunked_prefill=False,
+    )
+    # vLLM sets as many threads as there are cores, and then replaces torch's function by one that does nothing.
+    torch.set_num_threads = set_num_threads
+    set_num_threads(num_threads)
+
+    async def generate(requests: Sequence[Request]) -> tuple[int, float]:
+        # One request of vLLM for each sample, with the seeds that gcore's engine uses.
+        prompts: list[Any] = []
+        sampling: list[Any] = []
+        for request in requests:
+            for seed in sample_seeds(request.seed, np.arange(request.n)).tolist():
+                params = VLLMSamplingParams(
+                    max_tokens=request.sampling.max_tokens,
+                    temperature=request.sampling.temperature,
+                    seed=seed >> 1,
+                    ignore_eos=True,
+                    detokenize=False,
+                    logprobs=0,
+                    flat_logprobs=True,
+                )
+                prompts.append(TokensPrompt(prompt_token_ids=list(request.prompt_token_ids)))
+                sampling.append(params)
+        outputs: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        return num_tokens, float(sum(sum(completion.logprobs.logprobs) for completion in completions))
+
+    return generate
+
+
+def _make_transformers(folder: Path) -> Generate:
+    """Load a model whose own `generate` makes one batch, padded on the left, that ends with its longest sample."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    async def generate(requests: Sequence[Request]) -> tuple[int, float]:
+        rows: list[torch.Tensor] = []
+        lengths: list[int] = []
+        for request in requests:
+            rows.extend([torch.tensor(request.prompt_token_ids)] * request.n)
+            lengths.extend([request.sampling.max_tokens] * request.n)
+        lengths_B = torch.tensor(lengths)
+        input_ids_BP = pad_sequence(rows, batch_first=True, padding_side="left")
+        mask_BP = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        num_prompt_tokens = input_ids_BP.shape[1]
+
+        def has_ended(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            # Each sample at its own length, as at an end-of-sequence token.
+            return input_ids.shape[1] - num_prompt_tokens >= lengths_B
+
+        torch.manual_seed(requests[0].seed)
+        output = model.generate(
+            input_ids_BP,
+            attention_mask=mask_BP,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max(lengths),
+            stopping_criteria=[has_ended],
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        tokens_BT = output.sequences[:, num_prompt_tokens:]
+        log_prob_sum = 0.0
+        for step, scores_BV in enumerate(output.scores):
+            log_probs_B = scores_BV.log_softmax(-1).gather(1, tokens_BT[:, step, None])[:, 0]
+            log_prob_sum += float(log_probs_B[lengths_B > step].sum())
+        return sum(lengths), log_prob_sum
+
+    return generate
+
+
+def _clone(state: Mapping[str, "torch.Tensor"]) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _copy(target: State, state: State) -> None:
+    for name, tensor in state.items():
+        target[name].copy_(tensor)
+
+
+class WeightSink:
+    """The part of an engine that an update needs: it copies the weights into its own. It has a mirror."""
+
+    def __init__(self, state: State) -> None:
+        from gcore_rollout import WeightMirror
+
+        self.weight_version = 0
+        self.weights = _clone(state)
+        self.mirror = WeightMirror(cast(Engine, self), state.items())
+
+    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+        """Copy the weights."""
+        for name, tensor in weights:
+            self.weights[name].copy_(tensor)
+        self.weight_version = version
+
+
+async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Send new bfloat16 weights in each form, in turn with a copy; the engine must then have those weights."""
+    import torch
+
+    from gcore_rollout import AdapterWeights, FullWeights, make_delta
+    from gcore_rollout.weight_sync.updates import A_OF, B_OF, merged
+
+    del folder
+    torch.set_num_threads(options.threads)
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator).mul_(0.02).bfloat16()
+
+    state = {f"layers.{number}.weight": draw(_ROWS, _WIDTH) for number in range(options.sync_mb)}
+    sink = WeightSink(state)
+    target = _clone(state)
+    size_bytes = sum(tensor.nbytes for tensor in state.values())
+    for version, turn in enumerate(rounds.turns((MEMCPY, "full", *_DELTAS, "adapters")), start=1):
+        name = turn.contender
+        if name == MEMCPY:
+            wall_s = seconds_of(partial(_copy, target, state))
+            figures = {"sent_bytes": float(size_bytes), "apply_s": wall_s, "wall_s": wall_s}
+            turn.done({name: figures}, f"{wall_s:.3f} s")
+            continue
+        versions = {"base_version": sink.weight_version, "version": version}
+        old = state
+        if name in _DELTAS:
+            state = {key: _flip(tensor, _DELTAS[name], generator) for key, tensor in old.items()}
+        tensors: State = {}
+        if name == "adapters":
+            for key in state:
+                tensors[key.removesuffix(".weight") + A_OF] = draw(_RANK, _WIDTH)
+                tensors[key.removesuffix(".weight") + B_OF] = draw(_ROWS, _RANK)
+        start_s = time.perf_counter()
+        if name == "full":
+            update = FullWeights(version=version, tensors=state.items())
+        elif name == "adapters":
+            update = AdapterWeights(scaling=2.0, tensors=tensors, **versions)
+        else:
+            update = make_delta(old, state.items(), **versions)
+        encoded_s = time.perf_counter()
+        await sink.mirror.apply(update)
+        end_s = time.perf_counter()
+        expected = dict(merged(state, update)) if isinstance(update, AdapterWeights) else state
+        for key, tensor in expected.items():
+            if not torch.equal(sink.weights[key], tensor):
+                raise BenchError(f"sync: {name}: an engine has other weights than those that were sent")
+        sent_bytes = size_bytes if isinstance(update, FullWeights) else update.size_bytes
+        figures = {"sent_bytes": float(sent_bytes), "wall_s": end_s - start_s}
+        figures["encode_s"] = encoded_s - start_s
+        figures["apply_s"] = end_s - encoded_s
+        turn.done({name: figures}, f"{figures['wall_s']:.3f} s")
+
+
+def _flip(tensor: "torch.Tensor", fraction: float, generator: "torch.Generator") -> "torch.Tensor":
+    """Return a tensor in which this fraction of elements has the other sign."""
+    import torch
+
+    return torch.where(torch.rand(tensor.shape, generator=generator) < fraction, -tensor, tensor)

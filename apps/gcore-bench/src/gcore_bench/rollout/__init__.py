@@ -1,1 +1,0 @@
-"""Benchmark of generation, weight updates and sandboxes of gcore-rollout against bare vLLM, transformers and Python."""

@@ -1,1 +1,0 @@
-"""Benchmark of gcore-trainer against TRL's and verl's losses and against plain implementations of its parts."""
