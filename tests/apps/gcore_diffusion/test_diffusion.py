@@ -180,7 +180,7 @@ def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
 
 def test_a_run_starts_from_the_adapters_of_another(cli: Cli, own_args: list[str]) -> None:
     """The engine's first images are those of the merged pipeline, and the reference is the policy at the start."""
-    cli.ok(*own_args, "--actor.lora-rank", "2", "--actor.optim.lr", "0.05", "--name", "first")
+    cli.ok(*own_args, "--actor.lora-rank", "2", "--actor.optim.lr", "0.005", "--name", "first")
     export = cli.cwd / "runs/first/export"
     options = ["--actor.num-updates", "1", "--actor.loss.kl-loss-coef", "0.1"]
     cli.ok(*own_args, *options, "--actor.lora-adapter-path", str(export / "lora"), "--name", "continued")

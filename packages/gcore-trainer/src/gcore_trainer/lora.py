@@ -110,7 +110,7 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
 
     file = Path(config.path) / ADAPTER_WEIGHTS
     try:
-        if config.component:
+        if config.is_of_diffusers:
             from gcore_trainer.diffusion.lora_file import read_lora_file
 
             _, tensors = read_lora_file(config.path, config.component)

@@ -40,7 +40,13 @@ class LoRAConfig(Checked):
     path: str = ""
     """A folder of peft whose adapters training starts from; empty: new ones, which change nothing at first."""
     component: str = ""
-    """Name of the pipeline's model whose adapters ``path`` has, if that is a LoRA of diffusers (`read_lora_file`)."""
+    """Name of the model in its pipeline of diffusers; with it, ``path`` may be a LoRA of diffusers (`read_lora_file`).
+    """
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        """Whether ``path`` is a LoRA of diffusers, and not a folder of peft."""
+        return bool(self.component) and not (Path(self.path) / ADAPTER_CONFIG).is_file()
 
     @property
     def scaling(self) -> float:
@@ -61,7 +67,7 @@ def read_lora_config(path: str | Path, *, component: str = "") -> LoRAConfig:
         ConfigError: the folder has no adapters, or some that compute something else.
     """
     folder = Path(path)
-    if component and not (folder / ADAPTER_CONFIG).is_file():
+    if LoRAConfig(path=str(path), component=component).is_of_diffusers:
         from gcore_trainer.diffusion.lora_file import read_lora_file
 
         settings, _ = read_lora_file(path, component)
