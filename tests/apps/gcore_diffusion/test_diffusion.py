@@ -178,6 +178,28 @@ def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
         assert all(np.isfinite(value) for value in row.values())
 
 
+def test_a_run_starts_from_the_adapters_of_another(cli: Cli, own_args: list[str]) -> None:
+    """The engine's first images are those of the merged pipeline, and the reference is the policy at the start."""
+    cli.ok(*own_args, "--actor.lora-rank", "2", "--actor.optim.lr", "0.005", "--name", "first")
+    export = cli.cwd / "runs/first/export"
+    options = ["--actor.num-updates", "1", "--actor.loss.kl-loss-coef", "0.1"]
+    cli.ok(*own_args, *options, "--actor.lora-adapter-path", str(export / "lora"), "--name", "continued")
+    merged = list(own_args)
+    merged[merged.index("--model") + 1] = str(export)
+    cli.ok(*merged, *options, "--name", "merged")
+    cli.ok(*own_args, *options, "--name", "base")
+    [continued, expected, base] = [step_rows(cli.cwd / "runs" / name)[0] for name in ("continued", "merged", "base")]
+    assert continued["critic/score/mean"] == pytest.approx(expected["critic/score/mean"], abs=1e-3)
+    assert abs(base["critic/score/mean"] - expected["critic/score/mean"]) > 1e-2
+    assert continued["actor/kl_loss"] < 1e-6
+    refused = cli(*own_args, "--actor.lora-adapter-path", str(export / "lora"), "--actor.lora-rank", "3")
+    assert refused.code == 2
+    assert "actor.lora_rank is 3; expected 2, as the adapters in" in refused.err
+    refused = cli(*own_args, "--actor.lora-adapter-path", str(export))
+    assert "actor.lora_adapter_path is" in refused.err
+    assert "expected adapters of diffusers" in refused.err
+
+
 @pytest.mark.parametrize(
     ("trainers_type", "algorithm"),
     [

@@ -24,6 +24,7 @@ from gcore_runs import (
     ReadWith,
     RLTrainerConfig,
     UserError,
+    adapter_settings,
     at_least,
     one_of,
     optimizer_settings,
@@ -306,10 +307,7 @@ _READ_WITH = (
     ),
     ReadWith(settings=("rollout.window_steps",), chosen_by={"rollout.window_schedule": one_of("sliding")}),
     ReadWith(settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}),
-    ReadWith(
-        settings=("actor.lora_alpha", "actor.target_modules", "actor.use_rslora"),
-        chosen_by={"actor.lora_rank": ABOVE_0},
-    ),
+    adapter_settings("actor."),
     *optimizer_settings("actor.optim", has_muon=False),
     BEST_SETTINGS,
 )

@@ -1,5 +1,7 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,9 @@ from gcore_runs import (
     json_object,
     model_folder,
     resolve,
+    with_adapter,
 )
+from gcore_trainer import pipeline_component, read_lora_config
 
 if TYPE_CHECKING:
     from gcore_runs import Display
@@ -71,6 +75,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(model_folder(config.model))
+        config = with_initial_lora(config, model_folder(config.model) if config.model else None)
         prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
@@ -88,10 +93,30 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
             # On Ray they are only tried in this process, and need its memory no longer then.
             del rewards
             with supervisor.started(starting) as services:
-                supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
+                # Engines start from the pipeline's folder, without adapters.
+                starts_adapted = bool(config.actor.lora_adapter_path)
+                job = Job(config=config, prompts=prompts, is_policy_behind=starts_adapted)
+                supervisor.train(services, job, RunRecorder)
                 best, component = supervisor.best_policy(), config.actor.component
                 supervisor.export(lambda path: export(services.learner, model, path, best, component=component))
         return supervisor.finish(KINDS)
+
+
+def with_initial_lora(config: DiffusionConfig, pipeline: Path | None) -> DiffusionConfig:
+    """Return settings with rank, alpha, layers and scale of the adapters that the policy starts from, if any.
+
+    ``pipeline`` is its folder; None: that of the demo.
+
+    Raises:
+        UserError: there are none of the pipeline's model, or other settings are given.
+    """
+    if not config.actor.lora_adapter_path:
+        return config
+    component = "transformer"
+    if pipeline is not None:
+        component, _ = pipeline_component(pipeline, config.actor.component)
+    read = partial(read_lora_config, component=component)
+    return replace(config, actor=with_adapter(config.actor, read))
 
 
 def check_pipeline(model: Path) -> None:

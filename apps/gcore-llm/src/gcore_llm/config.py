@@ -13,7 +13,6 @@ from gcore_llm.learning.config import (
     CriticConfig,
     DistillationConfig,
     WarmupConfig as WarmupConfig,
-    adapter_settings,
 )
 from gcore_llm.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
@@ -35,6 +34,7 @@ from gcore_runs import (
     RLTrainerConfig,
     UserError,
     above,
+    adapter_settings,
     one_of,
     optimizer_settings,
 )
@@ -247,7 +247,7 @@ _READ_WITH = (
     ReadWith(settings=("reward_model.weight",), chosen_by={"reward_model.path": IS_SET}),
     ReadWith(settings=("reward_model.judge",), chosen_by={"reward_model.kind": one_of("judge")}),
     ReadWith(settings=("reward_calls.max_failed_share",), chosen_by={"reward_calls.on_error": one_of("drop")}),
-    adapter_settings("actor."),
+    adapter_settings("actor.", "export_merged"),
     *optimizer_settings("actor.optim"),
     *optimizer_settings("critic.optim"),
     *BACKEND_SETTINGS,

@@ -13,7 +13,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.data.loaded import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
-from gcore_llm.learning.config import drop_other_export, with_adapter
+from gcore_llm.learning.config import drop_other_export
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -44,6 +44,7 @@ from gcore_runs import (
     max_sequence_length,
     model_folder,
     resolve,
+    with_adapter,
 )
 from gcore_runs.engines import EngineConfig, Instrumentation, device_timers, engines_in_turns
 from gcore_trainer import merge_lora, read_adapters

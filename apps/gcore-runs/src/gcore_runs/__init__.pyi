@@ -57,7 +57,11 @@ from .run_folder import (
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
-from .settings.adapters import AdapterSettings as AdapterSettings
+from .settings.adapters import (
+    AdapterSettings as AdapterSettings,
+    adapter_settings as adapter_settings,
+    with_adapter as with_adapter,
+)
 from .settings.bounds import (
     EXISTING_FOLDER as EXISTING_FOLDER,
     Amount as Amount,

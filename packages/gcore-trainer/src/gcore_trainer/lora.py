@@ -110,7 +110,13 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
 
     file = Path(config.path) / ADAPTER_WEIGHTS
     try:
-        return {own(name): tensor for name, tensor in load_file(file).items()}
+        if config.is_of_diffusers:
+            from gcore_trainer.diffusion.lora_file import read_lora_file
+
+            _, tensors = read_lora_file(config.path, config.component)
+        else:
+            tensors = load_file(file)
+        return {own(name): tensor for name, tensor in tensors.items()}
     except SafetensorError as error:
         raise ConfigError(f"path is {config.path!r}; expected adapters that load: {file.name}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,14 @@ class LoRAConfig(Checked):
     """An adapter's output is scaled by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     path: str = ""
     """A folder of peft whose adapters training starts from; empty: new ones, which change nothing at first."""
+    component: str = ""
+    """Name of the model in its pipeline of diffusers; with it, ``path`` may be a LoRA of diffusers (`read_lora_file`).
+    """
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        """Whether ``path`` is a LoRA of diffusers, and not a folder of peft."""
+        return bool(self.component) and not (Path(self.path) / ADAPTER_CONFIG).is_file()
 
     @property
     def scaling(self) -> float:
@@ -45,15 +54,24 @@ class LoRAConfig(Checked):
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-def read_lora_config(path: str | Path) -> LoRAConfig:
+def read_lora_config(path: str | Path, *, component: str = "") -> LoRAConfig:
     """Return the settings of the adapters in a folder of peft, from its ``adapter_config.json``.
 
     A dropout is left out: adapters are trained without.
+
+    Args:
+        component: name of a model of a diffusers pipeline, such as transformer, for which ``path`` may also be a LoRA
+            of diffusers: a safetensors file, or a folder with ``pytorch_lora_weights.safetensors``.
 
     Raises:
         ConfigError: the folder has no adapters, or some that compute something else.
     """
     folder = Path(path)
+    if LoRAConfig(path=str(path), component=component).is_of_diffusers:
+        from gcore_trainer.diffusion.lora_file import read_lora_file
+
+        settings, _ = read_lora_file(path, component)
+        return settings
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"path is {str(path)!r}; expected a folder of peft, with {name}")
@@ -62,10 +80,7 @@ def read_lora_config(path: str | Path) -> LoRAConfig:
         rank, alpha, targets = found["r"], found["lora_alpha"], found["target_modules"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} is no LoRA's: {type(error).__name__}: {error}") from None
-    for name, accepted in _PLAIN.items():
-        value = found.get(name, accepted[0])
-        if (sorted(value) if isinstance(value, list) else value) not in accepted:
-            raise ConfigError(f"{folder / ADAPTER_CONFIG}: {name} is {value!r}; expected {accepted[0]!r}")
+    check_settings(found, str(folder / ADAPTER_CONFIG))
     if int(alpha) != alpha:
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha is {alpha}; expected a whole number")
     names = tuple(sorted(targets)) if isinstance(targets, list) else ()
@@ -78,6 +93,14 @@ def read_lora_config(path: str | Path) -> LoRAConfig:
         use_rslora=bool(found.get("use_rslora")),
         path=str(path),
     )
+
+
+def check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for settings of peft with which adapters compute something else; ``where`` names the file."""
+    for name, accepted in _PLAIN.items():
+        value = settings.get(name, accepted[0])
+        if (sorted(value) if isinstance(value, list) else value) not in accepted:
+            raise ConfigError(f"{where}: {name} is {value!r}; expected {accepted[0]!r}")
 
 
 def _layers(file: Path) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from gcore_diffusion.planning.shapes import (
     training_bytes,
 )
 from gcore_diffusion.sampling.image_sampling import has_old_pass, has_reference_pass
+from gcore_diffusion.training import with_initial_lora
 from gcore_placement import Device, Efficiency, PlacementError
 from gcore_runs import UserError, one_line, print_table
 from gcore_trainer import LARGE_MODEL, Denoiser, should_replicate
@@ -121,6 +122,7 @@ def dry_run(config: DiffusionConfig) -> None:
             f"there is no folder {config.model!r}: planned by the config.json files of a pipeline of this name that "
             "gcore-diffusion brings"
         )
+    config = with_initial_lora(config, folder)
     found = plan(config, folder)
     rows = [[name, kind, f"{count:,}"] for name, (kind, count) in found.parameters.items()]
     print_table(f"{config.model} for {_pixels(config)}", ["part", "class", "parameters"], [rows])

@@ -7,7 +7,7 @@ import tyro
 
 from gcore_llm.config import TaskConfig
 from gcore_llm.data.chat_config import ChatDataConfig
-from gcore_llm.learning.config import AdapterConfig, adapter_settings
+from gcore_llm.learning.config import AdapterConfig
 from gcore_runs import (
     BACKEND_SETTINGS,
     Bound,
@@ -19,6 +19,7 @@ from gcore_runs import (
     RanksConfig,
     ReadWith,
     UserError,
+    adapter_settings,
     at_least,
     one_of,
     optimizer_settings,
@@ -110,7 +111,7 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
         "export_merged",
     )
     read_with: ClassVar[tuple[ReadWith, ...]] = (
-        adapter_settings(""),
+        adapter_settings("", "export_merged"),
         *optimizer_settings("optim"),
         *BACKEND_SETTINGS,
     )

@@ -1,14 +1,12 @@
 """Settings of what is trained and from what: the policy, its adapters and teachers, the critic, and a warm-up."""
 
 import shutil
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from gcore_runs import (
-    ABOVE_0,
-    IS_SET,
     AdapterSettings,
     Amount,
     BaseActorConfig,
@@ -17,16 +15,12 @@ from gcore_runs import (
     Fraction,
     NonNegative,
     Positive,
-    ReadWith,
     UserError,
 )
 from gcore_trainer import (
-    ConfigError,
-    LoRAConfig,
     OptimizerConfig,
     PolicyLossConfig,
     ValueLossConfig,
-    read_lora_config,
 )
 
 _ADAPTER_FILE = "adapter_config.json"
@@ -35,33 +29,16 @@ ANY_SOURCE = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig(AdapterSettings):
-    """Adapters that are trained in place of all parameters, as folders of peft go in and out."""
+    """Adapters that are trained in place of all parameters, in a folder of peft or merged into the model."""
 
-    lora_adapter_path: str = ""
-    """A folder of peft with adapters of the model, to start from; rank, alpha and layers are the folder's."""
     export_merged: bool = False
     """Export the model with the adapters merged into it, a Hugging Face folder; False: the adapters, a folder of
     peft."""
 
     @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters; None without any."""
-        found = super().lora
-        return found and replace(found, path=self.lora_adapter_path)
-
-    @property
     def exports_adapters(self) -> bool:
         """True if the adapters alone are exported."""
         return self.lora_rank > 0 and not self.export_merged
-
-
-def adapter_settings(section: str) -> ReadWith:
-    """Return the settings of adapters, whose names begin with ``section``, that nothing reads without adapters."""
-    names = ("lora_alpha", "target_modules", "use_rslora", "export_merged")
-    return ReadWith(
-        settings=tuple(f"{section}{name}" for name in names),
-        chosen_by={f"{section}lora_rank": ABOVE_0, f"{section}lora_adapter_path": IS_SET},
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,38 +161,6 @@ class WarmupConfig(Checked, section="warmup"):
     """Stop as soon as sampled answers reach this accuracy on held-out problems."""
     test_freq: Count = 25
     """Updates between two such checks."""
-
-
-SettingsT = TypeVar("SettingsT", bound=AdapterConfig)
-
-
-def with_adapter(settings: SettingsT) -> SettingsT:
-    """Return settings with rank, alpha, layers and scale of the adapters that they start from.
-
-    Raises:
-        UserError: the folder has no such adapters, or other settings are given.
-    """
-    if not settings.lora_adapter_path:
-        return settings
-    where = f"{settings.section}.".lstrip(".")
-    try:
-        found = read_lora_config(settings.lora_adapter_path)
-    except ConfigError as error:
-        raise UserError(f"{where}lora_adapter_{error}") from None
-    of_folder = {
-        "lora_rank": found.rank,
-        "lora_alpha": found.alpha,
-        "target_modules": found.target_modules,
-        "use_rslora": found.use_rslora,
-    }
-    defaults = {field.name: field.default for field in fields(settings)}
-    for name, value in of_folder.items():
-        if getattr(settings, name) not in (defaults[name], value):
-            raise UserError(
-                f"{where}{name} is {getattr(settings, name)!r}; expected {value!r}, as the adapters in "
-                f"{settings.lora_adapter_path} have, or none set"
-            )
-    return replace(settings, **of_folder)
 
 
 def drop_other_export(export: Path, settings: AdapterConfig) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.cluster_plan import dry_run_cluster
-from gcore_llm.learning.config import with_adapter
 from gcore_llm.learning.device_plan import (
     check_fits,
     check_host_fits,
@@ -24,6 +23,7 @@ from gcore_runs import (
     is_hub_model,
     model_folder,
     print_table,
+    with_adapter,
 )
 
 _STAND_IN = "H100"

@@ -1,9 +1,13 @@
 """Settings of low-rank adapters."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
+from gcore_runs.errors import UserError
 from gcore_runs.settings.bounds import Checked, Count, NonNegative
-from gcore_trainer import LoRAConfig
+from gcore_runs.settings.readers import ABOVE_0, IS_SET, ReadWith
+from gcore_trainer import ConfigError, LoRAConfig, read_lora_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,9 @@ class AdapterSettings(Checked):
     use_rslora: bool = False
     """Scale an adapter's output by lora-alpha / sqrt(lora-rank) instead (rsLoRA, arXiv 2312.03732), so that a higher
     rank does not make it smaller."""
+    lora_adapter_path: str = ""
+    """Adapters of the model to start from, a folder of peft, or of image models also a LoRA of diffusers; rank, alpha
+    and layers are those of the adapters."""
 
     @property
     def lora(self) -> LoRAConfig | None:
@@ -30,4 +37,49 @@ class AdapterSettings(Checked):
             alpha=self.lora_alpha,
             target_modules=self.target_modules,
             use_rslora=self.use_rslora,
+            path=self.lora_adapter_path,
         )
+
+
+SettingsT = TypeVar("SettingsT", bound=AdapterSettings)
+
+
+def adapter_settings(section: str, *others: str) -> ReadWith:
+    """Return the settings of adapters, whose names begin with ``section``, that nothing reads without adapters."""
+    names = ("lora_alpha", "target_modules", "use_rslora", *others)
+    return ReadWith(
+        settings=tuple(f"{section}{name}" for name in names),
+        chosen_by={f"{section}lora_rank": ABOVE_0, f"{section}lora_adapter_path": IS_SET},
+    )
+
+
+def with_adapter(settings: SettingsT, read: Callable[[str], LoRAConfig] = read_lora_config) -> SettingsT:
+    """Return settings with rank, alpha, layers and scale of the adapters that they start from.
+
+    Args:
+        read: returns those of the adapters at a path.
+
+    Raises:
+        UserError: there are no such adapters, or other settings are given.
+    """
+    if not settings.lora_adapter_path:
+        return settings
+    where = f"{settings.section}.".lstrip(".")
+    try:
+        found = read(settings.lora_adapter_path)
+    except ConfigError as error:
+        raise UserError(f"{where}lora_adapter_{error}") from None
+    of_folder = {
+        "lora_rank": found.rank,
+        "lora_alpha": found.alpha,
+        "target_modules": found.target_modules,
+        "use_rslora": found.use_rslora,
+    }
+    defaults = {field.name: field.default for field in fields(settings)}
+    for name, value in of_folder.items():
+        if getattr(settings, name) not in (defaults[name], value):
+            raise UserError(
+                f"{where}{name} is {getattr(settings, name)!r}; expected {value!r}, as the adapters in "
+                f"{settings.lora_adapter_path} have, or none set"
+            )
+    return replace(settings, **of_folder)

@@ -61,8 +61,9 @@ def _texts(value: Any) -> list[str]:
     return [entry for entry in entries if isinstance(entry, str) and entry]
 
 
-def _model_files(folder: str) -> list[Path]:
-    return sorted(file for file in Path(folder).rglob("*") if file.suffix in _MODEL_SUFFIXES)
+def _model_files(path: str) -> list[Path]:
+    files = [Path(path)] if Path(path).is_file() else Path(path).rglob("*")
+    return sorted(file for file in files if file.suffix in _MODEL_SUFFIXES)
 
 
 def _row_files(source: str) -> list[Path]:

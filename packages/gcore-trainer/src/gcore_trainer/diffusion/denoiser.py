@@ -118,14 +118,22 @@ class Denoiser:
         return output[tuple(map(slice, latents.shape))].float()
 
     def initial(self) -> "Denoiser":
-        """Return the model without its adapters, which takes no memory; without adapters, see `copied`."""
-        return self.copied() if self._adapters is None else self._with_adapter(None)
+        """Return the initial policy: the model without its adapters, or with a copy of those that it starts from.
 
-    def copied(self) -> "Denoiser":
-        """Return another one with the same weights, of which none is trained; the frozen ones are shared."""
+        Without adapters, see `copied`.
+        """
+        if self.lora is None:
+            return self.copied()
+        return self.copied("initial") if self.lora.path else self._with_adapter(None)
+
+    def copied(self, name: str = "old") -> "Denoiser":
+        """Return another one with the same weights, of which none is trained; the frozen ones are shared.
+
+        ``name`` is that of its adapters, if there are any.
+        """
         if self._adapters is not None:
-            self._adapters.copy("old")
-            return self._with_adapter("old")
+            self._adapters.copy(name)
+            return self._with_adapter(name)
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model).requires_grad_(False)
         twin._sleeper = Sleeper(twin.model)

@@ -12,6 +12,7 @@ from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.lora_file import FILE_NAME
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
 from gcore_trainer.errors import BatchError, ConfigError
@@ -245,7 +246,7 @@ class DiffusionTrainer(BaseTrainer):
             tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()
         if self._is_first:
             Path(path).mkdir(parents=True, exist_ok=True)
-            save_file(tensors, Path(path) / "pytorch_lora_weights.safetensors", {"format": "pt"})
+            save_file(tensors, Path(path) / FILE_NAME, {"format": "pt"})
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
         groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
