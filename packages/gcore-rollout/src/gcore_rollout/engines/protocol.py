@@ -347,20 +347,14 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
         ...
 
 
-class ClosableEngine:
-    """The base of engines that can be closed, and can die."""
-
-    _HOW_TO_OPEN: ClassVar[str]
-    """Advice for errors once the engine is closed."""
-    _is_closed = False
-    _death: str | None = None
-
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
-        if self._is_closed:
-            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
+def check_open(
+    is_closed: bool, death: str | None, *, how_to_open: str, unfinished: tuple[tuple[str, int], ...] = ()
+) -> None:
+    """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
+    if is_closed:
+        raise RolloutError(f"the engine is closed: {how_to_open}")
+    if death is not None:
+        raise EngineDiedError(death, unfinished=unfinished)
 
 
 class Digest(NamedTuple):
