@@ -10,20 +10,21 @@ import torch
 from ray_cluster import ray_cluster
 
 from gcore_rollout import (
-    CheckedEngine,
     DeltaSender,
     DigestedWeights,
     Engine,
     EngineStats,
     HeldWeights,
+    InstrumentedEngine,
     MergedWeights,
     UnmergedWeights,
     WeightHistory,
     WeightMirror,
+    WeightRecord,
     WrongWeightsError,
     divide_weights,
 )
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights
 from gcore_trainer import LoRAConfig, merge_lora
 
@@ -143,7 +144,7 @@ class WrongSink(Sink):
 async def test_merged_weights_are_compared_where_they_are_merged() -> None:
     """They have no digests of the sender's."""
     engine = WrongSink()
-    mirror = WeightMirror(CheckedEngine(cast(Any, engine), name="the engine"))
+    mirror = WeightMirror(InstrumentedEngine(cast(Any, engine), name="the engine", record=WeightRecord()))
     tensors = {f"layer{A_OF}": torch.ones(1, 4), f"layer{B_OF}": torch.ones(3, 1)}
     adapters = AdapterWeights(base_version=1, version=1, scaling=1.0, tensors=tensors)
     update = FullWeights(version=1, tensors={"layer.weight": torch.ones(3, 4)}.items(), adapters=adapters)

@@ -358,7 +358,7 @@ def check_open(
 
 
 class Digest(NamedTuple):
-    """64-bit checksums of a tensor; see `weight_sync.checked.digest`."""
+    """64-bit checksums of a tensor; see `weight_sync.digests.digest`."""
 
     ordered: int
     """Depends on all values and their places."""
@@ -405,6 +405,6 @@ async def report_weights(engine: Any, names: Sequence[str] | None = None) -> Hel
 
 
 async def check_weights(engine: Any, digests: Digests) -> None:
-    """Have an engine with a method ``check_weights`` compare its weights with the trainer's; see `CheckedEngine`."""
+    """Have an engine with a method `check_weights` compare its weights with digests; see `InstrumentedEngine`."""
     if hasattr(engine, "check_weights"):
         await engine.check_weights(digests)

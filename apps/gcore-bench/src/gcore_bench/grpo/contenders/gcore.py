@@ -13,7 +13,7 @@ from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling import reward_function, start_policy
-from gcore_rollout import Completion, Engine, Request, RewardFunction, RewardRunner, WrappedEngine
+from gcore_rollout import Completion, Engine, InstrumentedEngine, Request, RewardFunction, RewardRunner
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
@@ -50,11 +50,11 @@ def run(task: Task) -> list[Step]:
     return recorder.steps
 
 
-class _WatchedEngine(WrappedEngine):
+class _WatchedEngine(InstrumentedEngine):
     """An engine that records the lengths of its completions."""
 
     def __init__(self, engine: Engine, lengths: list[int]) -> None:
-        super().__init__(engine)
+        super().__init__(engine, name="engine")
         self._lengths = lengths
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:

@@ -22,7 +22,7 @@ from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
 
 _Image = Sample[ImageRequest, ImageSample]
 

@@ -39,7 +39,7 @@ from gcore_rollout.engines.queueing import (
     uniforms,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 ALL_TOKENS = 2**31 - 1
