@@ -16,7 +16,6 @@ from gcore_rollout import (
     EngineStats,
     HeldWeights,
     InstrumentedEngine,
-    MergedWeights,
     UnmergedWeights,
     WeightHistory,
     WeightMirror,
@@ -116,7 +115,7 @@ async def test_of_weights_with_adapters_these_alone_are_sent() -> None:
                 frozen=partial(divided, frozen.items()), adapters=partial(divided, adapters.items()), scaling=0.5
             )
             base_version = history and history.next_base
-            parts.append(sender.put(MergedWeights([], unmerged), version=version, base_version=base_version))
+            parts.append(sender.put(DigestedWeights([], unmerged=unmerged), version=version, base_version=base_version))
         history = parts[0].joined(parts).after(history)
         sizes = [sum(tensor.nbytes for tensor in own.values()) for own in (adapters, frozen)]
         assert history.sent_bytes == (sum(sizes) if version in (1, 5) else sizes[0])

@@ -246,7 +246,6 @@ from .weight_sync.shared_weights import (
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,
     FullWeights as FullWeights,
-    MergedWeights as MergedWeights,
     UnmergedWeights as UnmergedWeights,
     WeightDelta as WeightDelta,
     WeightMirror as WeightMirror,

@@ -21,6 +21,8 @@ from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
 if TYPE_CHECKING:
     import torch
 
+    from gcore_rollout.weight_sync.updates import UnmergedWeights
+
 _WORD_BYTES = 8
 _BLOCK_WORDS = 1 << 16
 """Words with multipliers of their own; each block of this many words is also weighted by its number."""
@@ -130,6 +132,7 @@ class DigestedWeights:
         dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those
             that engines hold in another type cannot be compared. None: float32.
         digests: filled by the source of the weights, while it is iterated over; None: they are made here.
+        unmerged: the same weights before their adapters were merged into them; None: there are no adapters.
     """
 
     def __init__(
@@ -138,9 +141,11 @@ class DigestedWeights:
         *,
         dtypes: Sequence["torch.dtype"] | None = None,
         digests: Digests | None = None,
+        unmerged: "UnmergedWeights | None" = None,
     ) -> None:
         import torch
 
+        self.unmerged = unmerged
         self._weights = weights
         self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
         self._made: dict[str, Mapping[str, Digest]] = {}

@@ -60,20 +60,6 @@ class UnmergedWeights:
     scaling: float
 
 
-class MergedWeights(DigestedWeights):
-    """Digested weights that are also there before their adapters were merged into them."""
-
-    def __init__(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        unmerged: UnmergedWeights,
-        *,
-        dtypes: Sequence[torch.dtype] | None = None,
-    ) -> None:
-        super().__init__(weights, dtypes=dtypes)
-        self.unmerged = unmerged
-
-
 def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> None:
     """Refuse adapters that these weights cannot be merged with, by a `ValueError`."""
     for name in adapters.tensors:
