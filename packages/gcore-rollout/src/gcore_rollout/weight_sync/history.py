@@ -159,8 +159,8 @@ class DeltaSender:
         """Put this rank's part of the weights into the object store of this node.
 
         Args:
-            weights: those on the meta device are put by other ranks. If they have ``unmerged`` ones, the adapters are put,
-                at first with the frozen weights, and the merged ones are not iterated over.
+            weights: those on the meta device are put by other ranks. If they have ``unmerged`` ones, the adapters are
+                put, at first with the frozen weights, and the merged ones are not iterated over.
             base_version: version that changes should be made to; None, or another one than this rank has sent last:
                 the tensors are sent whole.
         """
