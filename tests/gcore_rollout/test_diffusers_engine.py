@@ -23,7 +23,6 @@ from transformers import CLIPImageProcessor
 
 from gcore_rollout import (
     DDIM,
-    CheckedEngine,
     DigestedWeights,
     EngineProcess,
     EngineReplicas,
@@ -33,9 +32,11 @@ from gcore_rollout import (
     ImageRequest,
     ImageSample,
     ImageSampling,
+    InstrumentedEngine,
     RequestError,
     RolloutError,
     UnsupportedModelError,
+    WeightRecord,
     WrongWeightsError,
     all_digests,
     check_weights,
@@ -401,7 +402,7 @@ async def test_new_weights_make_other_images(flow: Path) -> None:
 async def test_a_denoiser_that_is_not_the_trainers(flow: Path) -> None:
     """A step of an optimizer is taken, and one tensor does not get it."""
     inner = DiffusersEngine.from_pretrained(flow)
-    engine = CheckedEngine(inner, name="engine 0")
+    engine = InstrumentedEngine(inner, name="engine 0", record=WeightRecord())
     before = {name: p.clone() for name, p in inner.pipeline.transformer.named_parameters()}
     after = {name: p + 0.05 for name, p in before.items()}
     await check_weights(engine, all_digests(DigestedWeights(before.items())))

@@ -1,4 +1,4 @@
-"""`EngineProcess`, `RayEngine`, `EngineReplicas` and `WrappedEngine`: all that every engine promises."""
+"""`EngineProcess`, `RayEngine`, `EngineReplicas` and `InstrumentedEngine`: all that every engine promises."""
 
 import asyncio
 import sys
@@ -20,9 +20,9 @@ from gcore_rollout import (
     EngineProcess,
     EngineReplicas,
     HFEngine,
+    InstrumentedEngine,
     RayEngine,
     WeightReferences,
-    WrappedEngine,
     start_engine_actor,
 )
 
@@ -67,7 +67,7 @@ async def subject(request: pytest.FixtureRequest, tied: TinyModel) -> AsyncItera
         subject = Subject(await EngineProcess.start(slow, num_threads=1), tied)
     elif request.param == "wrapped":
         here = HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS)
-        subject = Subject(WrappedEngine(here), tied)
+        subject = Subject(InstrumentedEngine(here, name="engine 0"), tied)
     else:
         # Together they hold as many samples as one engine does.
         replicas = [HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS // 2) for _ in range(2)]

@@ -8,18 +8,25 @@ from typing import Any
 import pytest
 from engine_oracles import TinyModel, collect, make_request, until
 
-from gcore_rollout import Completion, Engine, EngineDiedError, EngineReplicas, HFEngine, LendingEngines, Request
-from gcore_rollout.weight_sync.checked import WrappedEngine
+from gcore_rollout import (
+    Completion,
+    Engine,
+    EngineDiedError,
+    EngineReplicas,
+    HFEngine,
+    InstrumentedEngine,
+    LendingEngines,
+    Request,
+)
 
 NUM_SLOTS = 2
 ENDLESS: dict[str, Any] = {"eos_token_ids": []}
 """Samples end at max_tokens alone."""
 
 
-class NamedEngine(WrappedEngine[Request, Completion]):
+class NamedEngine(InstrumentedEngine[Request, Completion]):
     def __init__(self, engine: Engine, name: str) -> None:
-        super().__init__(engine)
-        self.name = name
+        super().__init__(engine, name=name)
         self.num_finished = 0
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:

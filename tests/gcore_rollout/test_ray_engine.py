@@ -21,7 +21,6 @@ from ray import cloudpickle
 from ray_cluster import ray_cluster
 
 from gcore_rollout import (
-    CheckedEngine,
     Completion,
     DigestedWeights,
     Engine,
@@ -30,10 +29,12 @@ from gcore_rollout import (
     EngineReplicas,
     EngineStartError,
     HFEngine,
+    InstrumentedEngine,
     MissingExtraError,
     RayEngine,
     RequestError,
     RolloutError,
+    WeightRecord,
     WeightReferences,
     WrongWeightsError,
     all_digests,
@@ -479,7 +480,7 @@ async def test_replicas_lose_no_sample_to_a_kill() -> None:
 async def test_weights_are_compared_across_processes(tied: TinyModel) -> None:
     """Digests travel with the references; the engine reports what it computes with where it is."""
     handle = start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
-    engine = CheckedEngine(await RayEngine.connect(handle), name="engine 3")
+    engine = InstrumentedEngine(await RayEngine.connect(handle), name="engine 3", record=WeightRecord())
     old, new = (dict(model.named_parameters()) for model in (tied.old, tied.new))
     await check_weights(engine, all_digests(DigestedWeights(old.items())))
     await engine.update_weights(WeightReferences.put(DigestedWeights(new.items())), version=1)
@@ -488,7 +489,7 @@ async def test_weights_are_compared_across_processes(tied: TinyModel) -> None:
     with pytest.raises(WrongWeightsError, match=f"engine 3 .* 2: '{TENSOR}' has its values in another order"):
         await engine.update_weights(WeightReferences.put(weights), version=2)
     # One of the user's own that reports nothing passes unchecked.
-    mute = CheckedEngine(await RayEngine.connect(start(FakeEngine)), name="engine 4")
+    mute = InstrumentedEngine(await RayEngine.connect(start(FakeEngine)), name="engine 4", record=WeightRecord())
     assert await mute.held_weights() is None
     for each in (engine, mute):
         await each.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_oracles import collect, make_request
 
 from gcore_rollout import (
     EngineKind,
@@ -13,6 +14,7 @@ from gcore_rollout import (
     ImageRewardSettings,
     RequestError,
     RewardConfigError,
+    RolloutError,
     build_image_reward,
     build_reward,
     engine_factory,
@@ -24,6 +26,7 @@ from gcore_rollout import (
     register_reward,
     reward_names,
     score,
+    start_replicas,
 )
 
 
@@ -58,6 +61,34 @@ def test_an_engine_of_a_users_file_is_made_by_its_path(tmp_path: Path) -> None:
     assert made == ("model", {"device": "cpu", "dtype": "float32"})
     with pytest.raises(RequestError, match=r"engine is 'mine'; expected hf, vllm, .* or PATH\.py:function"):
         engine_kind("mine")
+
+
+async def test_the_engine_of_the_docs_is_one_file(tmp_path: Path) -> None:
+    """In this process, and as replicas in processes of their own."""
+    page = (Path(__file__).parents[2] / "docs/how-to/engines.md").read_text()
+    file = tmp_path / "my_engine.py"
+    file.write_text(page.partition("```python\n")[2].partition("```")[0])
+    make: Any = engine_factory(f"{file}:EchoEngine", "model", device="cpu", max_num_seqs=3)
+    here = make()
+    requests = [make_request(f"r{i}", 5, n=2, max_tokens=4 + i) for i in range(4)]
+    pool = await start_replicas(lambda _: make, 2, num_threads=1, preload=())
+    for engine in (here, pool):
+        await engine.update_weights([], version=1)
+        await engine.pause()
+        await engine.resume()
+        completions = await collect(engine, *requests)
+        assert len(completions) == 8
+        for request in requests:
+            completion = completions[request.request_id, 1]
+            assert completion.token_ids.tolist() == [request.prompt_token_ids[-1]] * request.sampling.max_tokens
+            assert completion.weight_versions.tolist() == [1] * request.sampling.max_tokens
+        await engine.sleep()
+        await engine.wake()
+        with pytest.raises(RequestError, match="expected at most 4096, which the model takes"):
+            await collect(engine, make_request("long", 5, max_tokens=5000))
+        await engine.close()
+        with pytest.raises(RolloutError, match="closed"):
+            await collect(engine, *requests)
 
 
 async def test_an_added_reward_is_made_by_name() -> None:

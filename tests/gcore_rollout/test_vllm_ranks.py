@@ -30,7 +30,7 @@ from gcore_rollout import (
     start_replicas,
 )
 from gcore_rollout.engines.vllm import ranks
-from gcore_rollout.weight_sync.checked import digest
+from gcore_rollout.weight_sync.digests import digest
 
 pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 

@@ -10,20 +10,20 @@ import torch
 from ray_cluster import ray_cluster
 
 from gcore_rollout import (
-    CheckedEngine,
     DeltaSender,
     DigestedWeights,
     Engine,
     EngineStats,
     HeldWeights,
-    MergedWeights,
+    InstrumentedEngine,
     UnmergedWeights,
     WeightHistory,
     WeightMirror,
+    WeightRecord,
     WrongWeightsError,
     divide_weights,
 )
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights
 from gcore_trainer import LoRAConfig, merge_lora
 
@@ -115,7 +115,7 @@ async def test_of_weights_with_adapters_these_alone_are_sent() -> None:
                 frozen=partial(divided, frozen.items()), adapters=partial(divided, adapters.items()), scaling=0.5
             )
             base_version = history and history.next_base
-            parts.append(sender.put(MergedWeights([], unmerged), version=version, base_version=base_version))
+            parts.append(sender.put(DigestedWeights([], unmerged=unmerged), version=version, base_version=base_version))
         history = parts[0].joined(parts).after(history)
         sizes = [sum(tensor.nbytes for tensor in own.values()) for own in (adapters, frozen)]
         assert history.sent_bytes == (sum(sizes) if version in (1, 5) else sizes[0])
@@ -143,7 +143,7 @@ class WrongSink(Sink):
 async def test_merged_weights_are_compared_where_they_are_merged() -> None:
     """They have no digests of the sender's."""
     engine = WrongSink()
-    mirror = WeightMirror(CheckedEngine(cast(Any, engine), name="the engine"))
+    mirror = WeightMirror(InstrumentedEngine(cast(Any, engine), name="the engine", record=WeightRecord()))
     tensors = {f"layer{A_OF}": torch.ones(1, 4), f"layer{B_OF}": torch.ones(3, 1)}
     adapters = AdapterWeights(base_version=1, version=1, scaling=1.0, tensors=tensors)
     update = FullWeights(version=1, tensors={"layer.weight": torch.ones(3, 4)}.items(), adapters=adapters)

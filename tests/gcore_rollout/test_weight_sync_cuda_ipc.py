@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from weight_sync_ipc_receiver import GPU, EngineOnTheGPU, WeightsInFiles, receive
 
 from gcore_rollout import EngineProcess, EngineReplicas, HFEngine, SharedCudaWeights, SharedWeights, open_weights
-from gcore_rollout.engines import replica_pool
+from gcore_rollout.engines import replicas as pool_module
 from gcore_rollout.weight_sync import shared_weights
 from gcore_rollout.weight_sync.layout import TensorSpec, unpacked
 from gcore_rollout.weight_sync.shared_weights import (
@@ -121,7 +121,7 @@ async def test_replicas_on_the_gpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch
 
     near, far = Replica(), [Replica(), Replica()]
     near.weights_gpu = GPU
-    monkeypatch.setattr(replica_pool, "SharedCudaWeights", WeightsInFiles)
+    monkeypatch.setattr(pool_module, "SharedCudaWeights", WeightsInFiles)
     monkeypatch.setattr(shared_weights, "gpu_of", lambda _: GPU)
     replicas = EngineReplicas([near, *far])
     await replicas.update_weights([("w", torch.full((2, 2), 5.0))], version=1)

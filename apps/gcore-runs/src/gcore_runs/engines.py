@@ -273,11 +273,13 @@ class Instrumentation:
     def instrument(self, engine: "Engine[RequestT, SampleT]", name: int | str) -> "Engine[RequestT, SampleT]":
         """Wrap the replica of this number or, if another role lends it, of this name."""
         name = name if isinstance(name, str) else f"{self.role} {name}"
-        if self.role == "engine":
-            engine = gcore_rollout.CheckedEngine(engine, name=name, record=self.record)
-        if self.devices is None:
-            return engine
-        return gcore_rollout.TimedEngine(engine, self.devices, stage=stage_of(self.role), name=name)
+        return gcore_rollout.InstrumentedEngine(
+            engine,
+            name=name,
+            timers=self.devices,
+            stage=stage_of(self.role),
+            record=self.record if self.role == "engine" else None,
+        )
 
     async def start(
         self,

@@ -91,14 +91,14 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
         if not isinstance(weights, LoRAWeights):
             return DigestedWeights(divided(weights), dtypes=dtypes)
-        from gcore_rollout import MergedWeights, UnmergedWeights
+        from gcore_rollout import UnmergedWeights
 
         unmerged = UnmergedWeights(
             frozen=lambda: divided(weights.frozen()),
             adapters=lambda: divided(weights.adapters().items()),
             scaling=weights.config.scaling,
         )
-        return MergedWeights(divided(weights), unmerged, dtypes=dtypes)
+        return DigestedWeights(divided(weights), dtypes=dtypes, unmerged=unmerged)
 
     def save_pretrained(self, path: Path) -> None:
         self.wake()

@@ -22,7 +22,9 @@ from .engines.diffusion.types import (
     Trajectory as Trajectory,
 )
 from .engines.hf.engine import HFEngine as HFEngine
+from .engines.instrumented import InstrumentedEngine as InstrumentedEngine, WeightRecord as WeightRecord
 from .engines.lending import LendingEngines as LendingEngines, LendingRule as LendingRule
+from .engines.local_replicas import start_replicas as start_replicas, visible_gpus as visible_gpus
 from .engines.protocol import (
     AnySample as AnySample,
     Completion as Completion,
@@ -39,7 +41,12 @@ from .engines.protocol import (
     SamplingParams as SamplingParams,
     check_weights as check_weights,
 )
-from .engines.queueing import Call as Call, sample_seeds as sample_seeds
+from .engines.queueing import (
+    Call as Call,
+    QueueingEngine as QueueingEngine,
+    TokenLimits as TokenLimits,
+    sample_seeds as sample_seeds,
+)
 from .engines.registry import (
     PRELOAD_DIFFUSERS as PRELOAD_DIFFUSERS,
     PRELOAD_HF as PRELOAD_HF,
@@ -61,11 +68,7 @@ from .engines.remote.ray_engine import (
     start_engine_actor as start_engine_actor,
 )
 from .engines.replica import fair_parts as fair_parts
-from .engines.replicas import (
-    EngineReplicas as EngineReplicas,
-    start_replicas as start_replicas,
-    visible_gpus as visible_gpus,
-)
+from .engines.replicas import EngineReplicas as EngineReplicas
 from .engines.servers.client import ServerClient as ServerClient
 from .engines.servers.sglang import SGLangServerEngine as SGLangServerEngine
 from .engines.servers.sglang_engine import SGLangEngine as SGLangEngine
@@ -237,14 +240,7 @@ from .sandbox.sandbox import (
     SandboxLimits as SandboxLimits,
     SandboxResult as SandboxResult,
 )
-from .weight_sync.checked import (
-    CheckedEngine as CheckedEngine,
-    DigestedWeights as DigestedWeights,
-    TimedEngine as TimedEngine,
-    WeightRecord as WeightRecord,
-    WrappedEngine as WrappedEngine,
-    all_digests as all_digests,
-)
+from .weight_sync.digests import DigestedWeights as DigestedWeights, all_digests as all_digests
 from .weight_sync.history import DeltaSender as DeltaSender, WeightHistory as WeightHistory
 from .weight_sync.parts import divide_weights as divide_weights, write_part as write_part
 from .weight_sync.shared_weights import (
@@ -255,7 +251,6 @@ from .weight_sync.shared_weights import (
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,
     FullWeights as FullWeights,
-    MergedWeights as MergedWeights,
     UnmergedWeights as UnmergedWeights,
     WeightDelta as WeightDelta,
     WeightMirror as WeightMirror,

@@ -22,7 +22,7 @@ from gcore_controller import (
     share_trainer,
 )
 from gcore_placement import RunningLedger
-from gcore_rollout import RequestT, SampleT, TimedEngine
+from gcore_rollout import InstrumentedEngine, RequestT, SampleT
 from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
 from gcore_runs.loop.supervisor import Result, Supervisor
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -139,7 +139,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         own_roles: list[Any] = []
         for rank, (engine, slots) in enumerate(self._engines(state)):
             name = f"engine {rank}"
-            policy = engine if ledger else TimedEngine(engine, devices, stage="gen", name=name)
+            policy = engine if ledger else InstrumentedEngine(engine, name=name, timers=devices)
             own_roles.append(self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices))
         num_ranks = 0 if ledger else learner.num_replicas
 

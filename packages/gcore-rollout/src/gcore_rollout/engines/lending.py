@@ -4,13 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from gcore_rollout.engines.instrumented import DeviceSharing, InstrumentedEngine
 from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.engines.replicas import EngineReplicas
 from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.weight_sync.checked import WrappedEngine
 
 _POLL_S = 0.05
 _logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class LendingRule(Protocol):
         """An engine was lent, which took so long."""
 
 
-class LendingEngines:
+class LendingEngines(DeviceSharing):
     """The engines of models, such as those of a policy and of its judges, that help each other while they sample.
 
     While a call samples, the rule observes them. An engine that it lends leaves its model's replicas, becomes an engine
@@ -75,7 +75,9 @@ class LendingEngines:
     ) -> None:
         if len(pools) < 2:
             raise ValueError(f"pools has {len(pools)} models; expected at least 2")
-        self.engines = [_LendingEngine(pool, self) for pool in pools]
+        self.engines: list[InstrumentedEngine[Any, Any]] = [
+            InstrumentedEngine(pool, name=f"model {number}", sharing=self) for number, pool in enumerate(pools)
+        ]
         """The engines of each model as one; the pools themselves must not be called any more."""
         self._pools = list(pools)
         self._lend, self._rule, self._announce = lend, rule, announce
@@ -93,16 +95,30 @@ class LendingEngines:
         """True while a call samples."""
         return self._num_calls > 0
 
-    def begin(self) -> None:
-        """A call samples from here to `end`."""
+    @asynccontextmanager
+    async def sampling(self, engine: Engine[Any, Any]) -> AsyncGenerator[None]:
+        del engine
         self._num_calls += 1
         if self._watch is None and not self._has_failed:
             self._watch = asyncio.create_task(self._watch_queues())
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._stop()
 
-    def end(self) -> None:
-        self._num_calls -= 1
-        if not self._num_calls:
-            self._stop()
+    async def sleep(self, engine: Engine[Any, Any], *, keep_weights: bool) -> None:
+        await self.settle()
+        await engine.sleep(keep_weights=keep_weights)
+
+    async def wake(self, engine: Engine[Any, Any], *, weights: bool, cache: bool) -> None:
+        await engine.wake(weights=weights, cache=cache)
+        self._arrange_if_awake()
+
+    async def close(self, engine: Engine[Any, Any]) -> None:
+        await self.settle()
+        await engine.close()
 
     async def settle(self) -> None:
         """Lend no more until a call samples again, and wait for engines that are on their way."""
@@ -116,9 +132,9 @@ class LendingEngines:
         Engines change their model as by a loan. What one that has work leaves unfinished is continued by others.
         """
         self._wanted = counts
-        self.arrange_if_awake()
+        self._arrange_if_awake()
 
-    def arrange_if_awake(self) -> None:
+    def _arrange_if_awake(self) -> None:
         """Do what `arrange` has been asked for and could not do while engines were asleep."""
         if self._wanted is not None and not any(pool.is_asleep for pool in self._pools):
             self._start(self._arrange(self._wanted, set(self._moves)))
@@ -197,30 +213,3 @@ class LendingEngines:
             return
         self._rule.lent(seconds := time.monotonic() - start_s)
         _logger.info("%s has changed its model within the step, in %.2f s", name, seconds)
-
-
-class _LendingEngine(WrappedEngine[Any, Any]):
-    def __init__(self, engine: EngineReplicas[Any, Any], lending: LendingEngines) -> None:
-        super().__init__(engine)
-        self._lending = lending
-
-    async def generate(self, requests: Sequence[Any]) -> AsyncGenerator[Any]:
-        self._lending.begin()
-        try:
-            async with aclosing(super().generate(requests)) as samples:
-                async for sample in samples:
-                    yield sample
-        finally:
-            self._lending.end()
-
-    async def sleep(self, *, keep_weights: bool = True) -> None:
-        await self._lending.settle()
-        await super().sleep(keep_weights=keep_weights)
-
-    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        await super().wake(weights=weights, cache=cache)
-        self._lending.arrange_if_awake()
-
-    async def close(self) -> None:
-        await self._lending.settle()
-        await super().close()

@@ -347,24 +347,18 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
         ...
 
 
-class ClosableEngine:
-    """The base of engines that can be closed, and can die."""
-
-    _HOW_TO_OPEN: ClassVar[str]
-    """Advice for errors once the engine is closed."""
-    _is_closed = False
-    _death: str | None = None
-
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
-        if self._is_closed:
-            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
+def check_open(
+    is_closed: bool, death: str | None, *, how_to_open: str, unfinished: tuple[tuple[str, int], ...] = ()
+) -> None:
+    """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
+    if is_closed:
+        raise RolloutError(f"the engine is closed: {how_to_open}")
+    if death is not None:
+        raise EngineDiedError(death, unfinished=unfinished)
 
 
 class Digest(NamedTuple):
-    """64-bit checksums of a tensor; see `weight_sync.checked.digest`."""
+    """64-bit checksums of a tensor; see `weight_sync.digests.digest`."""
 
     ordered: int
     """Depends on all values and their places."""
@@ -411,6 +405,6 @@ async def report_weights(engine: Any, names: Sequence[str] | None = None) -> Hel
 
 
 async def check_weights(engine: Any, digests: Digests) -> None:
-    """Have an engine with a method ``check_weights`` compare its weights with the trainer's; see `CheckedEngine`."""
+    """Have an engine with a method `check_weights` compare its weights with digests; see `InstrumentedEngine`."""
     if hasattr(engine, "check_weights"):
         await engine.check_weights(digests)

@@ -1,31 +1,31 @@
-"""Engines that queue samples and generate them on this event loop or elsewhere, and the checks that they share.
+"""The base of all engines: a queue of samples, sleep and wake, and the checks of requests and weights.
 
 This module does not import torch.
 """
 
 import asyncio
+import ctypes
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import (
-    ClosableEngine,
     Completion,
     EngineStats,
     FinishReason,
     Request,
     RequestT,
     SampleT,
+    check_open,
 )
-from gcore_rollout.engines.sleeping import Control as Control, SleepingEngine
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     from gcore_rollout.images.vision_processor import VisionProcessor
 
+
+Control = Literal["pause", "resume", "sleep", "discard", "wake", "wake_weights", "wake_cache"]
+"""A call that changes the state of an engine; discard is to sleep without keeping the weights."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -142,15 +145,78 @@ class Sample(Generic[RequestT, SampleT]):
 SampleFilter = Callable[[Sample[RequestT, SampleT]], bool]
 
 
-class QueueingEngine(SleepingEngine, ClosableEngine, ABC, Generic[RequestT, SampleT]):
-    """An engine that queues its waiting samples, first come, first served; the running ones are the subclass's."""
+@dataclass(kw_only=True)
+class TokenLimits:
+    """What requests the engine of a language model takes."""
 
-    def __init__(self) -> None:
+    max_length: int
+    """Largest number of tokens of prompt and completion."""
+    vocab_size: int
+    vision: "VisionProcessor | None" = None
+    """The image processor of the model; None: it takes no images."""
+    stop_strings: StopStrings = field(default_factory=StopStrings)
+
+    def check(self, request: Request) -> None:
+        """Raise a `RequestError` if the model cannot serve the request."""
+        name = f"request {request.request_id!r}"
+        self.stop_strings.check(request)
+        if request.images and self.vision is None:
+            raise RequestError(
+                f"{name} has {len(request.images)} images; expected none: only the hf and vllm engines take images, "
+                "with a vision-language model"
+            )
+        prompt = request.prompt_token_ids
+        max_tokens = request.sampling.max_tokens
+        need = len(prompt) + max_tokens
+        if need > self.max_length:
+            raise RequestError(
+                f"{name} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}; "
+                f"expected at most {self.max_length}, which the model takes"
+            )
+        self._check_tokens(name, "prompt", np.array(prompt))
+        for prefix in request.prefixes:
+            if prefix.token_ids.size:
+                self._check_tokens(name, "prefix", prefix.token_ids)
+        if request.images and self.vision is not None:
+            self.vision.check(request.request_id, prompt, request.images)
+
+    def _check_tokens(self, name: str, kind: str, tokens: NDArray[np.int64]) -> None:
+        if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise RequestError(
+                f"{name} has {kind} tokens from {tokens.min()} to {tokens.max()}; "
+                f"expected 0 to {self.vocab_size - 1}, which the model knows"
+            )
+
+
+class QueueingEngine(ABC, Generic[RequestT, SampleT]):
+    """The base of engines: it queues samples, first come, first served, and steps on the event loop.
+
+    A new engine implements `_check_request`, `_step`, `_num_running`, `_remove_running`, `update_weights` and `close`,
+    and `_control` if it can free memory. An engine whose steps are elsewhere replaces `_start` or `_drive`.
+
+    Args:
+        max_num_seqs: largest number of running samples.
+    """
+
+    _HOW_TO_OPEN: ClassVar[str] = "make a new one with from_pretrained"
+    """Advice for errors once the engine is closed."""
+
+    def __init__(self, *, max_num_seqs: int) -> None:
+        check_max_num_seqs(max_num_seqs)
+        self._max_num_seqs = max_num_seqs
         self._waiting: deque[Sample[RequestT, SampleT]] = deque()
+        self._driver: asyncio.Task[None] | None = None
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._version = 0
+        self._is_closed = False
+        self._death: str | None = None
         self._is_paused = False
+        self._is_asleep = False
+        """Whether the keys and values are asleep, with the weights or alone."""
+        self._are_weights_asleep = False
+        self._has_weights = True
+        """False from a `sleep` that dropped them to the next update."""
 
     @property
     def weight_version(self) -> int:
@@ -202,6 +268,69 @@ class QueueingEngine(SleepingEngine, ClosableEngine, ABC, Generic[RequestT, Samp
             self._is_paused = False
         self._start()
 
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        async with self._controlling():
+            if self._are_weights_asleep:
+                return
+            running = self._num_running()
+            if running or self._waiting:
+                raise RolloutError(
+                    f"{running} samples are running and {len(self._waiting)} are waiting: abort them or let them "
+                    "finish before sleep"
+                )
+            before = self._is_asleep
+            # First, so that no sample starts meanwhile.
+            self._is_asleep = True
+            keeps = keep_weights and self._has_weights
+            try:
+                await self._control("sleep" if keeps else "discard")
+            except Exception:
+                self._is_asleep = before
+                self._start()
+                raise
+            self._are_weights_asleep = True
+            self._has_weights = keeps
+            return_free_memory()
+
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        async with self._controlling():
+            wakes_weights = weights and self._are_weights_asleep
+            wakes_cache = cache and self._is_asleep
+            if wakes_cache and self._are_weights_asleep and not weights:
+                raise RolloutError("weights are asleep: wake(cache=False) has to come before wake(weights=False)")
+            if wakes_cache and not self._has_weights:
+                raise RolloutError(
+                    "weights were dropped by sleep(keep_weights=False): wake(cache=False) and update_weights have to "
+                    "come before the cache wakes"
+                )
+            if wakes_weights:
+                await self._control("wake" if wakes_cache else "wake_weights")
+                self._are_weights_asleep = False
+            elif wakes_cache:
+                await self._control("wake_cache")
+            if wakes_cache:
+                self._is_asleep = False
+        self._start()
+
+    @abstractmethod
+    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+        """See `Engine`: call `_check_update` before, and `_has_taken` after the new weights are in place."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """See `Engine`: call `_stop`, and free the model."""
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
+        check_open(self._is_closed, self._death, how_to_open=self._HOW_TO_OPEN, unfinished=unfinished)
+
+    def _stop(self) -> None:
+        """Refuse later calls, and end those in flight by a `RolloutError`."""
+        self._is_closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        self._fail(RolloutError("the engine was closed while generating"))
+
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
         """Guard a call that changes the state of the engine; this one only refuses those of a closed or dead one."""
@@ -217,7 +346,8 @@ class QueueingEngine(SleepingEngine, ClosableEngine, ABC, Generic[RequestT, Samp
 
     def _has_taken(self, version: int) -> None:
         """Note that the weights are now those of this version."""
-        self._version, self._has_weights = version, True
+        self._version = version
+        self._has_weights = True
 
     def _enqueue(self, requests: Sequence[RequestT]) -> Call[SampleT]:
         """Append the samples of a new call; of each request, those that continue others come first."""
@@ -228,6 +358,17 @@ class QueueingEngine(SleepingEngine, ClosableEngine, ABC, Generic[RequestT, Samp
                 shares = index in new[1:]
                 self._waiting.append(Sample(call=call, request=request, index=index, shares_prompt=shares))
         return call
+
+    def _pop_groups(self) -> list[list[Sample[RequestT, SampleT]]]:
+        """Remove from the queue what can start now, in lists of samples that start from the same tokens."""
+        groups: list[list[Sample[RequestT, SampleT]]] = []
+        for _ in range(min(self._max_num_seqs - self._num_running(), len(self._waiting))):
+            sample = self._waiting.popleft()
+            if groups and sample.shares_prompt:
+                groups[-1].append(sample)
+            else:
+                groups.append([sample])
+        return groups
 
     def _remove_waiting(self, which: SampleFilter[RequestT, SampleT]) -> list[Sample[RequestT, SampleT]]:
         removed = [sample for sample in self._waiting if which(sample)]
@@ -249,98 +390,16 @@ class QueueingEngine(SleepingEngine, ClosableEngine, ABC, Generic[RequestT, Samp
     async def _control(self, name: Control) -> None:
         """Do what a call needs besides a note of it: free memory or allocate it, notify a server."""
 
-    @abstractmethod
-    def _check_request(self, request: RequestT) -> None:
-        """Refuse a request that the model cannot serve, by a `RequestError`."""
-
-    @abstractmethod
-    def _num_running(self) -> int: ...
-
-    @abstractmethod
-    def _start(self) -> None:
-        """Start waiting samples if there is capacity."""
-
-    @abstractmethod
-    def _remove_running(
-        self, which: SampleFilter[RequestT, SampleT], *, as_aborted: bool
-    ) -> list[Sample[RequestT, SampleT]]:
-        """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
-
-
-class TokenEngine(QueueingEngine[Request, Completion]):
-    """An engine of a language model.
-
-    Args:
-        max_length: largest number of tokens of prompt and completion.
-        max_num_seqs: largest number of running samples.
-        vision: the image processor of the model; None: it takes no images.
-    """
-
-    def __init__(
-        self, *, max_length: int, vocab_size: int, max_num_seqs: int, vision: "VisionProcessor | None" = None
-    ) -> None:
-        check_max_num_seqs(max_num_seqs)
-        super().__init__()
-        self._max_length = max_length
-        self._vocab_size = vocab_size
-        self._max_num_seqs = max_num_seqs
-        self._vision = vision
-
-    _stop_strings = StopStrings()
-
-    def _check_request(self, request: Request) -> None:
-        self._stop_strings.check(request)
-        if request.images and self._vision is None:
-            raise RequestError(
-                f"request {request.request_id!r} has {len(request.images)} images; expected none: only the hf and vllm "
-                "engines take images, with a vision-language model"
-            )
-        prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
-        need = len(prompt) + max_tokens
-        if need > self._max_length:
-            raise RequestError(
-                f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}; "
-                f"expected at most {self._max_length}, which the model takes"
-            )
-        prefixes = [c.token_ids for c in request.prefixes if c.token_ids.size]
-        for name, tokens in (("prompt", np.array(prompt)), *(("prefix", t) for t in prefixes)):
-            if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-                raise RequestError(
-                    f"request {request.request_id!r} has {name} tokens from {tokens.min()} to {tokens.max()}; "
-                    f"expected 0 to {self._vocab_size - 1}, which the model knows"
-                )
-        if request.images and self._vision is not None:
-            self._vision.check(request.request_id, prompt, request.images)
-
-    def _admitted(self) -> list[list[Sample]]:
-        """Remove from the queue what can start now, in lists of samples that start from the same tokens."""
-        groups: list[list[Sample]] = []
-        for _ in range(min(self._max_num_seqs - self._num_running(), len(self._waiting))):
-            sample = self._waiting.popleft()
-            if groups and sample.shares_prompt:
-                groups[-1].append(sample)
-            else:
-                groups.append([sample])
-        return groups
-
-
-class InProcessEngine(TokenEngine):
-    """An engine whose steps run on the event loop, so that every other method acts between two of them."""
-
-    _HOW_TO_OPEN = "make a new one with from_pretrained"
-    _driver: "asyncio.Task[None] | None" = None
-
-    def _stop(self) -> None:
-        self._is_closed = True
-        if self._driver is not None:
-            self._driver.cancel()
-        self._fail(RolloutError("the engine was closed while generating"))
+    def _has_work(self) -> bool:
+        return not (self._is_paused or self._is_asleep) and bool(self._waiting or self._num_running())
 
     def _start(self) -> None:
+        """Start to work on samples, unless that is going on."""
         if self._has_work() and (self._driver is None or self._driver.done()):
             self._driver = asyncio.create_task(self._drive())
 
     async def _drive(self) -> None:
+        """Do steps until no sample is left; every other method acts between two of them."""
         try:
             while self._has_work():
                 self._step()
@@ -350,12 +409,32 @@ class InProcessEngine(TokenEngine):
         except Exception as error:
             self._fail(error)
 
-    def _has_work(self) -> bool:
-        return not (self._is_paused or self._is_asleep) and bool(self._waiting or self._num_running())
+    def _step(self) -> None:
+        """Start waiting samples (`_pop_groups`), sample a token of each running one, and hand over finished ones."""
+        raise NotImplementedError
 
     @abstractmethod
-    def _step(self) -> None:
-        """Admit waiting samples that fit, sample a token for each running one, and hand over finished ones."""
+    def _check_request(self, request: RequestT) -> None:
+        """Refuse a request that the model cannot serve, by a `RequestError`."""
+
+    @abstractmethod
+    def _num_running(self) -> int: ...
+
+    @abstractmethod
+    def _remove_running(
+        self, which: SampleFilter[RequestT, SampleT], *, as_aborted: bool
+    ) -> list[Sample[RequestT, SampleT]]:
+        """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
+
+
+def return_free_memory() -> None:
+    """Return the free pages of the C heap to the system, where its C library can (glibc); else do nothing.
+
+    Freed tensors on CPU, and buffers on the way of those on a GPU, otherwise stay in the process, up to 32 MiB each.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def check_max_num_seqs(max_num_seqs: int) -> None:

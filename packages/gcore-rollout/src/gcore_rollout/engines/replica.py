@@ -1,4 +1,4 @@
-"""One of the engines of a pool, and its outstanding work; how requests are divided over such engines."""
+"""The parts of a pool of engines: a replica with its outstanding work, a part of a request, and a call."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, Generic
 
 from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
+from gcore_rollout.engines.queueing import Call
 
 
 @dataclass(eq=False)
@@ -40,6 +41,39 @@ class Replica(Generic[RequestT, SampleT]):
         """Return the numbers of prompt and completion tokens since it joined the pool."""
         now, before = self.engine.stats(), self.before
         return now.prompt_tokens - before.prompt_tokens, now.completion_tokens - before.completion_tokens
+
+
+@dataclass(eq=False)
+class RequestPart(Generic[RequestT]):
+    """Samples of a request that one replica makes together."""
+
+    request: RequestT
+    aborted: "asyncio.Future[None]"
+    deaths: int = 0
+    """Replicas that have died with it."""
+    moves: bool = False
+    """It is taken out of its replica's queue, for another one."""
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(self.request.sample_indices)
+
+    @property
+    def work(self) -> int:
+        return len(self.unfinished) * self.request.work_per_sample
+
+
+class PoolCall(Call[SampleT], Generic[RequestT, SampleT]):
+    """One `generate` call, its parts that are not done, and the tasks that serve them."""
+
+    def __init__(self, pending: int) -> None:
+        super().__init__(pending)
+        self.parts: set[RequestPart[RequestT]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 def fair_parts(

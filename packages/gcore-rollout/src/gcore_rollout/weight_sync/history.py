@@ -14,14 +14,13 @@ from itertools import chain
 import torch
 
 from gcore_rollout.engines.protocol import Digest, Digests
-from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.digests import digests_of
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy
 from gcore_rollout.weight_sync.updates import (
     A_OF,
     B_OF,
     AdapterWeights,
     FullWeights,
-    MergedWeights,
     SparseValues,
     UnmergedWeights,
     WeightDelta,
@@ -160,15 +159,16 @@ class DeltaSender:
         """Put this rank's part of the weights into the object store of this node.
 
         Args:
-            weights: those on the meta device are put by other ranks. Of `MergedWeights` the adapters are put, at first
-                with the frozen weights, and the merged ones are not iterated over.
+            weights: those on the meta device are put by other ranks. If they have ``unmerged`` ones, the adapters are
+                put, at first with the frozen weights, and the merged ones are not iterated over.
             base_version: version that changes should be made to; None, or another one than this rank has sent last:
                 the tensors are sent whole.
         """
         if base_version != self._version:
             base_version = None
-        if isinstance(weights, MergedWeights):
-            return self._put_unmerged(weights.unmerged, version=version, base_version=base_version)
+        unmerged: UnmergedWeights | None = getattr(weights, "unmerged", None)
+        if unmerged is not None:
+            return self._put_unmerged(unmerged, version=version, base_version=base_version)
         own = ((name, tensor) for name, tensor in weights if not tensor.is_meta)
         if base_version is None:
             self._sent = {}

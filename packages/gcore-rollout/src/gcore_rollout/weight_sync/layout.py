@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from gcore_rollout.weight_sync.checked import dtype_name
+from gcore_rollout.weight_sync.digests import dtype_name
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT_BYTES = 64

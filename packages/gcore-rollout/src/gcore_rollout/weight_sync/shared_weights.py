@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError, require
-from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.digests import digests_of
 from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, unpacked
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name

@@ -16,7 +16,7 @@ import torch
 
 from gcore_rollout.engines.protocol import Digest, Engine
 from gcore_rollout.errors import WrongBaseError
-from gcore_rollout.weight_sync.checked import DigestedWeights, digest, dtype_name
+from gcore_rollout.weight_sync.digests import DigestedWeights, digest, dtype_name
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, bits, check_layout, host_copy, layout_of
 
 _MOST_INT32 = 2**31 - 1
@@ -58,20 +58,6 @@ class UnmergedWeights:
     frozen: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     adapters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     scaling: float
-
-
-class MergedWeights(DigestedWeights):
-    """Digested weights that are also there before their adapters were merged into them."""
-
-    def __init__(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        unmerged: UnmergedWeights,
-        *,
-        dtypes: Sequence[torch.dtype] | None = None,
-    ) -> None:
-        super().__init__(weights, dtypes=dtypes)
-        self.unmerged = unmerged
 
 
 def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> None:
@@ -253,7 +239,7 @@ class WeightMirror:
 
     It takes updates in any form and gives the engine all full tensors. Adapters are merged into the last full weights
     and their deltas, never into merged weights, which are not kept. The trainer has no digests of merged weights: they
-    are digested here, for an engine that compares what it has taken (`CheckedEngine`). If the engine refuses an
+    are digested here, for an engine that compares what it has taken (`InstrumentedEngine`). If the engine refuses an
     update or fails at it, the mirror goes back to what it was, so a sender may try again; the next update repairs
     whatever a failed one left. It takes the memory of the weights once, and twice while it takes a full update.
 

@@ -12,7 +12,7 @@ import torch
 
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import MissingExtraError, require
-from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.digests import digests_of
 from gcore_rollout.weight_sync.layout import Layout, layout_of
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.

@@ -22,7 +22,7 @@ from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
 
 _Image = Sample[ImageRequest, ImageSample]
 
@@ -78,7 +78,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     ) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
-        super().__init__()
+        super().__init__(max_num_seqs=max_num_images)
         pipeline.set_progress_bar_config(disable=True)
         if getattr(pipeline, "safety_checker", None) is not None:
             # It makes images black, whose rewards would say nothing of the policy.
@@ -101,11 +101,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             compile_blocks(self._recorded.denoiser)
         self._dtype = next(self._recorded.denoiser.parameters()).dtype
         self._call = PipelineCall(pipeline, self._recorded.denoiser, options or {})
-        self._max_num_images = max_num_images
         self._running: tuple[Tape, list[_Image]] | None = None
         self._turn = asyncio.Lock()
         """Held by the running batch, and by methods that change the model."""
-        self._worker: asyncio.Task[None] | None = None
         self._per_image: dict[int, set[str]] = {}
         """By number of images in the prompt, which of the model's arguments have a row for each image that is made."""
         self._needs_image = False
@@ -148,10 +146,10 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         if not self._is_closed:
             await self.abort()
         self._is_closed = True
-        if self._worker is not None:
-            self._worker.cancel()
+        if self._driver is not None:
+            self._driver.cancel()
             with suppress(asyncio.CancelledError):
-                await self._worker
+                await self._driver
 
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
@@ -178,10 +176,6 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             tape.is_aborted |= all(which(image) or image.call.abandoned for image in batch)
         return []
 
-    def _start(self) -> None:
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._work())
-
     def _check_request(self, request: ImageRequest) -> None:
         self._call.check(request)
         if not isinstance(request.sampling.kernel, FlowODE):
@@ -190,7 +184,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             kind = self._call.kind
             raise RequestError(f"images is empty; expected an image, because {kind} makes none of a text alone")
 
-    async def _work(self) -> None:
+    async def _drive(self) -> None:
         while self._waiting and not (self._is_paused or self._is_asleep):
             async with self._turn:
                 if self._waiting and not (self._is_paused or self._is_asleep):
@@ -199,7 +193,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     def _next_batch(self) -> list[_Image]:
         """Take the first waiting image and the ones that can be batched with it."""
         first = self._waiting[0].request
-        batch = [image for image in self._waiting if image.request.fits(first)][: self._max_num_images]
+        batch = [image for image in self._waiting if image.request.fits(first)][: self._max_num_seqs]
         self._remove_waiting(batch.__contains__)
         return batch
 

@@ -7,6 +7,7 @@ Shapes: T packed tokens, B live samples, P prompts, Lq/Lk longest query/key in t
 D head dimension, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -33,6 +35,19 @@ _MAX_ROUNDED_DIFFERENCE = 0.1
 """Largest difference with fewer bits, or with experts, between which rounding may decide."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions of models that are called in a way that they do not know."""
+
+
+def fused_attention(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context without cuDNN's attention, which plans every new shape for 0.4 s."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy an array to the device; on CUDA from pinned memory, for which the host does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def load_model(

@@ -14,22 +14,33 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.endings import StopStrings, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.hf import decoding
-from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
+from gcore_rollout.engines.hf.decoding import (
+    Decode,
+    DecodeMode,
+    Prefill,
+    SlotCache,
+    fused_attention,
+    pack,
+    round_up,
+    to_device,
+)
 from gcore_rollout.engines.hf.memory import MemoryPlan
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.host_weights import HostWeights
-from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
+from gcore_rollout.engines.protocol import Completion, FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     Control,
-    InProcessEngine,
+    QueueingEngine,
     Sample,
     SampleFilter,
+    TokenLimits,
     checked_weights,
     sample_seeds,
     uniforms,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 ALL_TOKENS = 2**31 - 1
 """Top-k of samples that are drawn from all tokens."""
@@ -107,7 +118,7 @@ class Rows:
             setattr(self, name, np.pad(array, ((0, 0), (0, missing))))
 
 
-class HFEngine(InProcessEngine):
+class HFEngine(QueueingEngine[Request, Completion]):
     """Runs a transformers causal LM and samples from it; made by `from_pretrained`.
 
     One decode step computes exactly one token for each live sample: prompts are prefilled without padding and once for
@@ -126,10 +137,10 @@ class HFEngine(InProcessEngine):
         self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int, vision: VisionProcessor | None = None
     ) -> None:
         text_config: Any = model.config.get_text_config()
-        super().__init__(
+        super().__init__(max_num_seqs=max_num_seqs)
+        self._limits = TokenLimits(
             max_length=decoding.longest_sequence(text_config),
             vocab_size=model.get_input_embeddings().num_embeddings,
-            max_num_seqs=max_num_seqs,
             vision=vision,
         )
         self._model = model.eval().requires_grad_(False)
@@ -182,24 +193,30 @@ class HFEngine(InProcessEngine):
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        model, make = model.to(device), cls
+        model = model.to(device)
+        make: Any = cls
         if decode_mode not in ("auto", "dynamic") or model.device.type == "cuda":
             # By name, because that module has subclasses of this one.
             make = resolve_name("gcore_rollout.engines.hf.static_engine:engine_of_mode")
             make = make(decode_mode, model, has_vision=vision is not None)
         engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
-        decoding.check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
-        engine._stop_strings = StopStrings(path)
-        engine._planned_length = min(max_model_len or 0, engine._max_length)
+        decoding.check_logits(model, engine._logits_of, max_length=engine._limits.max_length, max_num_seqs=max_num_seqs)
+        engine._limits.stop_strings = StopStrings(path)
+        engine._planned_length = min(max_model_len or 0, engine._limits.max_length)
         if kv_cache_bytes is not None:
             engine._max_num_seqs = engine.memory_plan.limited_to(kv_cache_bytes).num_slots
-            engine._max_length = engine._planned_length or engine._max_length
+            engine._limits.max_length = engine._planned_length or engine._limits.max_length
         return engine
+
+    @property
+    def weights_gpu(self) -> str | None:
+        """The UUID of the GPU that the weights are on; None: they are on none."""
+        return gpu_of(self._device)
 
     @property
     def memory_plan(self) -> MemoryPlan:
         """The most memory that keys and values may take."""
-        length = round_up(self._planned_length or self._max_length, self._LENGTH_STEP)
+        length = round_up(self._planned_length or self._limits.max_length, self._LENGTH_STEP)
         return MemoryPlan(num_slots=self._max_num_seqs, slot_length=length, bytes_per_token=self._cache.bytes_per_token)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -215,6 +232,9 @@ class HFEngine(InProcessEngine):
             own[name].data.copy_(tensor, non_blocking=True)
         self._is_borrowing = False
         self._has_taken(version)
+        if self._device.type == "cuda":
+            # The caller may change its tensors from here on.
+            torch.cuda.synchronize(self._device)
 
     async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
         """Update the weights, copying only tensors on another device or of another type.
@@ -256,6 +276,9 @@ class HFEngine(InProcessEngine):
 
     def _published(self, name: str) -> str:
         return self._hub_names.get(name, name)
+
+    def _check_request(self, request: Request) -> None:
+        self._limits.check(request)
 
     def _num_running(self) -> int:
         return len(self._rows)
@@ -306,7 +329,7 @@ class HFEngine(InProcessEngine):
         """Prefill waiting samples into free slots, and return their logits [M, V] in slot order."""
         rows = self._rows
         first = len(rows)
-        groups = self._admitted()
+        groups = self._pop_groups()
         if not groups:
             return None
         for group in groups:
@@ -317,7 +340,7 @@ class HFEngine(InProcessEngine):
     def _reserve(self, length: int) -> None:
         """Allocate space for ``length`` tokens of each sample."""
         num_slots = min(round_up(len(self._rows), 64), self._max_num_seqs)
-        self._cache.reserve(num_slots, min(round_up(length, self._LENGTH_STEP), self._max_length))
+        self._cache.reserve(num_slots, min(round_up(length, self._LENGTH_STEP), self._limits.max_length))
 
     def _prefill(self, groups: Sequence[list[Sample]], first: int) -> torch.Tensor:
         """Return logits [M, V] of the slots from ``first`` on; the samples of a group have one prompt."""
@@ -329,9 +352,11 @@ class HFEngine(InProcessEngine):
         to_slots = {"slots": self._tensor(slots), "prompts": which, "padded_index": self._tensor(padded_index)}
         plan = Prefill(cache=self._cache, num_prompts=len(samples), max_length=longest, **to_slots)
         keep = self._tensor(ends - 1)
-        if self._vision is None or not any(sample.request.images for sample in samples):
+        if self._limits.vision is None or not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
-        embeddings, rotary_positions, offsets = embed_images(self._model, self._vision, samples, tokens, positions)
+        embeddings, rotary_positions, offsets = embed_images(
+            self._model, self._limits.vision, samples, tokens, positions
+        )
         self._rows.rope_offsets[slots] = offsets[slot_prompts]
         return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 
@@ -348,7 +373,8 @@ class HFEngine(InProcessEngine):
     ) -> torch.Tensor:
         """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] with three axes."""
         position_ids = self._tensor(positions).unsqueeze(-2)  # A row is a batch of one.
-        output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
+        with fused_attention(self._device):
+            output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
         return output.logits[0]
 
     def _sample(self, logits_BV: torch.Tensor) -> NDArray[np.int64]:
@@ -377,7 +403,7 @@ class HFEngine(InProcessEngine):
         for i in np.flatnonzero(rows.has_stop[slots] & ~stopped).tolist():
             stop = rows.samples[slots[i]].request.sampling.stop
             before = rows.tokens[slots[i], : at[i]]
-            stopped[i] = self._stop_strings.find_end([int(tokens[i])], stop, before=[before]) is not None
+            stopped[i] = self._limits.stop_strings.find_end([int(tokens[i])], stop, before=[before]) is not None
         ended = stopped | full
         if rows.runs.size:
             which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.
@@ -419,4 +445,4 @@ class HFEngine(InProcessEngine):
         self._cache.move(self._tensor(src), self._tensor(dst), length)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return to_device(array, self._device)

@@ -7,7 +7,6 @@ not wait for the host either. The numbers of samples and of keys are rounded up 
 Shapes as in `decoding`; N: samples rounded up, L: keys rounded up, C chunks of W entries of the vocabulary.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gcore_rollout.engines.hf.decoding import Decode, SlotCache, round_up, truncate_logits
+from gcore_rollout.engines.hf.decoding import (
+    Decode,
+    SlotCache,
+    fused_attention,
+    round_up,
+    to_device,
+    truncate_logits,
+)
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
 
 LENGTH_STEP = 256
@@ -34,13 +39,6 @@ _GOLDEN, _MIX_1, _MIX_2 = (
     for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 """Constants of `splitmix64` as the signed numbers that torch multiplies."""
-
-
-def fused_attention(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context without cuDNN's attention, which plans every new shape for 0.4 s."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def uniforms_on_device(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
@@ -90,12 +88,6 @@ def draw_tokens(
     tokens_B1 = torch.where(is_greedy_B1, most_probable_B1, chunk_B1 * width + place_B1)
     log_probs_B1 = (logits_BV.gather(1, tokens_B1) - top_B1).double() - total_B1.log()
     return tokens_B1[:, 0], log_probs_B1[:, 0].float()
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy an array to the device; on CUDA from pinned memory, for which the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(eq=False)

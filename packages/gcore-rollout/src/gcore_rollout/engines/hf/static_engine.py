@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill
+from gcore_rollout.engines.hf.decoding import DecodeMode
 from gcore_rollout.engines.hf.engine import HFEngine
-from gcore_rollout.engines.hf.static import LENGTH_STEP, NUM_STEPS, Block, StaticDecoder, fused_attention, to_device
+from gcore_rollout.engines.hf.static import LENGTH_STEP, NUM_STEPS, Block, StaticDecoder
 from gcore_rollout.engines.queueing import Control, Sample, SampleFilter
 from gcore_rollout.errors import UnsupportedModelError
-from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 _PREFILL_TOKENS = 1 << 14
 """Most tokens of several prompts that are computed together, which bounds the memory of activations."""
@@ -33,7 +32,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
     if mode == "cuda_graphs" and model.device.type != "cuda":
         raise ValueError(f"decode_mode is 'cuda_graphs' on {model.device}; expected a CUDA device, or another mode")
     if mode == "dynamic" or (mode == "auto" and has_vision):
-        return CudaHFEngine
+        return HFEngine
     if mode == "auto":
         config: Any = model.config.get_text_config()
         rope: Any = getattr(config, "rope_parameters", None) or {}
@@ -45,31 +44,7 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
     return partial(StaticHFEngine, use_graphs=mode == "cuda_graphs")
 
 
-class CudaHFEngine(HFEngine):
-    """An `HFEngine` whose shapes are dynamic, with what CUDA needs."""
-
-    @property
-    def weights_gpu(self) -> str | None:
-        """The UUID of the GPU that the weights are on; None: they are on none."""
-        return gpu_of(self._device)
-
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        await super().update_weights(weights, version=version)
-        if self._device.type == "cuda":
-            # The caller may change its tensors from here on.
-            torch.cuda.synchronize(self._device)
-
-    def _forward(
-        self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
-    ) -> torch.Tensor:
-        with fused_attention(self._device):
-            return super()._forward(positions, plan, keep=keep, **inputs)
-
-    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return to_device(array, self._device)
-
-
-class StaticHFEngine(CudaHFEngine):
+class StaticHFEngine(HFEngine):
     """An `HFEngine` that decodes with static shapes; see there for what it promises.
 
     All slots are allocated with the first request. The host reads tokens, admits samples, and takes calls once for a

@@ -5,15 +5,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from gcore_rollout.engines.protocol import (
-    ClosableEngine,
     Engine,
     EngineStats,
     HeldWeights,
     RequestT,
     SampleT,
+    check_open,
     report_weights,
 )
 from gcore_rollout.engines.remote import session
@@ -30,7 +30,7 @@ class _Stream:
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
 
-class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
+class RemoteEngine(ABC, Generic[RequestT, SampleT]):
     """An engine that another process runs.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -45,8 +45,13 @@ class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
         pid: The process id there.
     """
 
+    _HOW_TO_OPEN: ClassVar[str]
+    """Advice for errors once the engine is closed."""
+
     def __init__(self, pid: int, *, heartbeat_timeout_s: float) -> None:
         self.pid = pid
+        self._is_closed = False
+        self._death: str | None = None
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._silent_s = 0.0
         self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
@@ -101,6 +106,9 @@ class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     @abstractmethod
     def _end_silent(self, reason: str) -> None:
         """Kill the process, which has been silent for too long."""
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        check_open(self._is_closed, self._death, how_to_open=self._HOW_TO_OPEN, unfinished=unfinished)
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         self._check_open()

@@ -220,10 +220,11 @@ class EngineActor:
     def _engine_mirror(self) -> "WeightMirror":
         """Return the engine's copy of its weights, to which changes are applied; made for the first changes."""
         if self._mirror is None:
-            from gcore_rollout.weight_sync.checked import CheckedEngine
+            from gcore_rollout.engines.instrumented import InstrumentedEngine, WeightRecord
             from gcore_rollout.weight_sync.updates import WeightMirror
 
             assert self._engine is not None
             # Weights that are made here have digests for no other process.
-            self._mirror = WeightMirror(CheckedEngine(cast(Any, self._engine), name="the engine"))
+            engine = InstrumentedEngine(cast(Any, self._engine), name="the engine", record=WeightRecord())
+            self._mirror = WeightMirror(engine)
         return self._mirror

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig
 
 from gcore_rollout.engines.endings import StopStrings
-from gcore_rollout.engines.queueing import Control, Sample, SampleFilter, TokenEngine
+from gcore_rollout.engines.protocol import Completion, Request
+from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, TokenLimits
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo, write_weights
 from gcore_rollout.engines.vllm.process import check_weights_and_head, checkpoint_shapes, eos_token_ids
@@ -30,7 +31,7 @@ _ABORT_INTERVAL_S = 0.25
 _SETTLE_INTERVAL_S = 0.02
 
 
-class ServerEngine(TokenEngine):
+class ServerEngine(QueueingEngine[Request, Completion]):
     """An engine that a server runs; this process sends it samples, one request each. Made by `connect`.
 
     The server must not have other clients: its weights, pauses and version labels are set from here. It is never
@@ -58,12 +59,16 @@ class ServerEngine(TokenEngine):
                 "set model_path to a folder here that holds the same model"
             )
         config: Any = AutoConfig.from_pretrained(self._model_path).get_text_config()
-        super().__init__(max_length=info.max_length, vocab_size=config.vocab_size, max_num_seqs=info.max_num_seqs)
+        super().__init__(max_num_seqs=info.max_num_seqs)
+        self._limits = TokenLimits(
+            max_length=info.max_length,
+            vocab_size=config.vocab_size,
+            stop_strings=StopStrings(self._model_path),
+        )
         self._client = client
         self._is_tied = bool(config.tie_word_embeddings)
         self._repacks_head = self._is_tied and info.is_on_cpu
         self._shapes = checkpoint_shapes(self._model_path)
-        self._stop_strings = StopStrings(self._model_path)
         self._declared_eos = eos_token_ids(self._model_path)
         self._eos = self._declared_eos if eos is None else list(eos)
         self._identity = uuid.uuid4().hex
@@ -136,9 +141,8 @@ class ServerEngine(TokenEngine):
         """Leave the server, awake and not paused; calls still generating get a `RolloutError`."""
         if self._is_closed:
             return
-        self._is_closed = True
         left = list(self._running)
-        self._fail(RolloutError("the engine was closed while generating"))
+        self._stop()
         with suppress(EngineDiedError, ServerRequestError):
             if self._death is None:
                 await self._abort_on_server(left)
@@ -172,7 +176,7 @@ class ServerEngine(TokenEngine):
     def _start(self) -> None:
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
-        for sample in chain(*self._admitted()):
+        for sample in chain(*self._pop_groups()):
             if not sample.shares_prompt:
                 self._prompt_tokens += len(sample.start_token_ids)
             running = RunningSample(sample=sample, server_id=uuid.uuid4().hex, version=self._version)
@@ -226,7 +230,7 @@ class ServerEngine(TokenEngine):
         """Return a piece up to the token that completes a stop string, if there is one."""
         sample = running.sample
         before = [sample.prefix.token_ids, running.token_ids]
-        end = self._stop_strings.find_end(piece.token_ids, sample.request.sampling.stop, before=before)
+        end = self._limits.stop_strings.find_end(piece.token_ids, sample.request.sampling.stop, before=before)
         if end is None:
             return piece
         return replace(
@@ -324,6 +328,9 @@ class ServerEngine(TokenEngine):
         if self._death is None and not self._is_closed:
             self._death = reason
             self._fail(EngineDiedError(reason))
+
+    def _check_request(self, request: Request) -> None:
+        self._limits.check(request)
 
     def _num_running(self) -> int:
         return len(self._running)

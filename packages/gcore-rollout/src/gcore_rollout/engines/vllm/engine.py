@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from gcore_rollout.engines.endings import StopStrings
-from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
-from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
+from gcore_rollout.engines.protocol import Completion, EngineStats, HeldWeights, Request
+from gcore_rollout.engines.queueing import (
+    Control,
+    QueueingEngine,
+    Sample,
+    SampleFilter,
+    TokenLimits,
+    check_max_num_seqs,
+)
 from gcore_rollout.engines.vllm import options, process, ranks, translation
 from gcore_rollout.errors import EngineDiedError, MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
@@ -26,7 +33,7 @@ _SLEEP_LEVELS: dict[Control, int] = {"sleep": 1, "discard": 2}
 _WAKE_TAGS: dict[Control, list[str] | None] = {"wake": None, "wake_weights": ["weights"], "wake_cache": ["kv_cache"]}
 
 
-class VLLMEngine(InProcessEngine):
+class VLLMEngine(QueueingEngine[Request, Completion]):
     """Runs a model under vLLM, on one device in this process, or on several, each with a process of vLLM's.
 
     Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own, unless
@@ -71,10 +78,10 @@ class VLLMEngine(InProcessEngine):
     ) -> None:
         from vllm import LLMEngine
 
-        super().__init__(
+        super().__init__(max_num_seqs=config.scheduler_config.max_num_seqs)
+        self._limits = TokenLimits(
             max_length=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
-            max_num_seqs=config.scheduler_config.max_num_seqs,
             vision=vision,
         )
         group_existed = torch.distributed.is_initialized()
@@ -222,7 +229,7 @@ class VLLMEngine(InProcessEngine):
                 seed_per_sample=seed_per_sample,
                 vision=vision,
             )
-        engine._stop_strings = StopStrings(path)
+        engine._limits.stop_strings = StopStrings(path)
         return engine
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -244,7 +251,7 @@ class VLLMEngine(InProcessEngine):
                 engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
             if self._tied and self._on_cpu:
                 engine.apply_model(process.repack_head)
-        if self._vision is not None:
+        if self._limits.vision is not None:
             # Drop the outputs of the old vision tower; reloading leaves the scheduler's entries of them.
             engine.reset_encoder_cache()
         self._has_taken(version)
@@ -276,7 +283,7 @@ class VLLMEngine(InProcessEngine):
         gc.collect()
 
     def _check_request(self, request: Request) -> None:
-        super()._check_request(request)
+        self._limits.check(request)
         translation.check_temperature(request)
 
     @property
@@ -312,9 +319,9 @@ class VLLMEngine(InProcessEngine):
             raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
 
     def _step(self) -> None:
-        admitted = self._admitted()
+        admitted = self._pop_groups()
         for group in admitted:
-            prompt = translation.prompt_of(group[0], self._vision, version=self._version)
+            prompt = translation.prompt_of(group[0], self._limits.vision, version=self._version)
             for sample in group:
                 if not sample.shares_prompt:
                     self._prompt_tokens += len(sample.start_token_ids)
@@ -358,7 +365,7 @@ class VLLMEngine(InProcessEngine):
     def _find_end(self, sample: Sample, token_ids: Sequence[int], num_checked: int = 0) -> int | None:
         """Return how many new tokens a sample has up to a stop string; None: it has none."""
         before = [sample.prefix.token_ids, token_ids[:num_checked]]
-        end = self._stop_strings.find_end(token_ids[num_checked:], sample.request.sampling.stop, before=before)
+        end = self._limits.stop_strings.find_end(token_ids[num_checked:], sample.request.sampling.stop, before=before)
         return None if end is None else num_checked + end
 
     def _end_at_stop_strings(self) -> None:

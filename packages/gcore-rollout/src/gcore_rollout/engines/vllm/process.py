@@ -18,8 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 
-from gcore_rollout.engines.queueing import check_weights
-from gcore_rollout.engines.sleeping import return_free_memory
+from gcore_rollout.engines.queueing import check_weights, return_free_memory
 from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor

@@ -15,7 +15,7 @@ from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.engines.vllm.ranks import whole
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.digests import held
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams

@@ -29,10 +29,11 @@ from gcore_rollout import (
     all_digests,
     check_weights,
 )
+from gcore_rollout.engines.instrumented import InstrumentedEngine, Rotation, WeightRecord
 from gcore_rollout.engines.vllm import process as vllm_process
-from gcore_rollout.weight_sync import checked as digests_module
-from gcore_rollout.weight_sync.checked import CheckedEngine, DigestedWeights, Rotation, digest
+from gcore_rollout.weight_sync import digests as digests_module
 from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
+from gcore_rollout.weight_sync.digests import DigestedWeights, digest
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -67,7 +68,7 @@ def _pairs(model: TinyModel) -> Iterator[Any]:
 async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     """Everything is compared, in whatever layout the engine keeps it."""
     model: TinyModel = request.getfixturevalue(folder)
-    engine = CheckedEngine(make_engine(kind, model, dtype=dtype), name="engine 0")
+    engine = InstrumentedEngine(make_engine(kind, model, dtype=dtype), name="engine 0", record=WeightRecord())
     held = await engine.held_weights()
     assert held is not None
     published_names = {name for name, _ in model.old.named_parameters()}
@@ -85,7 +86,7 @@ async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, re
 @pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
     made = make_faulty(CLASSES[kind], tied.path, fault, **OPTIONS[kind])
-    engine = CheckedEngine(made, name="engine 0")
+    engine = InstrumentedEngine(made, name="engine 0", record=WeightRecord())
     await check_weights(engine, all_digests(published(tied.old)))
     await engine.update_weights(published(between(tied, 0.5)), version=1)
     with pytest.raises(WrongWeightsError, match="engine 0 ") as error:
@@ -98,7 +99,7 @@ async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
 @pytest.mark.slow
 async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters are right, and the forward uses something else."""
-    engine = CheckedEngine(make_engine("vllm", tied), name="engine 0")
+    engine = InstrumentedEngine(make_engine("vllm", tied), name="engine 0", record=WeightRecord())
     await check_weights(engine, all_digests(published(tied.old)))
     monkeypatch.setattr(vllm_process, "repack_head", lambda _: None)
     with pytest.raises(WrongWeightsError, match=r"'lm_head.weight' has the values of version 0 \(1 of 27"):
@@ -115,7 +116,11 @@ async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pyte
     unsound = partial(make_faulty, CLASSES[kind], tied.path, "permuted", **OPTIONS[kind])
     preload = PRELOAD_VLLM if kind == "vllm" else PRELOAD_HF
     engines = [
-        CheckedEngine(await EngineProcess.start(make, num_threads=1, preload=preload), name=f"engine {place}")
+        InstrumentedEngine(
+            await EngineProcess.start(make, num_threads=1, preload=preload),
+            name=f"engine {place}",
+            record=WeightRecord(),
+        )
         for place, make in enumerate([sound, unsound])
     ]
     replicas = EngineReplicas(engines)
@@ -131,12 +136,12 @@ async def test_a_replacement_with_other_weights(tied: TinyModel, tmp_path: Any) 
     """It makes no samples: calls that wait for it, and later ones, say what is wrong."""
     tied.new.save_pretrained(tmp_path)
 
-    async def restart() -> CheckedEngine:
-        return CheckedEngine(HFEngine.from_pretrained(tmp_path), name="engine 0")
+    async def restart() -> InstrumentedEngine:
+        return InstrumentedEngine(HFEngine.from_pretrained(tmp_path), name="engine 0", record=WeightRecord())
 
     process: EngineProcess = await EngineProcess.start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
     said: list[str] = []
-    engines = [CheckedEngine(process, name="engine 0")]
+    engines = [InstrumentedEngine(process, name="engine 0", record=WeightRecord())]
     replicas: EngineReplicas[Any, Any] = EngineReplicas(engines, restart=restart, announce=said.append)
     await check_weights(replicas, all_digests(published(tied.old)))
     os.kill(process.pid, signal.SIGKILL)
@@ -273,7 +278,7 @@ async def test_the_next_version_may_be_written_during_an_update(tied: TinyModel)
             await super().update_weights(weights, version=version)
             shared.write(published(between(tied, 1.0)))
 
-    engine = CheckedEngine(Slow.from_pretrained(tied.path), name="engine 0")
+    engine = InstrumentedEngine(Slow.from_pretrained(tied.path), name="engine 0", record=WeightRecord())
     shared.write(published(between(tied, 0.5)))
     await engine.update_weights(shared, version=1)
     assert engine.weight_version == 1

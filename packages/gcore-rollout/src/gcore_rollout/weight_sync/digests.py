@@ -1,0 +1,180 @@
+"""Digests of tensors, by which the weights of engines are compared with the trainer's.
+
+The bits of a tensor are read as 64-bit words w_i, and its digest is the sum of m_i * w_i modulo 2^64 with odd
+pseudo-random multipliers m_i (multilinear hashing: J. L. Carter and M. N. Wegman, "Universal classes of hash
+functions", 1979). Integer sums are exact, so the result does not depend on the device or on the order of summation; one
+changed word always changes the digest. This module imports torch only where it computes.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_rollout.engines.protocol import Digest, Digests, HeldTensor
+from gcore_rollout.engines.queueing import splitmix64
+from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
+
+if TYPE_CHECKING:
+    import torch
+
+    from gcore_rollout.weight_sync.updates import UnmergedWeights
+
+_WORD_BYTES = 8
+_BLOCK_WORDS = 1 << 16
+"""Words with multipliers of their own; each block of this many words is also weighted by its number."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MODULUS = 1 << 64
+_MULTIPLIERS = (splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) | np.uint64(1)).view(
+    np.int64
+)
+"""Odd int64 multipliers [BLOCK_WORDS]: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
+_BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE_ON_DEVICE = 1, 128
+"""Blocks computed together: one, which fits a core's cache; elsewhere 64 MiB, as launches cost more than memory."""
+
+
+def digest(tensor: "torch.Tensor") -> Digest:
+    """Digest the values of a tensor of any shape, in its data type; -0.0 counts as 0.0.
+
+    It reads the tensor once, and takes at most 128 MiB of additional memory.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    is_small = flat.device.type == "cpu" and flat.nbytes <= _BLOCK_WORDS * _WORD_BYTES
+    if is_small and dtype_name(flat.dtype) == "float32":
+        return _small_digest(flat.numpy())
+    return _digest_of(flat.numel(), _sums(flat).tolist())
+
+
+def _small_digest(values: NDArray[np.float32]) -> Digest:
+    """Return `digest` of at most one block, by NumPy, which starts an operation in a fraction of torch's time."""
+    words = np.zeros(-(-len(values) * values.itemsize // _WORD_BYTES), np.int64)
+    np.add(values, np.float32(0.0), out=words.view(np.float32)[: len(values)])
+    words ^= words >> 32
+    unordered = int(words.sum())
+    words *= _MULTIPLIERS[: len(words)]
+    return _digest_of(len(values), (int(words.sum()) * _GOLDEN, unordered))
+
+
+def _digest_of(numel: int, sums: Sequence[int]) -> Digest:
+    ordered, unordered = sums
+    return Digest((numel * _GOLDEN + ordered) % _MODULUS, unordered % _MODULUS)
+
+
+def _sums(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the two sums of a tensor's digest, int64 [2], on its device; the host does not wait for them."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    weights = _multipliers(flat.device)
+    totals, unordered = list[torch.Tensor](), list[torch.Tensor]()
+    at_once = _BLOCKS_AT_ONCE if flat.device.type == "cpu" else _BLOCKS_AT_ONCE_ON_DEVICE
+    for chunk in flat.split(at_once * _BLOCK_WORDS * _WORD_BYTES // flat.itemsize):
+        words = _words(chunk)
+        unordered.append(words.sum())
+        rows = words.view(-1, max(1, min(words.numel(), _BLOCK_WORDS)))
+        totals.append(rows.mul_(weights[: rows.shape[1]]).sum(1))
+    total = torch.cat(totals)
+    numbers = torch.arange(len(total), device=flat.device)
+    # As int64, whose products and sums wrap around.
+    return torch.stack([(total * ((2 * numbers + 1) * (_GOLDEN - _MODULUS))).sum(), torch.stack(unordered).sum()])
+
+
+def _words(chunk: "torch.Tensor") -> "torch.Tensor":
+    """Return a copy of the bits as int64 [W], whole blocks or less than one; upper halves of words are mixed in."""
+    import torch
+
+    # -0.0 + 0.0 is 0.0: an engine that keeps weights packed gives them back as sums.
+    values = chunk + 0.0 if chunk.is_floating_point() else chunk.clone()
+    size = _WORD_BYTES // values.itemsize
+    size *= _BLOCK_WORDS if values.numel() > size * _BLOCK_WORDS else 1
+    if missing := -values.numel() % size:
+        values = torch.cat([values, values.new_zeros(missing)])
+    words = values.view(torch.int64)
+    return words.bitwise_xor_(words >> 32)
+
+
+@lru_cache
+def _multipliers(device: "torch.device") -> "torch.Tensor":
+    """Return `_MULTIPLIERS` on a device."""
+    import torch
+
+    return torch.from_numpy(_MULTIPLIERS).to(device)
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = None) -> HeldTensor:
+    """Digest a tensor that an engine computes with; ``read`` returns it as it was published."""
+    start_s = time.perf_counter()
+    tensor = read()
+    return HeldTensor(
+        name=name,
+        source=source or name,
+        dtype=dtype_name(tensor.dtype),
+        size_bytes=tensor.nbytes,
+        digest=digest(tensor),
+        seconds=time.perf_counter() - start_s,
+    )
+
+
+class DigestedWeights:
+    """Weights for engines, with a digest of every tensor that has been iterated over, made before anything is copied.
+
+    Every tensor of every update is digested, in all of ``dtypes``. On an accelerator the digests are sums there, which
+    the host reads once for all tensors when it first asks for one, after the weights are on their way.
+
+    Args:
+        dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those
+            that engines hold in another type cannot be compared. None: float32.
+        digests: filled by the source of the weights, while it is iterated over; None: they are made here.
+        unmerged: the same weights before their adapters were merged into them; None: there are no adapters.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, "torch.Tensor"]],
+        *,
+        dtypes: Sequence["torch.dtype"] | None = None,
+        digests: Digests | None = None,
+        unmerged: "UnmergedWeights | None" = None,
+    ) -> None:
+        import torch
+
+        self.unmerged = unmerged
+        self._weights = weights
+        self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
+        self._made: dict[str, Mapping[str, Digest]] = {}
+        self._reads: DeviceReads | None = None
+        self.digests: Digests = self._made if digests is None else digests
+        """Digests of the tensors that have been iterated over."""
+
+    def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        for name, tensor in self._weights:
+            # Other ranks have and digest what is on the meta device.
+            if self.digests is self._made and not tensor.is_meta:
+                self._made[name] = self._digest(tensor)
+            yield name, tensor
+
+    def _digest(self, tensor: "torch.Tensor") -> Mapping[str, Digest]:
+        if tensor.device.type == "cpu":
+            return {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
+        reads = self._reads = self._reads or DeviceReads()
+        convert = partial(_digest_of, tensor.numel())
+        return Promised({dtype_name(dtype): reads.add(_sums(tensor.to(dtype)), convert) for dtype in self._dtypes})
+
+
+def digests_of(weights: Any) -> Digests:
+    """Return the digests that weights come with, of those iterated over so far; empty if there are none."""
+    return getattr(weights, "digests", {})
+
+
+def all_digests(weights: Iterable[tuple[str, Any]]) -> Digests:
+    """Return the digests of all tensors without copying them; empty if the weights have none."""
+    for _ in weights:
+        pass
+    return digests_of(weights)
