@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_llm.learning.preparation import kl_controller, prepare
-from gcore_rollout import Group, Response
+from gcore_rollout import Completion, Group
 from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
 
 ESTIMATORS = advantage_estimators()
@@ -25,11 +25,13 @@ def prepared(
 ) -> tuple[list[Sample], dict[str, float]]:
     """The samples of one group, by one controller."""
     responses = [
-        Response(
+        Completion(
+            request_id="",
+            index=0,
+            finish_reason="stop",
             token_ids=s.response_ids,
             log_probs=np.zeros(s.response_ids.size, np.float32),
             weight_versions=np.zeros(s.response_ids.size, np.int32),
-            truncated=False,
             score=score,
         )
         for s, score in zip(samples, scores, strict=True)

@@ -52,7 +52,6 @@ from gcore_rollout import (
     RewardRunner,
     RolloutRoles,
     SampledPart,
-    UnfinishedGroup,
     sampled_metrics,
     sampled_part,
 )
@@ -161,8 +160,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)
 
-    def unfinished_from_state(self, state: State) -> UnfinishedGroup:
-        return UnfinishedGroup.from_state(state)
+    def restarted(self, group: Group) -> Group:
+        return replace(group, responses=[])
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> SampledPart:
         del ctx

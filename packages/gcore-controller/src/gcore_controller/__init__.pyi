@@ -43,7 +43,6 @@ from .rlhf.modality import (
     RunStart as RunStart,
     SampledBatch as SampledBatch,
     TrainingBatch as TrainingBatch,
-    UnfinishedGroup as UnfinishedGroup,
     Wave as Wave,
 )
 from .rlhf.permutation import FeistelPermutation as FeistelPermutation

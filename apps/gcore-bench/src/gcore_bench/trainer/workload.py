@@ -15,7 +15,7 @@ from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_llm.learning.preparation import sample_flops, split_in_micro_batches
 from gcore_placement import TransformerWorkload, balance, micro_batches
-from gcore_rollout import Group, Response
+from gcore_rollout import Completion, Group
 from gcore_trainer import Sample, pack
 
 LONG_VOCAB_SIZE = 512
@@ -114,8 +114,10 @@ def _shared_batches(
 
 def _group(prompt: int, samples: Sequence[Sample]) -> Group:
     nothing: Any = np.zeros(0)
-    unscored: dict[str, Any] = {"log_probs": nothing, "weight_versions": nothing, "truncated": False, "score": 0.0}
-    responses = [Response(token_ids=sample.response_ids, **unscored) for sample in samples]
+    unscored: dict[str, Any] = {"log_probs": nothing, "weight_versions": nothing, "finish_reason": "stop"}
+    responses = [
+        Completion(request_id="", index=i, token_ids=s.response_ids, **unscored) for i, s in enumerate(samples)
+    ]
     return Group(prompt_index=prompt, prompt_ids=samples[0].prompt_ids, responses=responses)
 
 
