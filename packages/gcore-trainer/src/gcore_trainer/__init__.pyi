@@ -1,6 +1,6 @@
 from .advantages.distillation import (
+    add_distillation as add_distillation,
     distillation_advantages as distillation_advantages,
-    with_distillation as with_distillation,
 )
 from .advantages.estimator import (
     AdaptiveKLController as AdaptiveKLController,
@@ -9,6 +9,7 @@ from .advantages.estimator import (
     Collectives as Collectives,
     FixedKLController as FixedKLController,
     ScoredGroup as ScoredGroup,
+    add_advantages as add_advantages,
     advantage_estimator as advantage_estimator,
     advantage_estimators as advantage_estimators,
     check_finite_tokens as check_finite_tokens,
@@ -16,7 +17,6 @@ from .advantages.estimator import (
     rollout_mismatch as rollout_mismatch,
     whiten as whiten,
     whitening_moments as whitening_moments,
-    with_advantages as with_advantages,
 )
 from .advantages.estimators.gae import gae_advantages as gae_advantages
 from .advantages.estimators.grpo import grpo_advantages as grpo_advantages
@@ -31,9 +31,9 @@ from .advantages.reward_shaping import (
     policy_and_reference as policy_and_reference,
 )
 from .advantages.rollout_correction import (
+    add_rollout_correction as add_rollout_correction,
     rollout_correction as rollout_correction,
     weight_moments as weight_moments,
-    with_rollout_correction as with_rollout_correction,
 )
 from .config import (
     AdvantageConfig as AdvantageConfig,

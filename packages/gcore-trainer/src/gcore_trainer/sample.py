@@ -76,11 +76,12 @@ class Images:
         return blake2b(self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16).digest()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Sample:
     """One prompt and one response. Every per-token array has shape [R], R the response's length.
 
-    Entries of masked-out tokens are never read: they may be NaN or infinite. Samples of one micro-batch with equal
+    It is made of an engine's answer and goes as one object to the loss: scores of models and advantages are set on the
+    way. Entries of masked-out tokens are never read: they may be NaN or infinite. Samples of one micro-batch with equal
     prompts, and equal images in them, share the prompt's forward and backward pass.
     """
 

@@ -24,6 +24,8 @@ from gcore_trainer import (
     FixedKLController,
     Images,
     Sample,
+    add_advantages,
+    add_rollout_correction,
     check_finite_tokens,
     follow_divergence,
     get_advantage_estimator,
@@ -31,8 +33,6 @@ from gcore_trainer import (
     overlong_penalty,
     policy_and_reference,
     rollout_mismatch,
-    with_advantages,
-    with_rollout_correction,
 )
 
 LogProbs = Mapping[tuple[int, int], NDArray[np.float32]]
@@ -81,15 +81,15 @@ async def prepare(
     kl: FixedKLController,
     max_response_length: int,
     group: Collectives,
-) -> tuple[list[list[Sample]], dict[str, float]]:
-    """Add advantages, and what else the estimator and the correction give, to the samples of this controller's groups.
+) -> dict[str, float]:
+    """Set advantages, and what else the estimator and the correction give, of the samples of this controller's groups.
 
     Args:
         samples: of each group, with the log-probs and values that the algorithm asks for.
         kl: updated with the batch's divergence; the same on all controllers.
 
     Returns:
-        the samples of each group, and metrics of all controllers' samples, under verl's names.
+        metrics of all controllers' samples, under verl's names.
 
     Raises:
         BatchError: a log-probability or a value of a token that counts is not finite, or a score.
@@ -105,12 +105,11 @@ async def prepare(
         divergence = await follow_divergence(everyone, algorithm.kl_ctrl.kl_penalty, kl, group)
     settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
     estimator, greedy_scores = get_advantage_estimator(algorithm.adv_estimator), [g.greedy_score for g in groups]
-    found, metrics = await with_advantages(samples, rewards, greedy_scores, estimator, settings, group)
+    metrics = await add_advantages(samples, rewards, greedy_scores, estimator, settings, group)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
-        found, corrected = await with_rollout_correction(found, algorithm.rollout_correction, group)
-        metrics |= corrected
-    return found, metrics
+        metrics |= await add_rollout_correction(samples, algorithm.rollout_correction, group)
+    return metrics
 
 
 @cache

@@ -154,7 +154,7 @@ def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
     async def program(context: Any) -> list[Sample]:
         parts: Sequence[Sequence[Sample]] = [samples[own] for own in by_prompt]
         kl = kl_controller(algorithm.kl_ctrl)
-        found, _ = await prepare(groups, parts, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
-        return [sample for part in found for sample in part]
+        await prepare(groups, parts, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
+        return samples
 
     return program
