@@ -71,14 +71,17 @@ class Trainer:
         await self.group.barrier()
         return {"actor/samples": float(len(everyones))}
 
-    async def update_policy(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
         assert not averaged
         if self.group.rank == 0:
             await policy.update_weights(self.logits, version=version)
         await self.group.barrier()
 
-    async def take_turn(self, turn: str, timer: StageTimer) -> None:
-        """Do nothing: nothing is shared."""
+    async def offload(self, timer: StageTimer) -> None:
+        """Do nothing, as the next two: nothing is shared."""
+
+    async def onload(self, timer: StageTimer) -> None: ...
+    async def onload_weights(self, timer: StageTimer) -> None: ...
 
     async def check_policy(self, policy: Synthesizer) -> None:
         assert np.array_equal(policy.logits, self.logits)
@@ -170,8 +173,8 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         return updates[-1]
 
-    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+    async def update_weights(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> float:
         del step

@@ -224,8 +224,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         """Return each metric's last value."""
         return {name: value for metrics in updates for name, value in metrics.items()}
 
-    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+    async def update_weights(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
 
     async def synced_metrics(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> dict[str, float]:
         """Compare engine and trainer on a response generated now, where batches are never by the present weights."""

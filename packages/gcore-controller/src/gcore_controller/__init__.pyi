@@ -94,4 +94,9 @@ from .trainer_group import (
     TrainerWorker as TrainerWorker,
     deal as deal,
 )
-from .turns import DeviceTurns as DeviceTurns, Lending as Lending, LendRule as LendRule
+from .turns import (
+    DeviceTurns as DeviceTurns,
+    Lending as Lending,
+    LendRule as LendRule,
+    TurnTaker as TurnTaker,
+)

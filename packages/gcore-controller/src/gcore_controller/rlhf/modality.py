@@ -289,7 +289,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         """Combine the metrics of a step's updates."""
 
     @abstractmethod
-    async def update_policy(self, ctx: Context[RolesT], step: int) -> None:
+    async def update_weights(self, ctx: Context[RolesT], step: int) -> None:
         """Give the engines the weights after ``step``."""
 
     async def synced_metrics(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> dict[str, float]:
