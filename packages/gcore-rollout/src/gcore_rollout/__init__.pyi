@@ -130,6 +130,7 @@ from .images.vision_processor import (
     load_vision_processor as load_vision_processor,
 )
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
+from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
 from .multi_turn.environment import (
     Environment as Environment,
     EpisodeOutcome as EpisodeOutcome,
@@ -185,10 +186,8 @@ from .rewards.kinds.verifiers import (
 )
 from .rewards.process import ProcessLimits as ProcessLimits, ProcessReward as ProcessReward
 from .rewards.registry import (
-    EnvironmentRole as EnvironmentRole,
     ImageRewardKind as ImageRewardKind,
     ImageRewardSettings as ImageRewardSettings,
-    MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
     build_task_reward as build_task_reward,

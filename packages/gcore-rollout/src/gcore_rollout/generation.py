@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError, RewardError
 from gcore_rollout.groups import Group
+from gcore_rollout.multi_turn.config import EnvironmentRole
 from gcore_rollout.multi_turn.episode import run_episode
 from gcore_rollout.prompts import Prompt
 from gcore_rollout.response_lengths import LengthHistory, MeasuredLength
-from gcore_rollout.rewards.registry import EnvironmentRole
 from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
 

@@ -91,15 +91,17 @@ from .lora import LoRAWeights as LoRAWeights, merge_lora as merge_lora, read_ada
 from .lora_config import LoRAConfig as LoRAConfig, read_lora_config as read_lora_config
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .megatron_config import MegatronConfig as MegatronConfig
-from .objectives.policy import (
+from .objectives.objective import (
     BatchTotals as BatchTotals,
     Objective as Objective,
     PartialLoss as PartialLoss,
+    TokenScores as TokenScores,
+    aggregation_weights as aggregation_weights,
+)
+from .objectives.policy import (
     PolicyLoss as PolicyLoss,
     PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
-    TokenScores as TokenScores,
-    aggregation_weights as aggregation_weights,
     clipped_surrogate as clipped_surrogate,
     kl_penalty as kl_penalty,
     policy_loss as policy_loss,
@@ -120,13 +122,8 @@ from .objectives.value import (
     value_moments as value_moments,
 )
 from .packing.head import token_scores as token_scores
-from .sample import (
-    Images as Images,
-    MicroBatch as MicroBatch,
-    PackedBatch as PackedBatch,
-    Sample as Sample,
-    pack as pack,
-)
+from .packing.packed_batch import PackedBatch as PackedBatch, pack as pack
+from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers
 from .torch.frozen_model import FrozenModel as FrozenModel

@@ -15,8 +15,8 @@ import numpy as np
 from gcore_rollout.engines.protocol import Completion, Engine, EpisodeEnd, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError
 from gcore_rollout.multi_turn.chat import ChatEncoder
+from gcore_rollout.multi_turn.config import MultiTurnConfig
 from gcore_rollout.multi_turn.environment import Environment, EpisodeOutcome
-from gcore_rollout.rewards.registry import MultiTurnConfig
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
