@@ -122,7 +122,7 @@ from .objectives.value import (
     value_moments as value_moments,
 )
 from .packing.head import token_scores as token_scores
-from .packing.packed_batch import PackedBatch as PackedBatch, pack as pack
+from .packing.layout import PackedBatch as PackedBatch, pack as pack
 from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers

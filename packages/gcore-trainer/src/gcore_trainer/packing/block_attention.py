@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gcore_trainer.objectives.fields import on_device
-from gcore_trainer.packing.spans import Span
+from gcore_trainer.packing.layout import Span
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024

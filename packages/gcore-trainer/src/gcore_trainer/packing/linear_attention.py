@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.fields import on_device
-from gcore_trainer.packing.packed_batch import PackedBatch, rounded_length
+from gcore_trainer.packing.layout import PackedBatch, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 
 

@@ -20,7 +20,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, s
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.objectives.fields import on_device
 from gcore_trainer.packing.block_attention import AttentionKind
-from gcore_trainer.packing.packed_batch import PackedBatch, Segment, pack, rounded_length
+from gcore_trainer.packing.layout import PackedBatch, Segment, pack, rounded_length
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
 from gcore_trainer.packing.vision import RowImages, Vision

@@ -33,8 +33,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.packed_batch import Segment, rounded_length
-from gcore_trainer.packing.spans import Span, Tile, row_tiles
+from gcore_trainer.packing.layout import Segment, Span, Tile, rounded_length, row_tiles
 from gcore_trainer.packing.whole_row import WholeRow
 
 NUM_PADDED = 64

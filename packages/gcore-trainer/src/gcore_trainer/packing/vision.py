@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.fields import on_device
-from gcore_trainer.packing.packed_batch import PackedBatch
+from gcore_trainer.packing.layout import PackedBatch
 from gcore_trainer.sample import Images, MicroBatch
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")

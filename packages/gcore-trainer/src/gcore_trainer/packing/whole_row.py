@@ -20,7 +20,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.packed_batch import Segment
+from gcore_trainer.packing.layout import Segment
 
 _MOST_KEYS = 2
 """Memory of copied keys over that of queries, up to which they are copied. Tiles read a long prompt's keys once."""
