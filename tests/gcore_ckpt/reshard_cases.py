@@ -33,7 +33,7 @@ from rank import Rank, mesh
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as PartOfShardedTensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard as ShardPlacement, distribute_tensor
@@ -258,6 +258,55 @@ def _train_with_fsdp(
             optimizer.step()
             optimizer.zero_grad()
     return between, _full(model)
+
+
+def save_fsdp_optimizer(rank: Rank, path: str, size: int) -> None:
+    model, optimizer = _sharded_model(size)
+    model(torch.ones(6, 10)).square().mean().backward()
+    optimizer.step()
+    with checkpointer(rank, path, size) as saver:
+        saver.save(1, {"optim": optimizer.state_dict()})
+
+
+def load_fsdp_optimizer(rank: Rank, path: str, size: int, is_prepared: bool) -> list[torch.Tensor]:
+    """Load into an optimizer before its first step, with its state made or not; return all of it, gathered."""
+    model, optimizer = _sharded_model(size)
+    if is_prepared:
+        get_optimizer_state_dict(model, optimizer)
+    loaded = checkpointer(rank, path, size).load({"optim": optimizer.state_dict()})
+    optimizer.load_state_dict(loaded["optim"])
+    model(torch.ones(6, 10)).square().mean().backward()
+    optimizer.step()  # refuses tensors of another kind than the parameters
+    return [cast("DTensor", state["exp_avg"]).full_tensor() for state in optimizer.state.values()]
+
+
+def load_next_to_an_empty_dict(rank: Rank, path: str, size: int) -> Any:
+    """Load all of a part on the last rank, which has an object there, and nothing on the others."""
+    loaded: list[int] = []
+
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            loaded.append(state["w"].numel())
+
+    is_last = rank.number == size - 1
+    state = checkpointer(rank, path, size).load({"part": Part() if is_last else {}})
+    return loaded if is_last else state
+
+
+def load_unfilled(rank: Rank, path: str, size: int) -> tuple[Any, list[str]]:
+    """Return what is loaded into an empty dict on all ranks, and what was unused."""
+    loading = checkpointer(rank, path, size).load_async({"part": {}}, strict=False)
+    return loading.wait(), loading.report.unused
+
+
+def _sharded_model(size: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(10, 7)
+    fully_shard(model, mesh=mesh((size,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def _full(model: torch.nn.Module) -> dict[str, torch.Tensor]:

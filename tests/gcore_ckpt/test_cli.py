@@ -199,6 +199,18 @@ def test_prune(capsys: Captured, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_prune_keeps_the_best(capsys: Captured, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    with Checkpointer(path) as checkpointer:
+        for step, metric in enumerate((0.5, 0.1, None, 0.7, 0.3)):
+            checkpointer.save(step, {}, metric=metric)
+    arguments = ["prune", path, "--keep", 1, "--keep-best", 1]
+    assert assert_fine(capsys, *arguments, "--dry-run") == "would delete step(s) 0, 1, 2\n"
+    assert assert_fine(capsys, *arguments, "--best-mode", "min") == "deleted step(s) 0, 2, 3\n"
+    assert_error(capsys, "--keep-best is 1 without --keep; expected both", "prune", path, "--above", 3,
+                 "--keep-best", 1)  # fmt: skip
+
+
 def test_prune_above_and_rm(capsys: Captured, tmp_path: Path) -> None:
     path = save(tmp_path / "ckpt", 1, 2, 3, 4, 5)
     assert assert_fine(capsys, "prune", path, "--above", 3, "--dry-run") == "would delete step(s) 4, 5\n"

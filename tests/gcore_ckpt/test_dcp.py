@@ -205,7 +205,7 @@ def with_tensor(size: list[int] | None = None, *, dtype: object = torch.float32)
         (with_storage(relative_path="other"), r"No such file"),
         (with_storage(length=10**9), r"__0_0.distcp has \d+ bytes; expected more: it was cut short"),
         (with_storage(length=3), "fewer bytes than its shape"),
-        (with_storage(offset=-1), "holds sizes that are no numbers"),
+        (with_storage(offset=-1), "size is -1; expected 0 or more"),
         (with_storage(offset=40), r"torch.load\(weights_only=True\) refuses what is at byte 40"),
         (with_storage(transform_descriptors=["zstd"]), "was transformed by an extension of DCP; expected plain files"),
         (with_tensor([2, 4]), "do not hold each of its 8 elements once"),

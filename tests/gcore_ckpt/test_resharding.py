@@ -465,3 +465,27 @@ def test_all_ranks_hear_that_a_template_does_not_fit(ranks: RankPool, tmp_path: 
     assert ranks.run("load_own", str(tmp_path), [fits, fits], 2, size=2) == [[], []]
     for message in ranks.errors("load_own", str(tmp_path), [{}, {}], 2, size=2):
         assert "state is an empty dict in the template, and holds sharded tensors under 1 keys" in message
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_optimizer_without_state_is_no_place_for_sharded_tensors(ranks: RankPool, tmp_path: Path, size: int) -> None:
+    ranks.run("save_fsdp_optimizer", str(tmp_path), 2, size=2)
+    for message in ranks.errors("load_fsdp_optimizer", str(tmp_path), size, False, size=size):
+        assert "state['optim']['state'] is an empty dict in the template" in message
+        assert "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict" in message
+    first, *others = ranks.run("load_fsdp_optimizer", str(tmp_path), size, True, size=size)
+    assert len(first) == 2
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_an_empty_dict_of_a_rank_that_holds_nothing_of_it(ranks: RankPool, tmp_path: Path) -> None:
+    names = {"part": {"w": tensor("part.w", (6, 4), ("dtensor", (2,), ["S0"]))}, "x": 1}
+    ranks.run("save", str(tmp_path), 1, names, 2, {}, size=2)
+    part = {"w": tensor("part.w", (6, 4), ("plain", ALL))}
+    assert ranks.run("load_own", str(tmp_path), [{"part": {}}, {"part": part}], 2, size=2) == [[], []]
+    assert ranks.run("load_next_to_an_empty_dict", str(tmp_path), 2, size=2) == [{"part": {}}, [24]]
+    for other in ({"x": 1}, {"part": {}, "x": 1}):
+        for message in ranks.errors("load_own", str(tmp_path), [{"part": {}}, other], 2, size=2):
+            assert "state['part'] is an empty dict in the template" in message
+    assert ranks.run("load_unfilled", str(tmp_path), 2, size=2) == [({"part": {}}, ["part.w", "x"])] * 2

@@ -342,6 +342,18 @@ def test_a_damaged_copy_is_replaced_by_that_of_the_next_tier(
         loading.load()
 
 
+@pytest.mark.parametrize("file", ["data-00000.safetensors", "index.json"])
+def test_a_damaged_step_is_not_copied_to_the_next_tier(tmp_path: Path, file: str) -> None:
+    with Checkpointer(tmp_path / "fast") as saver:  # as after a death before any copy
+        saver.save(2, {"x": torch.arange(1000)})
+    flip_last_bit(tmp_path / "fast/step-00000002" / file)
+    checkpointer = TieredCheckpointer([Tier(tmp_path / "fast"), Tier(tmp_path / "slow", every=2)])
+    checkpointer.save(3, {"step": 3})
+    with pytest.raises(CheckpointWriteError, match=rf"copying it to .* {tmp_path}/fast/step-00000002/{file}"):
+        checkpointer.close()
+    assert Checkpointer(tmp_path / "slow").steps() == []
+
+
 def flip_last_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2] ^= 1

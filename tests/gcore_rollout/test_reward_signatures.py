@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from gcore_rollout import (
+    Failed,
     NoScoreError,
     ProcessLimits,
+    RetryPolicy,
     RewardError,
     RewardRunner,
     RewardRunnerConfig,
@@ -122,11 +124,20 @@ async def test_none_adds_nothing_to_a_sum(file: Path) -> None:
 
 
 BATCHES = """
+import time
+
 sizes = []
 
 def lists(prompts, completions, rows, scale=1.0):
     sizes.append(len(prompts))
     return [None if c == "skip" else scale * (c == r["answer"]) for c, r in zip(completions, rows, strict=True)]
+
+def slow_lists(prompts, completions, rows, scale=1.0):
+    if "slow" in completions:
+        time.sleep(0.8)
+    while "hang" in completions:
+        pass
+    return lists(prompts, completions, rows, scale)
 
 def scaled(prompt, completion, row, scale=1.0):
     return scale
@@ -160,10 +171,28 @@ async def test_lists_have_all_calls_that_wait(batches: Path) -> None:
     assert all("returned 1 scores; expected one for each of 2" in str(getattr(one, "error", "")) for one in failed)
 
 
-@pytest.mark.parametrize("name", ["lists", "waits"])
-def test_what_cannot_have_a_process_is_refused(batches: Path, name: str) -> None:
-    spec = f"{batches}:{name}"
-    expected = f"reward_calls.in_process is True; expected False with reward '{spec}', which is async or takes lists"
+@pytest.mark.slow
+async def test_lists_in_a_process_of_their_own(batches: Path) -> None:
+    """All calls of a batch that takes too long fail, and no others; the time of calls that wait does not run."""
+    limits = ProcessLimits(call_s=1.0)
+    reward = build_reward(f"{batches}:slow_lists", kwargs={"scale": 2.0}, process_limits=limits)
+    retry = RetryPolicy(max_retries=0)
+    runner = RewardRunner(reward, RewardRunnerConfig(on_error="drop", timeout_s=1.0, retry=retry))
+    first = asyncio.create_task(runner.score(prompt="p", completion="slow", row=ROW))
+    # Longer than a batch waits for more calls.
+    await asyncio.sleep(0.1)
+    hung = await asyncio.gather(*(runner.score(prompt="p", completion=text, row=ROW) for text in ("4", "hang")))
+    assert await first == Scored(score=0.0)
+    for one in hung:
+        assert isinstance(one, Failed)
+        assert "did not answer within 1 s" in str(one.error)
+    assert await runner.score(prompt="p", completion="4", row=ROW) == Scored(score=2.0)
+    assert runner.stats().num_timeouts == 0
+
+
+def test_what_cannot_have_a_process_is_refused(batches: Path) -> None:
+    spec = f"{batches}:waits"
+    expected = f"reward_calls.in_process is True; expected False with reward '{spec}', which is async"
     with pytest.raises(RewardError, match=re.escape(expected)):
         build_reward(spec, process_limits=ProcessLimits())
 

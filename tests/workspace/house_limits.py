@@ -32,3 +32,20 @@ FRAGMENTS: dict[str, int] = {
 # 66 and 44: settings that nothing reads are refused, contents of files are compared on resumption, messages have one
 # form, responses end at stop strings, and slow rewards are named.
 TRACED_FILES: dict[str, int] = {"start": 66, "step": 44}
+DENSITY: dict[str, float] = {
+    "nodes": 342000,
+    "tokens a code line": 10.6,
+    "nodes a statement": 8.0,
+    "comprehensions": 60.0,
+    "comprehensions with two for": 4.1,
+    "conditional expressions": 29.5,
+    "tuple assignments": 16.9,
+    "empty names per 10,000 lines": 201.7,
+    "participles in 100 functions": 5.6,
+    "classes": 968.0,
+    "protocols and ABCs": 62.0,
+    "public names": 665.0,
+    "nodes of gcore-bench": 41000,
+    "nodes of apps in 100": 41.2,
+    "repeated class names": 58.0,
+}

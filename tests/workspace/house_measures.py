@@ -6,6 +6,7 @@ After a change that lowers a number:
 
 import ast
 import json
+import math
 import pprint
 import re
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from density import AIMS, density
 from house import APPS, DISTRIBUTIONS, PACKAGES, Distribution, imports, parse, relative, repository_files
 
 MAX_MODULES = 12
@@ -172,6 +174,15 @@ def traced_files() -> dict[str, int]:
     return json.loads(subprocess.check_output(command, text=True, timeout=900))
 
 
+def density_limits() -> dict[str, float]:
+    """Return the figures of `density`, rounded up, but not below their aims."""
+    limits: dict[str, float] = {}
+    for name, figure in density().items():
+        unit = 1_000 if "nodes" in name and figure > 1_000 else 0.1
+        limits[name] = max(AIMS[name], round(math.ceil(figure / unit) * unit, 1))
+    return limits
+
+
 def limits() -> str:
     """Return the text of `house_limits.py`."""
     values = {
@@ -182,8 +193,9 @@ def limits() -> str:
         "DIALECT": {name: len(found) for name, found in dialect().items()},
         "FRAGMENTS": {name: len(found) for name, found in fragments().items()},
         "TRACED_FILES": traced_files(),
+        "DENSITY": density_limits(),
     }
-    types = {"CYCLES": "list[tuple[str, ...]]"}
+    types = {"CYCLES": "list[tuple[str, ...]]", "DENSITY": "dict[str, float]"}
     lines = [
         f"{name}: {types.get(name, 'dict[str, int]')} = {pprint.pformat(value, width=116, sort_dicts=False)}\n"
         for name, value in values.items()

@@ -2,6 +2,7 @@
 
 import house_limits
 import pytest
+from density import density
 from house_measures import (
     DIALECT,
     MAX_LINES,
@@ -49,6 +50,13 @@ def test_prose_is_plain() -> None:
 def test_docstrings_are_sentences() -> None:
     for name, found in fragments().items():
         assert len(found) <= house_limits.FRAGMENTS.get(name, 0), "\n".join(found)
+
+
+def test_sources_do_not_become_larger_or_denser() -> None:
+    """`density.py` prints each distribution's figures."""
+    found = density()
+    assert found.keys() == house_limits.DENSITY.keys()
+    assert {name: figure for name, figure in found.items() if figure > house_limits.DENSITY[name]} == {}
 
 
 @pytest.mark.slow

@@ -39,10 +39,11 @@ from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
+from gcore_rollout.rewards.slow_calls import warn_of_slow_call
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError, one_line, printable
-from gcore_runs.logs import log_to, merged_lines
+from gcore_runs.logs import announce_slow_calls, log_to, merged_lines
 from gcore_runs.loop.recorder import Display, shown_cells
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.trackers.prometheus import PrometheusExporter
@@ -697,3 +698,14 @@ def test_control_characters_from_outside_are_escaped() -> None:
     output = StringIO()
     Display(Console(file=output)).say("failed: [/red] \x1b[2J")
     assert output.getvalue() == "failed: [/red] \\x1b[2J\n"
+
+
+async def test_a_slow_reward_of_a_controller_is_announced() -> None:
+    """From a thread of its own, and only while the controller runs."""
+    lines: list[str] = []
+    with announce_slow_calls(lines.append):
+        await asyncio.to_thread(warn_of_slow_call, "reward 'mine' on prompt 'p'")
+        await asyncio.sleep(0)
+    warn_of_slow_call("another")
+    await asyncio.sleep(0)
+    assert lines == ["reward 'mine' on prompt 'p' has been running for 5 s"]

@@ -211,3 +211,10 @@ def test_a_policy_loss_reads_what_the_table_says(name: str) -> None:
     mask = torch.ones(2, dtype=torch.bool)
     policy_loss(config, tokens, tokens, tokens, mask=mask, lengths=[2])
     assert config.names - {"loss_mode"} == names_read_with("actor.loss.loss_mode", name, "actor.loss")
+
+
+def test_muon_is_no_choice_for_images() -> None:
+    """It would need to know which matrices of a denoiser are those of hidden layers."""
+    with pytest.raises(UserError, match=r"actor\.optim\.name is 'muon'; expected 'adamw' or 'adamw_8bit'"):
+        parse_diffusion(["--actor.optim.name", "muon"])
+    assert parse_train(["--actor.optim.name", "muon"]).actor.optim.name == "muon"

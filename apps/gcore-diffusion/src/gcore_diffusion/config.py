@@ -189,10 +189,24 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimConfig(OptimizerConfig):
+    """AdamW with gradient clipping, and a rate that warms up and then stays or decays.
+
+    Example:
+        >>> OptimConfig(name="adamw_8bit", lr=3e-4).grad_clip
+        1.0
+    """
+
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: the two moments in 8 bits each, with a scale for every 256 values (bitsandbytes): 2 bytes a parameter
+    instead of 8."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig(BaseActorConfig):
     """The policy's training."""
 
-    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-4, weight_decay=1e-4))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, weight_decay=1e-4))
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
     nft: NFTConfig = field(default_factory=NFTConfig)
     dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
@@ -394,7 +408,7 @@ def embedded() -> DiffusionConfig:
             n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
         ),
         actor=ActorConfig(
-            optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            optim=OptimConfig(lr=3e-4, weight_decay=1e-4),
             # Much less of it lets images of a prompt become alike, and the reward be exploited.
             loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=0.07),
             ema_decay=0.9,

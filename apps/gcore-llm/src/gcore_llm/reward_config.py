@@ -168,10 +168,10 @@ class RewardCallsConfig(Checked, section="reward_calls"):
     in_threads: bool = False
     """Call a synchronous reward in a thread, so that generation continues meanwhile: for one that takes long."""
     in_process: bool = False
-    """Call a synchronous reward of one response in a process of its own, which is killed and started again if a call
-    takes longer than timeout_s; that call fails, as does one that takes more memory than process_memory_gb: see
-    on_error. math-verify and verifiers of tasks that compute always have one, with 10 seconds and 2 GB; beyond them a
-    response scores 0."""
+    """Call a synchronous reward in a process of its own, which is killed and started again if a call (of a reward that
+    takes lists, a batch) takes longer than timeout_s; that call fails, as does one that takes more memory than
+    process_memory_gb: see on_error. math-verify and verifiers of tasks that compute always have one, with 10 seconds
+    and 2 GB; beyond them a response scores 0."""
     process_memory_gb: Annotated[float, above(0, "more than 0")] = 4.0
     """With in_process, the memory in GB that calls may take in addition to what the reward takes when it is loaded."""
 

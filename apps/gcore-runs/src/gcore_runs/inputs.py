@@ -242,8 +242,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def build_tokenizer(path: Path) -> Any:
-    """Load the model folder's tokenizer; `UserError` if none loads, or it has no end-of-sequence token."""
+    """Load the model folder's tokenizer.
+
+    Raises:
+        UserError: none loads, it has no end-of-sequence token, or its chat template does not end; see
+            `check_chat_template`.
+    """
     from transformers import AutoTokenizer
+
+    from gcore_runs.data.chat_template import check_chat_template
 
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
@@ -258,6 +265,7 @@ def build_tokenizer(path: Path) -> Any:
         ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"model folder {path}: its tokenizer has no eos_token, so no response could end")
+    check_chat_template(tokenizer, f"model folder {path}")
     return tokenizer
 
 

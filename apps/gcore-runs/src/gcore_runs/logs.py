@@ -1,5 +1,6 @@
 """Logs of a run's processes: one file for each, in one folder, and all of them merged by time."""
 
+import asyncio
 import ctypes
 import faulthandler
 import heapq
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from operator import itemgetter
@@ -93,6 +94,33 @@ def logged(folder: Path, role: str, rank: int, make: Callable[[], T]) -> T:
     """Call ``make``, in a process whose output goes to ``folder/ROLE-RANK.log`` from now on."""
     log_to(folder, role, rank, redirect=True)
     return make()
+
+
+@contextmanager
+def announce_slow_calls(announce: Callable[[str], None]) -> Generator[None]:
+    """Announce the warnings of slow rewards, too, in a process whose output goes into its log.
+
+    ``announce`` is called in this event loop: a reward that blocks it delays the line until the call returns.
+    """
+    logger = logging.getLogger("gcore_rollout.rewards.slow_calls")
+    handler = _Announcing(asyncio.get_running_loop(), announce)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Announcing(logging.Handler):
+    """Calls a function with each message, in an event loop; messages come from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, announce: Callable[[str], None]) -> None:
+        super().__init__()
+        self._loop = loop
+        self._announce = announce
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._announce, record.getMessage())
 
 
 class _Prefixed(logging.Formatter):

@@ -39,6 +39,7 @@ from gcore_runs import BaseRLConfig, RunJob, log_to, logged, logs_of
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
 from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
 from gcore_runs.live_placement import LivePlacement
+from gcore_runs.logs import announce_slow_calls
 from gcore_runs.node_logs import NodeLogs
 from gcore_runs.settings.cluster import cluster_address, read_variables, translate_refusals
 
@@ -167,6 +168,7 @@ async def _run_controller(
     )
     traits, takes_turns = STRATEGIES[config.strategy], config.takes_turns
     async with AsyncExitStack() as to_close:
+        to_close.enter_context(announce_slow_calls(announce))
         judges = {role: await connected(role, actors) for role, actors in ctx.roles.judges.items()}
         judging: Sequence[Engine[Any, Any]] = [own.replicas for own in judges.values()]
         for engine in judging:

@@ -190,8 +190,8 @@ class Checkpointer:
             device: Where new tensors are made.
             mmap: Without a template: tensors that lie whole in a file are views of it, read when they are touched and
                 not checked against their checksums. Writing to one changes memory, never the file.
-            strict: Whether it is an error if the template has what was not saved; otherwise that stays as it is, and
-                is in the report of `load_async`.
+            strict: Whether it is an error if the template has what was not saved, or if all ranks have an empty dict
+                for sharded tensors; otherwise that stays as it is, and is in the report of `load_async`.
             progress: Is called, from several threads, with the bytes that were read since the last call, and with
                 those that this rank reads in all.
 
@@ -243,16 +243,18 @@ class Checkpointer:
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import LoadOptions, load_step
+            from gcore_ckpt.loading.matching import find_held_elsewhere
 
             start_s = time.perf_counter()
             group = self._open_group(call)
+            load_options = LoadOptions(**options, held_elsewhere=find_held_elsewhere(group, template))
 
             def fill(storage: Storage, found: int | None) -> State:
                 report.step = found
                 with call.working(), open_step(storage, found) as reader:
                     report.open_s = time.perf_counter() - start_s
                     wanted = completed(own, reader.index.tree)
-                    return load_step(reader, group, wanted, LoadOptions(**options), report, call.check)
+                    return load_step(reader, group, wanted, load_options, report, call.check)
 
             state = self._read(call, step, fill)
             if report.step is not None and step != "latest" and self._pipeline is not None:

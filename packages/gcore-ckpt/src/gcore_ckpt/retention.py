@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -39,28 +39,35 @@ class Retention:
             raise ValueError(f"best_mode is {self.best_mode!r}; expected 'max' or 'min'")
 
     def superfluous(
-        self, steps: list[int], committed: int | None = None, metrics: Mapping[int, float] | None = None
+        self, steps: list[int], committed: int | None, metric_of: Callable[[int], float | None]
     ) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
+        """Return those of `steps` (ascending) that may go, never the one just committed.
+
+        `metric_of` returns the metric of a step, and is called only if the best are kept.
+        """
         if self.keep is None:
             return []
         others = [step for step in steps if step != committed]
         kept = self.keep - (0 if committed is None else 1)
         lowest = others[: max(0, len(others) - kept)]
-        best = self._best(steps, metrics or {})
+        best = self._best(steps, metric_of)
         return [step for step in lowest if not (step in best or self._is_for_good(step))]
 
     def _is_for_good(self, step: int) -> bool:
         return self.keep_every is not None and step % self.keep_every == 0
 
-    def _best(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
+    def _best(self, steps: Sequence[int], metric_of: Callable[[int], float | None]) -> list[int]:
         """Return the steps with the best metrics; of equal ones the later."""
         if self.keep_best is None:
             return []
         sign = 1 if self.best_mode == "max" else -1
-        measured = [step for step in steps if step in metrics]
-        measured.sort(key=lambda step: (sign * metrics[step], step), reverse=True)
-        return measured[: self.keep_best]
+        ranked: list[tuple[float, int]] = []
+        for step in steps:
+            metric = metric_of(step)
+            if metric is not None:
+                ranked.append((sign * metric, step))
+        ranked.sort(reverse=True)
+        return [step for _, step in ranked[: self.keep_best]]
 
 
 def finite_metric(step: int, metric: float | None) -> float | None:

@@ -40,15 +40,10 @@ def completed(template: State, node: Node | None) -> State:
     """Return `template`, from `template_of`, with a template of all that is saved for each object; `node` is saved."""
     if isinstance(template, _Own):
         return _filling(template.state, node)
-    if isinstance(template, dict):
-        fields = tree.fields_of(node) or {}
-        items = cast("dict[str | int, State]", template).items()
-        return {key: completed(value, fields.get(key)) for key, value in items}
-    if isinstance(template, list | tuple):
-        values, nodes = cast("Sequence[State]", template), tree.items_of(node) or []
-        found = [completed(value, nodes[i] if i < len(nodes) else None) for i, value in enumerate(values)]
-        return _like(template, found)
-    return template
+    if not isinstance(template, dict | list | tuple):
+        return template
+    nodes = tree.fields_of(node) or dict(enumerate(tree.items_of(node) or ()))
+    return _map_children(cast("State", template), lambda key, value: completed(value, nodes.get(key)))
 
 
 def load_state_dicts(template: State, state: State) -> State:
@@ -56,15 +51,9 @@ def load_state_dicts(template: State, state: State) -> State:
     if _is_stateful(template):
         template.load_state_dict(state)
         return template
-    if isinstance(template, dict) and not template:  # all that was saved in its place
+    if not isinstance(template, dict | list | tuple) or not template:  # an empty dict: all that was saved in its place
         return state
-    if isinstance(template, dict):
-        items = cast("dict[str | int, State]", template).items()
-        return {key: load_state_dicts(value, state[key]) for key, value in items}
-    if isinstance(template, list | tuple):
-        found = [load_state_dicts(*pair) for pair in zip(cast("Sequence[State]", template), state, strict=True)]
-        return _like(template, found)
-    return state
+    return _map_children(cast("State", template), lambda key, value: load_state_dicts(value, state[key]))
 
 
 def _is_stateful(leaf: object) -> TypeGuard[Stateful]:
@@ -86,17 +75,19 @@ def _replaced(state: State, replacement: Callable[[Stateful], State], depth: int
         return replacement(state)
     if depth > MAX_DEPTH:  # refused by `tree.encode`, with the path
         return state
+    if not isinstance(state, dict | list | tuple):
+        return state
+    children = cast("Iterable[State]", state.values() if isinstance(state, dict) else state)
+    if _are_plain(children):
+        return cast("State", state)
+    return _map_children(cast("State", state), lambda _, value: _replaced(value, replacement, depth + 1))
+
+
+def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
+    """Return a dict or a sequence of what `act` returns for each key, or number, and its value."""
     if isinstance(state, dict):
-        fields = cast("dict[str | int, State]", state)
-        if _are_plain(fields.values()):
-            return state
-        return {key: _replaced(value, replacement, depth + 1) for key, value in fields.items()}
-    if isinstance(state, list | tuple):
-        if _are_plain(cast("Sequence[State]", state)):
-            return state
-        found = [_replaced(value, replacement, depth + 1) for value in cast("Sequence[State]", state)]
-        return _like(state, found)
-    return state
+        return {key: act(key, value) for key, value in cast("dict[str | int, State]", state).items()}
+    return _like(state, [act(number, value) for number, value in enumerate(cast("Sequence[State]", state))])
 
 
 def _like(sequence: State, items: list[State]) -> State:

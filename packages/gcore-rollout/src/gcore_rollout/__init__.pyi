@@ -184,7 +184,12 @@ from .rewards.kinds.verifiers import (
     import_reasoning_gym as import_reasoning_gym,
     last_code_block as last_code_block,
 )
-from .rewards.process import ProcessLimits as ProcessLimits, ProcessReward as ProcessReward
+from .rewards.process import (
+    LimitedProcess as LimitedProcess,
+    LimitExceededError as LimitExceededError,
+    ProcessLimits as ProcessLimits,
+    ProcessReward as ProcessReward,
+)
 from .rewards.registry import (
     ImageRewardKind as ImageRewardKind,
     ImageRewardSettings as ImageRewardSettings,

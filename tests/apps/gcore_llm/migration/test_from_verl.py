@@ -428,6 +428,97 @@ def test_a_setting_that_the_command_refuses() -> None:
         from_verl("algorithm.adv_estimator=grpo").result()
 
 
+FULLY_ASYNC = """
+train_prompt_mini_bsz=32
+python3 -m verl.experimental.fully_async_policy.fully_async_main \\
+    --config-name=fully_async_ppo_trainer \\
+    data.train_files=train.parquet data.train_batch_size=0 data.gen_batch_size=1 \\
+    actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.hybrid_engine=False algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=${train_prompt_mini_bsz} \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    trainer.nnodes=2 trainer.n_gpus_per_node=4 rollout.nnodes=3 rollout.n_gpus_per_node=8 \\
+    rollout.total_rollout_steps=$(((512*100))) rollout.total_epochs=10 rollout.test_freq=10 \\
+    async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 \\
+    async_training.require_batches=4 async_training.partial_rollout=True async_training.new_option=3 \\
+    async_training.use_rollout_log_probs=True
+"""
+
+
+def test_the_fully_asynchronous_trainer(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(FULLY_ASYNC)
+    conversion = from_verl(config=str(tmp_path / "run.sh"))
+    expected = {
+        "trainer.schedule": "async",
+        "rollout.max_staleness": 1,
+        "data.train_batch_size": 4 * 4 * 32,
+        "actor.ppo_mini_batch_size": 32,
+        "actor.optim.lr_warmup_steps": 10 * 4,
+        "algorithm.old_log_probs": "rollout",
+        "trainer.total_training_steps": 100,
+        "trainer.test_freq": 10,
+        "trainer.num_processes": 8,
+        "rollout.num_processes": 12,
+        "controllers": 3,
+        "runtime": "ray",
+    }
+    found = settings(conversion)
+    assert {name: found.get(name) for name in expected} == expected
+    assert "rollout.colocated" not in found
+    assert missing(conversion, "unknown") == {"async_training.new_option"}
+    assert missing(conversion) == {"custom_reward_function.path"}
+    assert "# Converted as verl.experimental.fully_async_policy.fully_async_main." in conversion.toml("run.sh")
+
+
+ASYNC_CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "defaults": (
+        ("async_training.require_batches=1",),
+        {"data.train_batch_size": 4 * 256, "trainer.schedule": "async", "algorithm.old_log_probs": "rollout"},
+    ),
+    "steps ahead": (("async_training.staleness_threshold=2.5",), {"rollout.max_staleness": 3}),
+    "by the weights of the step": (
+        ("async_training.staleness_threshold=0", "async_training.partial_rollout=False"),
+        {"trainer.schedule": "sync"},
+    ),
+    "log-probs of the trainer": (
+        ("async_training.compute_prox_log_prob=True",),
+        {"algorithm.old_log_probs": "trainer"},
+    ),
+    "log-probs of the trainer, by the later name": (
+        ("async_training.require_batches=1", f"{CORRECTION}.bypass_mode=False"),
+        {"algorithm.old_log_probs": "trainer"},
+    ),
+    "no evaluations": (
+        ("async_training.require_batches=1", "rollout.test_freq=-1"),
+        {"trainer.test_freq": 1_000_000},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASYNC_CASES)
+def test_settings_of_the_fully_asynchronous_trainer(name: str) -> None:
+    overrides, expected = ASYNC_CASES[name]
+    conversion = from_verl(N8, "algorithm.adv_estimator=grpo", *overrides)
+    found = settings(conversion)
+    assert {setting: found.get(setting) for setting in expected} == expected
+    assert missing(conversion) <= {"custom_reward_function.path"}
+
+
+def test_what_the_fully_asynchronous_trainer_has_alone() -> None:
+    """Responses that are not continued by new weights; and every key of the installed version's file is known."""
+    partial = "async_training.partial_rollout"
+    assert partial in missing(from_verl(N8, "algorithm.adv_estimator=grpo", f"{partial}=False"))
+    spec = find_spec("verl")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "experimental/fully_async_policy/config"
+    for name in ("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"):
+        given = from_verl(N8, config=str(folder / f"{name}.yaml")).given
+        names = [own for own in given if own != "defaults" and not own.startswith("hydra.")]
+        assert len(names) > 15
+        assert [own for own in names if find_key(VERL, own) is None] == []
+
+
 DEVICES = """
 DEVICE=${DEVICE:-$(python3 -c 'import no_such_accelerator' 2>/dev/null && echo npu || echo gpu)}
 train_batch_size=1024

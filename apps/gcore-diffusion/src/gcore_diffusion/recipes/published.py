@@ -19,11 +19,12 @@ from gcore_diffusion.config import (
     AlgorithmConfig,
     DataConfig,
     DiffusionConfig,
+    OptimConfig,
     RolloutConfig,
     TrainerConfig,
 )
 from gcore_diffusion.reward_config import RewardConfig
-from gcore_trainer import DenoisingPolicyConfig, OptimizerConfig
+from gcore_trainer import DenoisingPolicyConfig
 
 _ATTENTION = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -160,7 +161,7 @@ def _pickscore(
             actor,
             dtype="bfloat16",
             num_updates=2,
-            optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            optim=OptimConfig(lr=3e-4, weight_decay=1e-4),
             enable_gradient_checkpointing=True,
         ),
         trainer=TrainerConfig(num_processes=num_gpus, total_training_steps=2000, save_freq=60, test_freq=60),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w@/.-]*=", re.ASCII)
-_TRAINER = re.compile(r"(.*[./])?main_(ppo|dapo)\w*(\.py)?")
+_TRAINER = re.compile(r"(.*[./])?(main_(ppo|dapo)\w*|fully_async_main)(\.py)?")
 _OPTIONS = {
     "--config-path": "path",
     "-cp": "path",
@@ -16,7 +16,7 @@ _OPTIONS = {
     "--config-name": "name",
     "-cn": "name",
 }
-_OWN_CONFIG = re.compile(r"_?(generated_)?(transfer_queue_|one_step_off_)?ppo_(?:(\w+)_)?trainer(\.yaml)?")
+_OWN_CONFIG = re.compile(r"_?(generated_)?(transfer_queue_|one_step_off_|fully_async_)?ppo_(?:(\w+)_)?trainer(\.yaml)?")
 
 
 @dataclass(frozen=True, kw_only=True)

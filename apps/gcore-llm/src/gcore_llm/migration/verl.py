@@ -29,6 +29,9 @@ _OVERLONG_BUFFERS = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward_model.overlong_buffer",
 )
+_ASYNC = "async_training"
+_SYNC_STEPS, _FETCHED = f"{_ASYNC}.trigger_parameter_sync_step", f"{_ASYNC}.require_batches"
+_FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 _TEACHERS = "distillation.teacher_models"
 _BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
 _BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a file that imports default_compute_score"
@@ -37,13 +40,15 @@ _BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a fil
 def convert_verl_config(given: Given) -> Conversion:
     """Return the conversion of a config of verl's PPO trainer."""
     values = flattened(given.values)
+    is_fully_async = "fully_async" in given.trainer or any(name.startswith(f"{_ASYNC}.") for name in values)
     conversion = Conversion(
         library="verl",
         command="train",
         config=TrainConfig(),
         keys=VERL | _teacher_keys(values),
         given=values,
-        trainer=given.trainer or "verl.trainer.main_ppo",
+        trainer=given.trainer or (_FULLY_ASYNC if is_fully_async else "verl.trainer.main_ppo"),
+        defaults={_BYPASSES[0]: True} if is_fully_async else {},
         cautions=given.cautions,
         explicit=given.explicit,
     )
@@ -74,6 +79,11 @@ def _teacher_keys(values: Iterable[str]) -> dict[str, Key]:
     return keys
 
 
+def _is_fully_async(c: Conversion) -> bool:
+    """Return whether the config is of verl's fully asynchronous trainer."""
+    return "fully_async" in c.trainer
+
+
 def data(c: Conversion) -> None:
     """Convert the data's settings."""
     for side in ("train", "val"):
@@ -91,7 +101,7 @@ def data(c: Conversion) -> None:
 
 
 def batches(c: Conversion) -> int:
-    """Convert the sizes of batches and micro-batches; return the updates of a step."""
+    """Convert the sizes of batches and micro-batches; return the updates of a step of the learning rate."""
     prompts, mini, epochs = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs"
     c.copy(mini, epochs)
     longest = int(number_of(c, "data.max_prompt_length") + number_of(c, "data.max_response_length"))
@@ -106,6 +116,12 @@ def batches(c: Conversion) -> int:
         size, of = max(1, int(number_of(c, name)) // gpus) * longest, (name, f"{ACTOR}.use_dynamic_bsz")
         c.notes[name] = f"as many tokens as its samples have at most, {longest} each"
     c.put("actor.ppo_max_token_len", max(size, longest), *of)
+    if _is_fully_async(c):
+        fetched = int(number_of(c, _FETCHED))
+        size = int(number_of(c, _SYNC_STEPS)) * fetched * int(number_of(c, mini))
+        c.put(prompts, size, _SYNC_STEPS, _FETCHED, mini)
+        c.notes[prompts] = f"0 in verl, which streams prompts; weights are new after {size}"
+        return fetched * int(number_of(c, epochs))
     return math.ceil(number_of(c, prompts) / number_of(c, mini)) * int(number_of(c, epochs))
 
 
@@ -131,7 +147,7 @@ def layout(c: Conversion) -> None:
     else:
         c.put("trainer.backend", c.one_of(strategy, _BACKENDS, "torch"), strategy)
     c.put("trainer.num_processes", _world(c), "trainer.nnodes", "trainer.n_gpus_per_node")
-    if _world(c) > 1:
+    if _world(c) > 1 or _is_fully_async(c):
         c.put("runtime", "ray", "trainer.nnodes", "trainer.n_gpus_per_node")
     if c.settings["trainer.backend"] == "megatron":
         sizes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
@@ -172,21 +188,40 @@ def rollout(c: Conversion) -> None:
         c.put("rollout.tensor_parallel_size", size, of)
         if number_of(c, f"{ROLLOUT}.expert_parallel_size") > 1:
             c.put("rollout.enable_expert_parallel", True, f"{ROLLOUT}.expert_parallel_size")
-    if _world(c) > 1:
-        engines = max(1, _world(c) // (size if engine == "vllm" else 1))
-        c.put("rollout.num_processes", engines, "trainer.nnodes", "trainer.n_gpus_per_node", of)
-        c.put("controllers", min(engines, int(number_of(c, "trainer.nnodes"))), "trainer.nnodes")
-        if c.get("trainer.v1.trainer_mode") != "separate_async":
+    is_fully_async = _is_fully_async(c)
+    if _world(c) > 1 or is_fully_async:
+        section = "rollout" if is_fully_async else "trainer"
+        nodes, gpus = f"{section}.nnodes", f"{section}.n_gpus_per_node"
+        world = int(number_of(c, nodes) * number_of(c, gpus))
+        engines = max(1, world // (size if engine == "vllm" else 1))
+        c.put("rollout.num_processes", engines, nodes, gpus, of)
+        c.put("controllers", min(engines, int(number_of(c, nodes))), nodes)
+        if not is_fully_async and c.get("trainer.v1.trainer_mode") != "separate_async":
             c.put("rollout.colocated", True, "trainer.v1.trainer_mode")
     tries, temperature = f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature"
     if c.get(f"{ROLLOUT}.val_kwargs.do_sample"):
         c.put("rollout.val_kwargs.n", c.get(tries), tries, f"{ROLLOUT}.val_kwargs.do_sample")
         c.copy(temperature, f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k")
+    if is_fully_async:
+        schedule_fully_async(c)
+        return
     mode = "trainer.v1.trainer_mode"
     schedule = c.one_of(mode, {"sync": "sync", "separate_async": "async"}, "sync")
     c.put("trainer.schedule", schedule, mode)
     if schedule == "async":
         c.copy("trainer.v1.sampler.max_off_policy_threshold")
+
+
+def schedule_fully_async(c: Conversion) -> None:
+    """Convert how far sampling is ahead of training in verl's fully asynchronous trainer."""
+    share, partial = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
+    staleness = number_of(c, share)
+    c.put("trainer.schedule", "async" if staleness > 0 else "sync", share)
+    if staleness > 0:
+        c.put("rollout.max_staleness", math.ceil(staleness), share)
+        c.notes[share] = "a share of the prompts between two updates of the engines in verl, and whole steps here"
+    else:
+        c.notes[partial] = "of a staleness_threshold above 0"
 
 
 _ENGINES = "sglang needs rollout.server_python, an environment of its own, and there are no others"
@@ -212,6 +247,9 @@ def algorithm(c: Conversion) -> None:
         c.put("algorithm.max_num_gen_batches", int(number_of(c, waves)) or NEVER, waves)
     bypass = next((name for name in _BYPASSES if c.get(name)), _BYPASSES[0])
     c.put("algorithm.old_log_probs", "rollout" if c.get(bypass) else "trainer", bypass)
+    recomputed, sampled = f"{_ASYNC}.compute_prox_log_prob", f"{_ASYNC}.use_rollout_log_probs"
+    if c.get(recomputed) or not c.get(sampled):
+        c.put("algorithm.old_log_probs", "trainer", recomputed, sampled)
     correction(c)
     cap = f"{ACTOR}.tis_imp_ratio_cap"
     if number_of(c, cap) > 0 and f"{_CORRECTION}.rollout_is" not in c.settings:
@@ -399,19 +437,26 @@ def run(c: Conversion) -> None:
             c.missing["trainer.logger"] = f"{', '.join(map(str, others))}; {WRITTEN}"
     c.notes["trainer.project_name"] = "of the trackers that trainer.logger names"
     c.notes.setdefault("trainer.logger", WRITTEN)
-    if c.has(steps := "trainer.total_training_steps"):
+    steps = "trainer.total_training_steps"
+    rollouts = "rollout.total_rollout_steps"
+    if _is_fully_async(c):
+        length = int(number_of(c, rollouts)) // c.settings["data.train_batch_size"]
+        c.put(steps, max(1, length), rollouts)
+        c.notes["trainer.total_epochs"] = f"{rollouts} is set; verl ends after so many epochs, if these are fewer steps"
+    elif c.has(steps):
         c.copy(steps)
         c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"
     else:
         c.copy("trainer.total_epochs")
+    test = "rollout.test_freq" if c.has("rollout.test_freq") else "trainer.test_freq"
     for name, text in (
         ("trainer.save_freq", "never in verl; here as often as by default"),
-        ("trainer.test_freq", "never in verl; here at the first and the last step"),
+        (test, "never in verl; here at the first and the last step"),
     ):
         if number_of(c, name) > 0:
             c.copy(name)
-        elif name == "trainer.test_freq":
-            c.put(name, NEVER, name)
+        elif name == test:
+            c.put("trainer.test_freq", NEVER, name)
             c.notes[name] = text
         else:
             c.notes[name] = text

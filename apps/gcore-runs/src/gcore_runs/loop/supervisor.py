@@ -53,6 +53,10 @@ _REFUSALS = UserError, RolloutError, TrainerError
 """Errors of wrong input: before anything is trained, a new run that ends by one leaves no folder."""
 _LOSSES = EngineStartError, EngineDiedError
 """Errors that are none of wrong input, and whose causes are in the folder's logs."""
+_UNWIND_S = 10.0
+"""How long an interrupted task may take to end."""
+_MAX_NESTED_TASKS = 20
+"""How many tasks may be around an interrupted one."""
 _MAX_LOSSES = 5
 """How many times in a row services may die without a finished step in between."""
 
@@ -167,7 +171,37 @@ class Supervisor:
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, in the event loop of the whole run."""
-        return self._runner.run(work)
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.append(task)
+            return await work
+
+        try:
+            return self._runner.run(run())
+        except KeyboardInterrupt:
+            self._unwind(tasks)
+            raise
+
+    def _unwind(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Run tasks to their end after an interrupt, which each of them raises out of the loop again.
+
+        Otherwise the next call that uses the loop would get it.
+        """
+
+        async def wait() -> None:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_UNWIND_S)
+
+        for _ in range(_MAX_NESTED_TASKS):
+            # RuntimeError: the loop was stopped by a task of an earlier call.
+            with suppress(KeyboardInterrupt, RuntimeError):
+                self._runner.run(wait())
+                return
 
     @contextmanager
     def started(self, starting: Coroutine[Any, Any, ClosableT]) -> Generator[ClosableT]:
@@ -293,7 +327,7 @@ class Supervisor:
                     recorder.save_last()
                 if isinstance(error, asyncio.CancelledError) and recorder.stop.is_early:
                     return None
-                # The second Ctrl-C stops the event loop, which may be a RuntimeError; nothing is recovered after one.
+                # Nothing is recovered after Ctrl-C.
                 if isinstance(error, asyncio.CancelledError) or recorder.stop.is_requested:
                     raise KeyboardInterrupt from None
                 if not isinstance(error, Exception):

@@ -16,6 +16,8 @@ _OFTEN = "the run's own frequency, which a resumed run may change"
 _REF_SAME = "the reference model is computed as the actor, in no more memory"
 _OPTIMIZER = "no further options of the optimizer"
 _CRITIC_SAME = "the critic's updates are those of the actor"
+_ASYNC_OWN = "with trainer.schedule async, new weights come in the middle of responses"
+_DYNAMIC = "engines have devices of their own, or all of the ranks' by turns: rollout.colocated"
 _PROFILER = "no profiler's settings: each run has a timeline and stage times"
 
 
@@ -204,6 +206,7 @@ _USED: dict[str, Key] = {
             "do_sample": lacks("responses are sampled", True),
             "ignore_eos": lacks("a response ends at its end token", False),
             "pipeline_model_parallel_size": lacks("an engine is split by tensor parallelism", 1),
+            "standalone_gpu_memory_utilization": lacks("rollout.gpu_memory_utilization is that of every engine"),
             "quantization": lacks("engines compute in the run's dtype"),
             "enable_rollout_routing_replay": lacks("routing of the engine is not replayed; R2 is", False),
             "val_kwargs.n": to("rollout.val_kwargs.n", default=1),
@@ -368,6 +371,41 @@ _USED: dict[str, Key] = {
             "esi_redundant_time": nothing("SIGTERM ends a run after a checkpoint"),
         },
     ),
+    **_section(
+        "async_training",
+        {
+            "staleness_threshold": to("rollout.max_staleness", "trainer.schedule", default=0.1),
+            "trigger_parameter_sync_step": to("data.train_batch_size", default=4),
+            "require_batches": to("data.train_batch_size", default=1),
+            "compute_prox_log_prob": to("algorithm.old_log_probs", default=False),
+            "use_rollout_log_probs": to("algorithm.old_log_probs", default=True),
+            "partial_rollout": lacks(_ASYNC_OWN, True),
+            "use_dynamic_resource_scheduling": lacks(_DYNAMIC, False),
+            **dict.fromkeys(
+                (
+                    "dynamic_schedule_policy",
+                    "dynamic_schedule_deactivate_ratio",
+                    "dynamic_schedule_enable_rebalance",
+                ),
+                nothing("of use_dynamic_resource_scheduling"),
+            ),
+            "concurrent_samples_per_replica": nothing("an engine has as many responses as rollout.max_num_seqs"),
+            "use_trainer_do_validate": nothing("the run's engines answer held-out prompts"),
+            "checkpoint_engine.*": nothing("weights go to engines in parts of a bounded size"),
+        },
+    ),
+    **_section(
+        "rollout",
+        {
+            "nnodes": to("rollout.num_processes", "controllers", default=1),
+            "n_gpus_per_node": to("rollout.num_processes", default=8),
+            "total_rollout_steps": to("trainer.total_training_steps", default=100),
+            "total_epochs": to("trainer.total_epochs"),
+            "test_freq": to("trainer.test_freq"),
+            "n": nothing("actor_rollout_ref.rollout.n is what counts"),
+        },
+    ),
+    "actor_rollout_ref.checkpoint_engine.*": nothing("weights go to engines in parts of a bounded size"),
     "global_profiler.*": nothing(_PROFILER),
     "transfer_queue.*": nothing("samples go from controllers to ranks directly"),
     "ray_kwargs.*": nothing("the cluster's settings are in ray"),

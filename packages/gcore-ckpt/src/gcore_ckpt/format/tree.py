@@ -254,6 +254,11 @@ def view_of(node: Node) -> tuple[str, View] | None:
     return validation.expect(str, name, "tensor of a view"), view
 
 
+def tensor_of(node: Node) -> tuple[str | None, View | None]:
+    """Return the name of the tensor or array that a node refers to, and the view that it is; None for what is not."""
+    return view_of(node) or (name_of(node), None)
+
+
 def items_of(node: Node) -> list[Node] | None:
     """Return the items of an encoded list or tuple; None for any other node."""
     tag, value = tagged(node)
@@ -268,8 +273,7 @@ def ranks_of(node: Node) -> dict[str, Node] | None:
 
 def references(node: Node) -> Iterator[str]:
     """Return the names of all tensors and arrays in a tree."""
-    view = view_of(node)
-    name = name_of(node) if view is None else view[0]
+    name, _ = tensor_of(node)
     if name is not None:
         yield name
         return

@@ -45,7 +45,24 @@ from gcore_ckpt.storage.local import open_storage
 _Path: TypeAlias = str | os.PathLike[str]
 
 
-class StorageWriter(storage.StorageWriter):
+class _NumberedSteps:
+    """A step that the `checkpoint_id` of a call of DCP may name."""
+
+    _step: Any
+
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
+        if checkpoint_id is None:
+            return
+        if not self.validate_checkpoint_id(checkpoint_id):
+            raise ValueError(f"checkpoint_id is {checkpoint_id!r}; expected the number of a step")
+        self._step = int(str(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
+        return str(checkpoint_id).isdecimal()
+
+
+class StorageWriter(_NumberedSteps, storage.StorageWriter):
     """Writes what `torch.distributed.checkpoint` saves as a step, committed when `save` returns.
 
     Args:
@@ -57,10 +74,6 @@ class StorageWriter(storage.StorageWriter):
     def __init__(self, checkpoints: _Path | Checkpointer, *, step: int | None = None) -> None:
         self._checkpoints = checkpoints
         self._step = step
-
-    def reset(self, checkpoint_id: _Path | None = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
@@ -86,12 +99,8 @@ class StorageWriter(storage.StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
         """Do nothing: the step is committed."""
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        return str(checkpoint_id).isdecimal()
 
-
-class StorageReader(storage.StorageReader):
+class StorageReader(_NumberedSteps, storage.StorageReader):
     """Reads a committed step for `torch.distributed.checkpoint`, whichever way it was saved.
 
     Args:
@@ -101,13 +110,9 @@ class StorageReader(storage.StorageReader):
 
     def __init__(self, path: _Path, *, step: Step = "latest") -> None:
         self._storage = open_storage(path)
-        self._step: Step = step
+        self._step = step
         self._found: int | None = None
         self._group = Group()
-
-    def reset(self, checkpoint_id: _Path | None = None) -> None:
-        if checkpoint_id is not None:
-            self._step = _step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._found = find_step(self._storage, self._step)
@@ -151,16 +156,6 @@ class StorageReader(storage.StorageReader):
         """Return the values of nodes of the step's tree, with the tensors and arrays in them, or fill a template."""
         part = replace(reader, index=replace(reader.index, tree=nodes))
         return load_step(part, self._group, template)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        return str(checkpoint_id).isdecimal()
-
-
-def _step_of(checkpoint_id: _Path) -> int:
-    if not str(checkpoint_id).isdecimal():
-        raise ValueError(f"checkpoint_id is {checkpoint_id!r}; expected the number of a step")
-    return int(str(checkpoint_id))
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> State:
@@ -231,7 +226,7 @@ def _described(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesS
 
 def _stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:
     """Return the stored tensor that a node refers to, and the shape of the node's own, which may be a view of it."""
-    name, view = tree.view_of(node) or (tree.name_of(node), None)
+    name, view = tree.tensor_of(node)
     stored = reader.index.tensors[cast("str", name)]
     return stored, stored.shape if view is None else view.shape
 

@@ -117,22 +117,24 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         self._save_if_due(args, state, control, kwargs)
         # In the middle of an epoch, generators continue once the batches before are skipped.
-        set_random_states(self._random_states)
-        self._random_states = None
+        self._restore_random_states()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._save_if_due(args, state, control, kwargs)
         if float(state.epoch or 0).is_integer():
-            set_random_states(self._random_states)
-            self._random_states = None
+            self._restore_random_states()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._save_if_due(args, state, control, kwargs)
         self._checkpointer.wait()
+
+    def _restore_random_states(self) -> None:
+        set_random_states(self._random_states)
+        self._random_states = None
 
     def _save_if_due(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,13 +31,14 @@ _SizedRead: TypeAlias = tuple[int, Callable[[], None]]  # the bytes that a call 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The options of `Checkpointer.load`."""
+    """The options of `Checkpointer.load`, and what the ranks have agreed on (`find_held_elsewhere`)."""
 
     only: Sequence[str] | None = None
     device: str | torch.device = "cpu"
     mmap: bool = False
     strict: bool = True
     progress: Callable[[int, int], None] | None = None
+    held_elsewhere: Collection[str] = ()
 
 
 def load_step(
@@ -51,13 +52,14 @@ def load_step(
     """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
     options, report = options or LoadOptions(), report or LoadReport()
     start_s, saved = time.perf_counter(), reader.index.tree
-    matcher = Matcher(reader, group, torch.device(options.device), mmap=options.mmap)
+    device = torch.device(options.device)
+    matcher = Matcher(reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere)
     if template is None:
         state = matcher.decoded(saved if options.only is None else pruned(saved, options.only, reader.where))
     else:
         state = matcher.match(template, saved, ())
         if options.strict:
-            matcher.check_missing()
+            matcher.check_strict()
         report.missing, report.unused = map(_dotted, (matcher.missing(), matcher.unused))
     reads = _Reads(reader, matcher.requests)
     matched_s = time.perf_counter()

@@ -1,7 +1,6 @@
 """Matches a tree that was saved with a template, or makes a fresh state of it: what is to be read, and to where."""
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass, replace
 from enum import Enum
@@ -17,7 +16,7 @@ from gcore_ckpt.format.boxes import Box
 from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, View, describe
 from gcore_ckpt.loading.reader import StepReader
-from gcore_ckpt.ranks.group import Group
+from gcore_ckpt.ranks.group import Group, exchange
 from gcore_ckpt.ranks.shards import (
     TORCH_DTYPES,
     WRAPPER,
@@ -33,7 +32,6 @@ from gcore_ckpt.ranks.shards import (
 )
 from gcore_ckpt.storage.local import LocalFiles
 
-_logger = logging.getLogger(__name__)
 _NAMED = 5
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -64,10 +62,60 @@ class Requests:
         return map(Request, self._names, self._boxes, self._targets)
 
 
-class Matcher:
-    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with."""
+def find_held_elsewhere(group: Group, template: State) -> list[str]:
+    """Return where the template of one rank has an empty dict and that of another has something else (all ranks)."""
+    if group.size == 1:
+        return []
 
-    def __init__(self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool) -> None:
+    def merge(paths: list[list[str]]) -> list[list[str]]:
+        return [sorted(set().union(*paths))] * len(paths)
+
+    empty = exchange(
+        group, lambda: [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)], merge
+    )
+    if not empty:
+        return []
+
+    def find_others() -> list[str]:
+        paths = {describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)}
+        return [path for path in empty if path in paths]
+
+    return exchange(group, find_others, merge)
+
+
+def _is_empty_dict(value: State) -> bool:
+    return isinstance(value, dict) and not value
+
+
+def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]]:
+    """Yield all that a template is made of but its plain tensors, with the paths."""
+    yield path, template
+    fields: Mapping[Any, State] = {}
+    if isinstance(template, dict):
+        fields = cast("dict[str | int, State]", template)
+    elif isinstance(template, list | tuple):
+        fields = dict(enumerate(cast("Sequence[State]", template)))
+    elif is_dataclass(template) and not isinstance(template, type):
+        fields = tree.fields_of_dataclass(template)
+    for key, value in fields.items():
+        if type(value) not in _PLAIN:
+            yield from _parts(value, (*path, key))
+
+
+class Matcher:
+    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with.
+
+    Args:
+        reader: The open step.
+        group: The ranks that load it.
+        device: Where new tensors are made.
+        mmap: Whether new tensors are views of files, where they can be.
+        held_elsewhere: Empty dicts of the template that another rank's has more in, from `find_held_elsewhere`.
+    """
+
+    def __init__(
+        self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool, held_elsewhere: Collection[str]
+    ) -> None:
         self.requests = Requests()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets and sources of copies, to be made after all requests."""
@@ -75,6 +123,8 @@ class Matcher:
         self._group = group
         self._device = device
         self._mmap = mmap
+        self._held_elsewhere = held_elsewhere
+        self._unfilled: list[CheckpointMismatchError] = []
         self._fresh: dict[tuple[ArrayKind, str], object] = {}
         self._filled: list[torch.Tensor] = []
         self._missing: list[tuple[StatePath, tuple[object, ...] | None]] = []
@@ -88,8 +138,10 @@ class Matcher:
         filled = {*map(_memory, self._filled)}
         return [path for path, memory in self._missing if memory not in filled]
 
-    def check_missing(self) -> None:
-        """Raise `CheckpointMismatchError` if the template has what was not saved."""
+    def check_strict(self) -> None:
+        """Raise `CheckpointMismatchError` if the template has what was not saved, or what no rank would fill."""
+        if self._unfilled:
+            raise self._unfilled[0]
         missing = list(map(describe, self.missing()))
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -177,8 +229,8 @@ class Matcher:
         if fields is None and (template or node is not None):
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         fields = fields or {}
-        if not template:
-            return self._load_all(fields, node, path)
+        if not template and not self._stays_empty(fields, node, path):
+            return self.decoded(node) if fields else {}
         state: dict[Any, State] = {}
         used: set[str | int | None] = set()
         for key, value in template.items():
@@ -193,24 +245,24 @@ class Matcher:
         self.unused += [(*path, key) for key in fields if key not in used]
         return state
 
-    def _load_all(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> dict[Any, State]:
-        """Return all that was saved where the template is empty, as the state of an optimizer before its first step."""
-        if not fields:
-            return {}
+    def _stays_empty(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> bool:
+        """Return whether this rank loads nothing in place of an empty dict, because ranks hold parts of what is there.
+
+        It is an error, see `check_strict`, unless another rank's template names what is there.
+        """
         tensors = [self._reader.index.tensors.get(name) for name in tree.references(node)]
         is_sharded = any(tensor is not None and len(tensor.shards) > 1 for tensor in tensors)
         if not is_sharded or self._group.size == 1:
-            return self.decoded(node)
-        problem = (
-            f"is an empty dict in the template, and holds sharded tensors under {len(fields)} keys in the "
-            "checkpoint; expected the sharded tensors to fill, as get_state_dict of "
-            "torch.distributed.checkpoint.state_dict returns them, or None, for which each rank loads all of them"
-        )
-        if not path:
-            raise self._mismatch(path, problem)
-        # A rank may have none of a part of the state, which others have.
-        _logger.warning("rank %d loads nothing of %s, which %s", self._group.rank, describe(path), problem)
-        return {}
+            return False
+        if describe(path) not in self._held_elsewhere:
+            problem = (
+                f"is an empty dict in the template, and holds sharded tensors under {len(fields)} keys in the "
+                "checkpoint; expected the sharded tensors to fill (for an optimizer before its first step, "
+                "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict makes them), or None, for which "
+                "each rank loads all of them; strict=False leaves it empty"
+            )
+            self._unfilled.append(self._mismatch(path, problem))
+        return True
 
     def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
         try:
@@ -265,7 +317,7 @@ class Matcher:
         if shard is None:
             return self.decoded(node)
         with validation.reading(f"{self._reader.where}/index.json: tree"):
-            name, view = tree.view_of(node) or (tree.name_of(node), None)
+            name, view = tree.tensor_of(node)
         name = shard.name if shard.name is not None else name
         result = template
         if shard.tensor.is_meta:

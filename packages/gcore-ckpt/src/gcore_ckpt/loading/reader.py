@@ -76,17 +76,31 @@ class StepReader:
         first, last = number * block, min(block_count(stop, block) * block, shard.size_bytes)
         blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
         self._read(name, shard.file, shard.offset_bytes + first, blocks)
-        if shard.checksums is not None:
-            for at in range(0, len(blocks), block):
-                found = digest(blocks[at : at + block])
-                expected = shard.checksums[(number + at // block) * DIGITS :][:DIGITS]
-                if found != expected:
-                    raise CorruptCheckpointError(
-                        f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block "
-                        f"{number + at // block} of its shard {shard.box}; expected {expected}"
-                    )
+        self._check(name, shard, number, blocks)
         if blocks is not buffer:
             buffer[:] = blocks[start - first : stop - first]
+
+    def check_file(self, file: str, data: memoryview) -> None:
+        """Check the bytes of a data file: its header, and all blocks of the shards in it."""
+        _check_header(f"{self.where}/{file}", self.index.files[file], data)
+        for name, tensor in self.index.tensors.items():
+            for shard in tensor.shards:
+                if shard.file == file:
+                    self._check(name, shard, 0, data[shard.offset_bytes :][: shard.size_bytes])
+
+    def _check(self, name: str, shard: StoredShard, number: int, blocks: memoryview) -> None:
+        """Check adjacent blocks of a shard, from one of this number."""
+        if shard.checksums is None:
+            return
+        for start in range(0, len(blocks), shard.block_bytes):
+            found = digest(blocks[start : start + shard.block_bytes])
+            expected = shard.checksums[number * DIGITS :][:DIGITS]
+            if found != expected:
+                raise CorruptCheckpointError(
+                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {number} of its shard "
+                    f"{shard.box}; expected {expected}"
+                )
+            number += 1
 
     def read_small(self, small: "SmallShards", run: Sequence[int], buffer: memoryview) -> None:
         """Fill `buffer` with adjacent shards in their order; all are checked."""
@@ -200,14 +214,18 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
         raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
 
 
+def read_index(storage: Storage, step: int) -> Index:
+    """Return the index of a committed step; its files are not opened."""
+    with storage.open_step(step) as files:
+        return decode_index(files.read_index(), f"{storage}/{step_name(step)}/index.json")
+
+
 def read_metric(storage: Storage, step: int) -> float | None:
     """Return the metric that a committed step was saved with; None, too, for one that cannot be read."""
-    where = f"{storage}/{step_name(step)}/index.json"
     try:
-        with storage.open_step(step) as files:
-            return decode_index(files.read_index(), where).metric
+        return read_index(storage, step).metric
     except (OSError, CheckpointError) as error:
-        _logger.warning("the metric of %s cannot be read: %s", where, error)
+        _logger.warning("the metric of %s/%s cannot be read: %s", storage, step_name(step), error)
         return None
 
 
@@ -218,7 +236,11 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
         raise CorruptCheckpointError(f"{where}: has {size_bytes} bytes; expected {expected.size_bytes}")
     header = bytearray(expected.header_size_bytes)
     files.read_into(name, 0, memoryview(header))
-    found = checksum(bytes(header))
+    _check_header(where, expected, memoryview(header))
+
+
+def _check_header(where: str, expected: DataFile, data: memoryview) -> None:
+    found = checksum(data[: expected.header_size_bytes])
     if found != expected.header_checksum:
         raise CorruptCheckpointError(f"{where}: header has checksum {found}; expected {expected.header_checksum}")
 
@@ -254,7 +276,7 @@ def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:
-        name, view = tree.view_of(node) or (tree.name_of(node), None)
+        name, view = tree.tensor_of(node)
         value = None if name is not None else tree.decode(node, _unknown, _unknown)
         yield StepLeaf(".".join(map(str, path)), name, value, per_rank, view)
 

@@ -24,12 +24,9 @@ from gcore_ckpt.format.tree import (
     encode,
     encode_numpy_scalar,
 )
-from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
+from gcore_ckpt.ranks.shards import NUMPY_NAMES, TORCH_NAMES, Holdings, NumpyArray
 
-_NAMES: dict[object, str] = {
-    **{dtype: name for name, dtype in TORCH_DTYPES.items()},
-    **{np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy},
-}
+_NAMES: dict[object, str] = {**TORCH_NAMES, **NUMPY_NAMES}
 _TAGS = {torch.Tensor: "tensor", torch.nn.Parameter: "tensor", np.ndarray: "array"}
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _kind_of_tensor = attrgetter("dtype", "shape", "device")

@@ -30,8 +30,8 @@ NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 WRAPPER = "__class__"
 """Key of the class of a tensor that is made of several, next to these."""
-_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
+TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,7 +246,7 @@ class _Leaves:
         if tensor.layout is not torch.strided or tensor.is_meta:
             found = f"layout {tensor.layout} on device {tensor.device}"
             raise TypeError(f"{describe(path)} has {found}; expected a dense tensor that holds data")
-        dtype = _dtype_name(tensor.dtype, _TORCH_NAMES, path)
+        dtype = _dtype_name(tensor.dtype, TORCH_NAMES, path)
         held = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
         memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         return self._add(held, memory, tensor, path)
@@ -254,7 +254,7 @@ class _Leaves:
     def _add_array(self, array: NumpyArray, path: StatePath) -> str:
         if type(array) not in (np.ndarray, np.memmap):
             raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
-        dtype = _dtype_name(array.dtype, _NUMPY_NAMES, path)
+        dtype = _dtype_name(array.dtype, NUMPY_NAMES, path)
         held = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.whole(array.shape))
         return self._add(held, (array.__array_interface__["data"][0], array.strides), array, path)
 

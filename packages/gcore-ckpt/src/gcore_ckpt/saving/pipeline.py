@@ -221,10 +221,8 @@ class SavePipeline:
 
     def _delete(self, step: int) -> None:
         self._check_exists(step, "delete")
-        try:
+        with writing(f"deleting step {step} from {self._storage} failed"):
             self._storage.remove(step)
-        except OSError as error:
-            raise CheckpointWriteError(f"deleting step {step} from {self._storage} failed: {error}") from error
 
     def _check_exists(self, step: int, purpose: str) -> list[int]:
         """Return the committed steps, of which this must be one."""
@@ -237,10 +235,8 @@ class SavePipeline:
     def _set_aside_above(self, step: int) -> list[int]:
         steps = self._check_exists(step, "roll back to")
         later = [other for other in steps if other > step]
-        try:
+        with writing(f"rolling {self._storage} back to step {step} failed"):
             self._storage.set_aside(later)
-        except OSError as error:
-            raise CheckpointWriteError(f"rolling {self._storage} back to step {step} failed: {error}") from error
         return later
 
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
@@ -250,24 +246,18 @@ class SavePipeline:
             )
 
     def _find_superfluous(self, storage: Storage, retention: Retention, steps: list[int], committed: int) -> list[int]:
-        if retention.keep_best is None:
-            return retention.superfluous(steps, committed)
-        found: dict[int, float] = {}
-        for step in steps:
-            if step not in self._metrics:
-                self._metrics[step] = read_metric(storage, step)
-            metric = self._metrics[step]
-            if metric is not None:
-                found[step] = metric
-        return retention.superfluous(steps, committed, found)
+        return retention.superfluous(steps, committed, lambda step: self._metric(storage, step))
+
+    def _metric(self, storage: Storage, step: int) -> float | None:
+        if step not in self._metrics:
+            self._metrics[step] = read_metric(storage, step)
+        return self._metrics[step]
 
     def _acquire(self) -> None:
         if self._acquired:
             return
-        try:
+        with writing(f"{self._storage} cannot be opened for saving"):
             self._storage.acquire()
-        except OSError as error:
-            raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
         self._acquired = True
 
     def _check_order(self, step: int, storage: Storage) -> None:
@@ -283,6 +273,15 @@ class SavePipeline:
                 f"step is {step}; expected more than {steps[-1]}, the latest step that {storage} holds, which "
                 f"this run has neither saved nor continued from ({remedy})"
             )
+
+
+@contextmanager
+def writing(failure: str) -> Generator[None]:
+    """Raise an `OSError` of the block as `CheckpointWriteError`, after these words."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointWriteError(f"{failure}: {error}") from error
 
 
 def delete_superfluous(storage: Storage, superfluous: Callable[[list[int]], list[int]]) -> None:

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, digest, lay_out_file
 from gcore_ckpt.format.columns import Tensors
-from gcore_ckpt.format.index import decode_index, encode_index
+from gcore_ckpt.format.index import encode_index
 from gcore_ckpt.format.merging import Replaced, merge
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard
 from gcore_ckpt.format.tree import Node, decode, describe, references
+from gcore_ckpt.loading.reader import read_index
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import INDEX_FILE, MAX_INDEX_BYTES, Storage, step_name
@@ -85,9 +86,7 @@ class Saver:
             self._base = None
         if self._base is None and base is not None:
             with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
-                with self._storage.open_step(base) as files:
-                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
-                self._base = base, index
+                self._base = base, read_index(self._storage, base)
         return attempt
 
     def _write_files(

@@ -14,7 +14,7 @@ from typing import Any
 from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box
-from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor, naming
 from gcore_ckpt.storage import INDEX_FILE, StepFiles, Storage
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
@@ -113,7 +113,7 @@ def _open(files: StepFiles, path: Path) -> int:
 
 
 def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> StoredTensor:
-    try:
+    with naming(name):
         fields = validation.expect(dict, entry, "entry")
         missing = {"dtype", "shape", "data_offsets"} - fields.keys()
         if missing:
@@ -130,8 +130,6 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
         size_bytes = math.prod(shape) * DTYPES[dtype].size_bytes
         if end - begin != size_bytes:
             raise ValueError(f"data_offsets {begin} to {end} do not fit {code} of shape {shape}, {size_bytes} bytes")
-    except ValueError as error:
-        raise ValueError(f"tensor {name!r}: {error}") from error
     # Without checksums to check, blocks of one byte let every read be of what is asked for and no more.
     shard = StoredShard(
         file=file,

@@ -42,9 +42,9 @@ class TieredCheckpointer(Checkpointer):
         ])
 
     A save copies the state once, into host memory, and writes it to the first tier for which the step is due; after the
-    commit, the files are copied from there to the other tiers that are due, in the background. A save for which no tier
-    is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it; if that
-    copy is damaged, it logs a warning and takes the next tier's.
+    commit, the files are checked and copied from there to the other tiers that are due, in the background. A save for
+    which no tier is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has
+    it; if that copy is damaged, it logs a warning and takes the next tier's.
 
     On the machines' own disks, each rank's files lie on its machine and on `replicas` others. A save is committed there
     once all copies are made; when the next `save` returns, the machine of any rank may be lost with its disk, at the

@@ -1,10 +1,14 @@
-"""Copies a committed step from one tier to another, each rank a share of its files, without the memory of training."""
+"""Copies a committed step from one tier to another, each rank a share of its files, without the memory of training.
+
+All that is copied is checked against the checksums of the step's index first.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.loading.reader import StepReader, read_index
 from gcore_ckpt.ranks.group import Group, exchange
 from gcore_ckpt.storage import INDEX_FILE, Storage, step_name
 from gcore_ckpt.tiers.node import NodeStorage
@@ -35,13 +39,17 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
             return copied
         # Not all files of a node, which a load may be reading from other machines at the same time.
         with (source.local if isinstance(source, NodeStorage) else source).open_step(step) as files:
+            where = f"{source}/{step_name(step)}"
+            index = files.read_index()
+            reader = StepReader(where, decode_index(index, f"{where}/{INDEX_FILE}"), files)
             for name in names:
                 if name == INDEX_FILE:
-                    copied["index"] = files.read_index().decode()
+                    copied["index"] = index.decode()
                     continue
                 data = buffer.reserve(files.open(name))
                 if files.read_into(name, 0, data) != len(data):
-                    raise OSError(f"{source}/{step_name(step)}/{name} ends before its {len(data)} bytes")
+                    raise OSError(f"{where}/{name} ends before its {len(data)} bytes")
+                reader.check_file(name, data)
                 target.write_file(attempt, name, [data])
                 copied["sizes"][name] = len(data)
         return copied
@@ -68,8 +76,6 @@ def _readers(step: int, source: Storage, reports: Sequence[Report]) -> dict[str,
         if copies is None:
             raise CheckpointNotFoundError(f"{source} holds no whole step {step}")
         return source.readers(copies)
-    with source.open_step(step) as files:
-        data = files.read_index()
-    index = decode_index(data, f"{source}/{step_name(step)}/{INDEX_FILE}")
     ranks = list(range(len(reports)))
-    return {INDEX_FILE: (len(data), ranks)} | {name: (file.size_bytes, ranks) for name, file in index.files.items()}
+    files = {name: (file.size_bytes, ranks) for name, file in read_index(source, step).files.items()}
+    return {INDEX_FILE: (0, ranks)} | files

@@ -10,12 +10,13 @@ from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
 from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
-from gcore_ckpt.saving.pipeline import SavePipeline, delete_superfluous
+from gcore_ckpt.saving.pipeline import SavePipeline, delete_superfluous, writing
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.copying import copy_step
+from gcore_ckpt.tiers.node import NodeStorage
 from gcore_ckpt.tiers.storage import Place, TieredStorage
 from gcore_ckpt.tiers.transfer import Buffer
 
@@ -110,14 +111,11 @@ class TieredPipeline(SavePipeline):
             return [other for other in steps if other > step]
 
         def set_aside() -> None:
-            try:
-                with call.working():
-                    for place in self._tiers.places:
-                        if self._leads(place):
-                            here = later if place.storage is self._tiers.node else place.storage.steps()
-                            place.storage.set_aside([other for other in later if other in here])
-            except OSError as error:
-                raise CheckpointWriteError(f"rolling {self._tiers} back to step {step} failed: {error}") from error
+            with writing(f"rolling {self._tiers} back to step {step} failed"), call.working():
+                for place in self._tiers.places:
+                    if self._leads(place):
+                        here = later if place.storage is self._tiers.node else place.storage.steps()
+                        place.storage.set_aside([other for other in later if other in here])
 
         later = root_decides(self._planning, later_steps)
         all_succeed(self._planning, set_aside)
@@ -134,15 +132,10 @@ class TieredPipeline(SavePipeline):
                 self._check_exists(step, "delete")
 
         def remove() -> None:
-            try:
-                with call.working():
-                    for place in self._tiers.places:
-                        node = self._tiers.node if place.storage is self._tiers.node else None
-                        here = place.storage.steps() if node is None else node.steps_here()
-                        if self._leads(place) and step in here:
-                            place.storage.remove(step)
-            except OSError as error:
-                raise CheckpointWriteError(f"deleting step {step} from {self._tiers} failed: {error}") from error
+            with writing(f"deleting step {step} from {self._tiers} failed"), call.working():
+                for place in self._tiers.places:
+                    if self._leads(place) and step in self._steps_here(place, place.storage.steps()):
+                        place.storage.remove(step)
 
         root_decides(self._planning, check)
         all_succeed(self._planning, remove)
@@ -190,10 +183,9 @@ class TieredPipeline(SavePipeline):
     def _delete_superfluous(self, place: Place, step: int) -> None:
         if not self._leads(place):
             return
-        node = self._tiers.node if place.storage is self._tiers.node else None
 
         def superfluous(steps: list[int]) -> list[int]:
-            here = steps if node is None else node.steps_here()
+            here = self._steps_here(place, steps)
             old_steps = self._find_superfluous(place.storage, place.tier.retention, here, step)
             return [old for old in old_steps if old not in self._in_use]
 
@@ -210,13 +202,11 @@ class TieredPipeline(SavePipeline):
         def missed() -> list[tuple[int, int]]:
             """Return, by tier, the newest step that is due there, if it is above all that are there."""
             found: list[tuple[int, int]] = []
-            try:
+            with writing(f"{self._tiers} cannot be opened for saving"):
                 steps = places[0].storage.steps()
                 for number, place in enumerate(places[1:], start=1):
                     newest = max(place.storage.steps(), default=-1)
                     found += [(step, number) for step in steps if step > newest and place in self._tiers.due(step)][-1:]
-            except OSError as error:
-                raise CheckpointWriteError(f"{self._tiers} cannot be opened for saving: {error}") from error
             return found
 
         saved = Outcome[None]()
@@ -233,7 +223,10 @@ class TieredPipeline(SavePipeline):
             super()._check_order(step, place.storage)
         self._listed = True
 
+    def _steps_here(self, place: Place, steps: list[int]) -> list[int]:
+        """Return the steps that this rank may delete from a tier, of which these are all: on the machines, its own."""
+        return place.storage.steps_here() if isinstance(place.storage, NodeStorage) else steps
+
     def _leads(self, place: Place) -> bool:
         """Return whether this rank is the one that deletes from a tier, or, on the machines, from its own."""
-        node = self._tiers.node
-        return node.leads if node is not None and place.storage is node else self._planning.rank == 0
+        return place.storage.leads if isinstance(place.storage, NodeStorage) else self._planning.rank == 0

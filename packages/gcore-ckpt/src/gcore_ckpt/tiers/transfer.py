@@ -53,12 +53,16 @@ def exchange_copies(
     errors: list[Exception] = []
     outgoing, incoming = Buffer(), Buffer()
 
+    def note_error(act: Callable[[], None]) -> None:
+        _, error = attempt(act)
+        if error is not None:
+            errors.append(error)
+
     def send(target: int) -> None:
         group.send(json.dumps(dict(sizes)).encode(), target)
         for name, size_bytes in sizes.items():
             buffer = outgoing.reserve(size_bytes)
-            _, error = attempt(partial(read, name, buffer))
-            errors.extend([error] if error is not None else [])
+            note_error(partial(read, name, buffer))
             group.send_from(buffer, target)
 
     def receive(source: int) -> None:
@@ -66,8 +70,7 @@ def exchange_copies(
         for name, size_bytes in coming.items():
             buffer = incoming.reserve(size_bytes)
             group.receive_into(buffer, source)
-            _, error = attempt(partial(write, validation.plain_name(name), buffer))
-            errors.extend([error] if error is not None else [])
+            note_error(partial(write, validation.plain_name(name), buffer))
         received.update(coming)
 
     # In turn: of ranks that send to one other at a time, none waits for itself in a circle.

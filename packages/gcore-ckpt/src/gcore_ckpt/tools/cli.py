@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -22,8 +23,8 @@ from rich.text import Text
 
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.stored import Index, StoredTensor
-from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves, verify
-from gcore_ckpt.retention import Retention
+from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, read_metric, step_leaves, verify
+from gcore_ckpt.retention import BestMode, Retention
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
@@ -201,25 +202,36 @@ def _export_hf(path: str, out: str, **options: Any) -> int:
 def _import_dcp(source: str, path: str, step: int) -> int:
     from gcore_ckpt.tools.dcp import import_dcp
 
-    import_dcp(source, path, step=step)
-    _say(f"saved step {step} to {path}")
-    return 0
+    return _import(import_dcp, source, path, step)
 
 
 def _import_pt(source: str, path: str, step: int) -> int:
     from gcore_ckpt.tools.torch_file import import_pt
 
-    import_pt(source, path, step=step)
+    return _import(import_pt, source, path, step)
+
+
+def _import(read: Callable[..., None], source: str, path: str, step: int) -> int:
+    read(source, path, step=step)
     _say(f"saved step {step} to {path}")
     return 0
 
 
 def _prune(
-    path: str, *, keep: int | None, keep_every: int | None, above: int | None, set_aside: bool, dry_run: bool
+    path: str,
+    *,
+    keep: int | None,
+    keep_every: int | None,
+    keep_best: int | None,
+    best_mode: BestMode,
+    above: int | None,
+    set_aside: bool,
+    dry_run: bool,
 ) -> int:
-    if keep is None and keep_every is not None:
-        raise ValueError(f"--keep-every is {keep_every} without --keep; expected both")
-    retention = Retention(keep=keep, keep_every=keep_every)
+    for option, value in (("--keep-every", keep_every), ("--keep-best", keep_best)):
+        if keep is None and value is not None:
+            raise ValueError(f"{option} is {value} without --keep; expected both")
+    retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode)
     storage = open_storage(path)
     if not storage.steps() and not storage.steps_set_aside():
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
@@ -228,7 +240,9 @@ def _prune(
         if set_aside:
             return storage.steps_set_aside()
         steps = storage.steps()
-        return retention.superfluous(steps) if above is None else [step for step in steps if step > above]
+        if above is not None:
+            return [step for step in steps if step > above]
+        return retention.superfluous(steps, None, partial(read_metric, storage))
 
     if dry_run:
         _say(f"would delete {_listed(superfluous())}")
@@ -404,6 +418,10 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--above", **number, help="delete the steps above this one")
     which.add_argument("--set-aside", action="store_true", help="delete the steps that were set aside by rollback")
     prune.add_argument("--keep-every", type=int, metavar="M", help="with --keep: multiples of this stay too")
+    help_text = "with --keep: this many of those with the best metrics stay too"
+    prune.add_argument("--keep-best", type=int, metavar="K", help=help_text)
+    help_text = "which metric is the best (default: %(default)s)"
+    prune.add_argument("--best-mode", choices=("max", "min"), default="max", help=help_text)
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
     text = "Deletes the given steps. It does not ask; refused while a writer has the path open."

@@ -218,7 +218,4 @@ def _fields(record: object, name: str) -> Mapping[str, object]:
 def _sizes(value: object) -> tuple[int, ...]:
     if not isinstance(value, tuple):
         raise ValueError(f"holds a {type(value).__name__} in the place of sizes")
-    sizes = cast("tuple[int, ...]", tuple(value))
-    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
-        raise ValueError("holds sizes that are no numbers from 0 to 2**63 - 1")
-    return sizes
+    return tuple(validation.size(size, "size") for size in cast("tuple[object, ...]", value))

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
 from gcore_rollout.errors import NotApplicableError, RewardError, require
+from gcore_rollout.rewards.process import ProcessReward
 from gcore_rollout.rewards.reward import ThreadedReward, name_of
-from gcore_rollout.rewards.runner import is_async
+from gcore_rollout.rewards.runner import is_async, pause_time_limit
 
 
 @dataclass(eq=False)
@@ -25,7 +28,8 @@ class BatchReward:
 
     The function returns a list with a number or `Scored` for each completion, or None where it does not apply. Calls
     that come within ``max_wait_s``, or while a batch is scored, go into the next batch together. A synchronous function
-    runs in a thread of its own, one batch after the other.
+    runs in a thread of its own, one batch after the other, or as a `ProcessReward` in a process, whose limits are those
+    of a batch: all calls of one that exceeds them fail.
 
     Example:
         >>> def short(prompts, completions, rows):
@@ -37,7 +41,8 @@ class BatchReward:
         require("max_size", max_size, max_size >= 1, "at least 1")
         require("max_wait_s", max_wait_s, max_wait_s >= 0, "0 or more")
         self.__name__ = name_of(function)
-        self._function = function if is_async(function) else ThreadedReward(function, max_workers=1)
+        self.function = function
+        self._scorer = function if is_async(function) else ThreadedReward(function, max_workers=1)
         self._max_size = max_size
         self._max_wait_s = max_wait_s
         self._waiting: list[_Call] = []
@@ -48,8 +53,11 @@ class BatchReward:
         call = _Call(prompt, completion, row, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        score = await call.score
+            # Not in the context of one of the calls: the time limit of an attempt is in it.
+            self._driver = asyncio.create_task(self._drive(), context=Context())
+        has_limits = isinstance(self.function, ProcessReward)
+        with pause_time_limit() if has_limits else nullcontext():
+            score = await call.score
         if score is None:
             raise NotApplicableError("returned None: it does not apply to this prompt")
         return score
@@ -70,7 +78,7 @@ class BatchReward:
         completions = [call.completion for call in batch]
         rows = [call.row for call in batch]
         try:
-            scores = list(await self._function(prompts, completions, rows))
+            scores = list(await self._scorer(prompts, completions, rows))
             if len(scores) != len(batch):
                 raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(batch)} completions")
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A synchronous reward in a process of its own, under limits of time and memory, and both its ends."""
+"""A function in a process of its own, under limits of time and memory: both its ends, and a reward that runs so."""
 
 import asyncio
 import logging
@@ -16,22 +16,22 @@ from typing import Any
 from gcore_rollout.engines.remote import session
 from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess, pack_frame, read_frame
 from gcore_rollout.errors import RewardError, require
-from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, exit_error, name_of
+from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, describe_call, exit_error, name_of
 from gcore_rollout.rewards.runner import is_async, pause_time_limit
 from gcore_rollout.rewards.slow_calls import SLOW_S, warn_of_slow_call
 
-_SERVE = "gcore_rollout.rewards.process:serve_reward"
+_SERVE = "gcore_rollout.rewards.process:serve_function"
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessLimits:
-    """Limits of a reward in a process of its own."""
+    """Limits of a function in a process of its own."""
 
     call_s: float = 10.0
     """Seconds of one call, after which the process is killed and another one started."""
     memory_bytes: int = 2 << 30
-    """Memory that calls may take in addition to what the process has when the reward is made."""
+    """Memory that calls may take in addition to what the process has when the function is made."""
 
     def __post_init__(self) -> None:
         require("call_s", self.call_s, self.call_s > 0, "more than 0")
@@ -57,6 +57,8 @@ class _Call:
 
 class ProcessReward:
     """Runs a synchronous reward in a process of its own, which is killed when a call takes too long.
+
+    The reward scores one completion, or takes lists, in a `BatchReward`.
 
     One process answers all calls, one after the other. It is forked at the first call from a server that has imported
     ``preload``, again after it was killed, and ends with the event loop of its calls. A call that exceeds a limit, or
@@ -91,19 +93,21 @@ class ProcessReward:
         self.limits = limits or ProcessLimits()
         self._limit_score = limit_score
         self._preload = preload
-        self._factory = pickle.dumps(partial(_make_limited, make, self.limits.memory_bytes))
-        self._child: _Child | None = None
+        self._make = make
+        self._process: LimitedProcess | None = None
 
-    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
-        """Score one completion; see the class."""
+    async def __call__(self, prompt: Any, completion: Any, row: Any) -> Any:
+        """Score one completion, or lists of them; see the class."""
+        plain: Any = dict(row) if isinstance(row, Mapping) else [dict(one) for one in row]
         loop = asyncio.get_running_loop()
-        if self._child is None or self._child.loop is not loop or self._child.task.done():
-            self._child = _Child(self._factory, self.limits, self._preload, self.__name__)
+        if self._process is None or self._process.loop is not loop or self._process.is_closed:
+            describe = partial(describe_call, self)
+            self._process = LimitedProcess(self._make, self.limits, describe=describe, preload=self._preload)
         # Calls ahead of this one may each take as long as they are allowed to.
         with pause_time_limit():
             try:
-                return await self._child.ask((prompt, completion, dict(row)))
-            except _LimitExceededError as error:
+                return await self._process.ask((prompt, completion, plain))
+            except LimitExceededError as error:
                 if self._limit_score is None:
                     raise RewardError(str(error)) from None
                 _logger.warning(
@@ -113,24 +117,40 @@ class ProcessReward:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        if self._child is not None:
-            self._child.task.cancel()
-            self._child = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
 
-class _LimitExceededError(Exception):
-    """A call exceeded a limit of its process, or ended it."""
+class LimitExceededError(Exception):
+    """A call exceeded a limit of its process, or ended it; the message is a predicate, such as "did not answer"."""
 
 
-class _Child:
-    """The process of one event loop, which starts again as often as it is killed."""
+class LimitedProcess:
+    """Calls a function in a process of its own, which starts again as often as it is killed.
 
-    def __init__(self, factory: bytes, limits: ProcessLimits, preload: tuple[str, ...], name: str) -> None:
+    It belongs to the event loop in which it is made. ``make`` returns the function there, without limits, and is
+    picklable. ``describe`` names a call by its arguments, for a warning of a slow one.
+
+    Example:
+        >>> process = LimitedProcess(make_parser, ProcessLimits(call_s=1.0), describe=str)  # doctest: +SKIP
+        >>> parsed = await process.ask(("1 + 1",))  # doctest: +SKIP
+        >>> process.close()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Callable[..., Any]],
+        limits: ProcessLimits,
+        *,
+        describe: Callable[[tuple[Any, ...]], str],
+        preload: tuple[str, ...] = (),
+    ) -> None:
         self.loop = asyncio.get_running_loop()
-        self._factory = factory
+        self._factory = pickle.dumps(partial(_make_limited, make, limits.memory_bytes))
         self._limits = limits
         self._preload = preload
-        self._name = name
+        self._describe = describe
         self._calls: deque[_Call] = deque()
         """Calls without an answer, in the order in which the process makes them."""
         self._num_calls = 0
@@ -141,10 +161,22 @@ class _Child:
         self._clock: asyncio.TimerHandle | None = None
         """Runs while the process makes the first of the calls."""
         self._is_killed = False
-        self.task = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._live())
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`, and after the end of the event loop."""
+        return self._task.done()
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._task.cancel()
 
     def ask(self, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
-        """Return the future answer to a call; it may be cancelled."""
+        """Return the future answer to a call; it may be cancelled.
+
+        Its exception is the function's, or a `LimitExceededError`.
+        """
         self._num_calls += 1
         call = _Call(self._num_calls, arguments, self.loop.create_future())
         if self._channel is not None:
@@ -170,7 +202,7 @@ class _Child:
     async def _serve_until_end(self) -> None:
         """Run one process, and answer the call at which it ended.
 
-        The exception of a reward that could not be made is raised.
+        The exception of a function that could not be made is raised.
         """
         made: asyncio.Future[Any] = self.loop.create_future()
         with ExitStack() as stack:
@@ -183,7 +215,7 @@ class _Child:
             channel.send((0, session.Setup.here(self._factory)))
             await asyncio.wait([made, channel.gone], return_when=asyncio.FIRST_COMPLETED)
             if not made.done():
-                raise RewardError(f"its process {await process.ended()} before the reward was made")
+                raise RewardError(f"its process {await process.ended()} before it was ready")
             made.result()
             self._process = process
             self._channel = channel
@@ -204,7 +236,7 @@ class _Child:
                 if self._is_killed
                 else f"ended its process, which {end}"
             )
-            self._answer(self._calls[0], _LimitExceededError(reason))
+            self._answer(self._calls[0], LimitExceededError(reason))
 
     def _take(self, message: Any, made: "asyncio.Future[Any]") -> None:
         """Handle an answer."""
@@ -212,7 +244,7 @@ class _Child:
         if isinstance(message, session.Failed):
             value = session.exception(message, 0 if self._process is None else self._process.pid)
         if isinstance(value, MemoryError):
-            value = _LimitExceededError(f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory")
+            value = LimitExceededError(f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory")
         if message.call_id:
             self._answer(self._calls[0], value)
             self._start_clock()
@@ -252,8 +284,7 @@ class _Child:
             self._clock = None
 
     def _warn(self, rest_s: float) -> None:
-        completion = self._calls[0].arguments[1]
-        warn_of_slow_call(f"reward {self._name!r} on completion {completion[:80]!r}")
+        warn_of_slow_call(self._describe(self._calls[0].arguments))
         self._clock = self.loop.call_later(rest_s, self._kill)
 
     def _kill(self) -> None:
@@ -262,34 +293,34 @@ class _Child:
         self._process.kill()
 
 
-def _make_limited(make: Callable[[], RewardFunction], memory_bytes: int) -> RewardFunction:
-    """Make a reward, and limit the address space of this process to what it has then and ``memory_bytes``."""
-    reward = make()
+def _make_limited(make: Callable[[], Callable[..., Any]], memory_bytes: int) -> Callable[..., Any]:
+    """Make a function, and limit the address space of this process to what it has then and ``memory_bytes``."""
+    function = make()
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     most_bytes = num_pages * resource.getpagesize() + memory_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         most_bytes = min(most_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, hard))
-    return reward
+    return function
 
 
-def serve_reward(channel: socket.socket) -> None:
-    """Make the reward of a `Setup`, and answer calls in their order until the owner closes its end of the channel.
+def serve_function(channel: socket.socket) -> None:
+    """Make the function of a `Setup`, and answer calls in their order until the owner closes its end of the channel.
 
     Each answer leaves before the next call is made, so that the owner knows which call does not end.
     """
-    reward: Any = None
+    function: Any = None
     with channel, channel.makefile("rb") as stream:
         while (messages := read_frame(stream)) is not None:
             for call_id, message in messages:
                 try:
                     if isinstance(message, session.Setup):
                         message.enter()
-                        reward = pickle.loads(message.factory)()
+                        function = pickle.loads(message.factory)()
                         answer = _Answer(call_id, None)
                     else:
-                        answer = _Answer(call_id, reward(*message))
+                        answer = _Answer(call_id, function(*message))
                     packed = pickle.dumps(answer, protocol=5)
                 except Exception as error:
                     packed = pickle.dumps(session.failure(call_id, error), protocol=5)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from gcore_rollout.errors import RewardConfigError, RewardError, require
 from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
+from gcore_rollout.rewards.batch import BatchReward
 from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
 from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, MultipleChoiceReward
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward, ReasoningGymReward
@@ -152,7 +153,7 @@ def build_reward(
 
     Raises:
         RewardError: there is no such function, it cannot be called, one of ``kwargs`` is no parameter of any, or with
-            ``process_limits`` it is async or takes lists.
+            ``process_limits`` it is async.
     """
     terms = {spec: 1.0}
     if spec not in _REWARDS and (" + " in spec or " * " in spec):
@@ -171,11 +172,13 @@ def build_reward(
             continue
         reward = _with_arguments(function, prompt_key=prompt_key, kwargs=own)
         if process_limits is not None:
-            if is_async(reward):
-                expected = f"False with reward {term!r}, which is async or takes lists"
+            called = reward.function if isinstance(reward, BatchReward) else reward
+            if is_async(called):
+                expected = f"False with reward {term!r}, which is async"
                 raise RewardConfigError(f"reward_calls.in_process is True; expected {expected}")
-            make = partial(load_reward, term, prompt_key=prompt_key, kwargs=own)
-            reward = ProcessReward(make, reward=reward, limits=process_limits)
+            make = partial(_load_called, term, prompt_key, own)
+            in_process = ProcessReward(make, reward=called, limits=process_limits)
+            reward = BatchReward(in_process) if isinstance(reward, BatchReward) else in_process
         rewards[term] = reward
     if rest:
         name, value = next(iter(rest.items()))
@@ -187,6 +190,12 @@ def build_reward(
         names = {term: term for term in terms}
     named = {names[term]: reward for term, reward in rewards.items()}
     return CompositeReward(named, weights={names[term]: weight for term, weight in terms.items()})
+
+
+def _load_called(spec: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a reward as its calls have it: one that takes lists without the `BatchReward` that collects them."""
+    reward = load_reward(spec, prompt_key=prompt_key, kwargs=kwargs)
+    return reward.function if isinstance(reward, BatchReward) else reward
 
 
 def _takes_setting(function: Callable[..., Any], name: str) -> bool:
