@@ -181,9 +181,7 @@ def test_a_metric_is_recorded_once_the_modality_returns_it(world_size: int) -> N
 class _Stale(Tones):
     async def generate(self, ctx: Context[Roles], wave: Wave[int]) -> Generated[Take]:
         generated = await super().generate(ctx, wave)
-        return Generated(
-            groups=[replace(g, oldest_version=g.oldest_version - g.prompt_index) for g in generated.groups]
-        )
+        return Generated(groups=[replace(g, oldest_version=-g.prompt_index) for g in generated.groups])
 
 
 def test_a_sample_of_other_weights_is_an_error() -> None:

@@ -25,6 +25,7 @@ from gcore_controller import (
     SharedTrainerClient,
     StageTimer,
     Stepped,
+    TurnTaker,
     run_simulated,
 )
 
@@ -88,13 +89,13 @@ class SleepingTrainer:
 
 
 @dataclass
-class TurnTaker(Trainer):
+class SwappedTrainer(TurnTaker, Trainer):
     """A controller's trainer that trains only where no engine is awake."""
 
     device: SharedDevice
     turns: DeviceTurns
 
-    async def take_turn(self, turn: Any, timer: StageTimer) -> None:
+    async def _take_turn(self, turn: Any, timer: StageTimer) -> None:
         del timer
         await self.group.barrier()
         if self.group.rank == 0:
@@ -123,7 +124,7 @@ def run(
 
     async def program(ctx: Context[Any]) -> None:
         if shares:
-            roles = Roles(policy=engine, learner=TurnTaker(logits, ctx.group, device, turns))
+            roles = Roles(policy=engine, learner=SwappedTrainer(logits, ctx.group, device, turns))
         else:
             roles = Roles(policy=plain, learner=Trainer(logits, ctx.group))
         await RLHFLoop(ctx.with_roles(roles), modality([5] * 30), config, RunStart(), record).run()
@@ -263,14 +264,14 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
             cast("Any", None), ctx.group, devices, turns=turns, lending=Lending(num_engines=3, rule=rule)
         )
         timer = StageTimer(ctx.clock)
-        await client.take_turn("sync", timer)
+        await client.onload_weights(timer)
         for _ in range(4):
-            await client.take_turn("sampling", timer)
+            await client.offload(timer)
             with timer.stage("gen"):
                 await asyncio.sleep(0.5)
             devices.generated["gen"] = 7
-            await client.take_turn("training", timer)
-            await client.take_turn("sync", timer)
+            await client.onload(timer)
+            await client.onload_weights(timer)
             if ctx.rank == 0:
                 lent.append(devices.num_lent)
                 devices.drain()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,14 +71,17 @@ class Trainer:
         await self.group.barrier()
         return {"actor/samples": float(len(everyones))}
 
-    async def update_policy(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
         assert not averaged
         if self.group.rank == 0:
             await policy.update_weights(self.logits, version=version)
         await self.group.barrier()
 
-    async def take_turn(self, turn: str, timer: StageTimer) -> None:
-        """Do nothing: nothing is shared."""
+    async def offload(self, timer: StageTimer) -> None:
+        """Do nothing, as the next two: nothing is shared."""
+
+    async def onload(self, timer: StageTimer) -> None: ...
+    async def onload_weights(self, timer: StageTimer) -> None: ...
 
     async def check_policy(self, policy: Synthesizer) -> None:
         assert np.array_equal(policy.logits, self.logits)
@@ -95,12 +98,12 @@ class Roles:
 
 @dataclass(frozen=True)
 class Take:
-    """A group: the tones played for one prompt, which asks for a tone."""
+    """A group: the tones played for one prompt, which asks for a tone; none if it was cut short before the first."""
 
     prompt_index: int
     tones: NDArray[np.int64]
     scores: NDArray[np.float64]
-    oldest_version: int
+    oldest_version: int | None
 
     @property
     def has_signal(self) -> bool:
@@ -108,20 +111,6 @@ class Take:
 
     def state(self) -> State:
         return {"ticket": self.prompt_index, **{k: v for k, v in vars(self).items() if k != "prompt_index"}}
-
-
-@dataclass(frozen=True)
-class UnfinishedTake:
-    """A group that was cut short before its first tone."""
-
-    prompt_index: int
-    oldest_version: int | None = None
-
-    def restarted(self) -> "UnfinishedTake":
-        return UnfinishedTake(self.prompt_index)
-
-    def state(self) -> State:
-        return {"ticket": self.prompt_index, "version": self.oldest_version}
 
 
 class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
@@ -146,14 +135,16 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
                 scores = -(np.abs(tones - asked[index]) // 2).astype(np.float64)
                 takes.append(Take(index, tones, scores, version))
         version = ctx.roles.policy.weight_version
-        unfinished = [UnfinishedTake(index, version) for index in sorted(asked)[len(played) :]]
+        nothing = np.zeros(0, np.int64)
+        left = sorted(asked)[len(played) :]
+        unfinished = [Take(index, nothing, nothing.astype(np.float64), version) for index in left]
         return Generated(groups=takes, unfinished=unfinished)
 
     def group_from_state(self, state: State) -> Take:
         return Take(state["ticket"], state["tones"], state["scores"], state["oldest_version"])
 
-    def unfinished_from_state(self, state: State) -> UnfinishedTake:
-        return UnfinishedTake(state["ticket"], state["version"])
+    def restarted(self, group: Take) -> Take:
+        return replace(group, oldest_version=None)
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Take]) -> list[float]:
         del ctx
@@ -182,8 +173,8 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         return updates[-1]
 
-    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+    async def update_weights(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> float:
         del step

@@ -135,14 +135,14 @@ async def test_tokens_stay_as_they_were_sampled() -> None:
     a, b, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", END))
     engine = ScriptedEngine([[a, b, end], [b, end]])
     world = Questions(["x", "abc"])
-    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
+    episode: Any = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
     assert encoded(tokenizer, "ab") != [a, b]
     assert world.heard == ["ab", "b"]
     assert episode.prompt_ids.tolist() == encoded(tokenizer, "<|start|>user x<|end|>\n<|start|>assistant ")
     said = encoded(tokenizer, "\n<|start|>user abc<|end|>\n<|start|>assistant ")
     assert episode.token_ids.tolist() == [a, b, end, *said, b, end]
     written = [True] * 3 + [False] * len(said) + [True] * 2
-    assert episode.response_mask.tolist() == written
+    assert episode.mask.tolist() == written
     assert episode.log_probs.tolist() == [-0.5 if w else 0 for w in written]
     assert episode.weight_versions.tolist() == [3 if w else -1 for w in written]
     assert (episode.turns, episode.score, episode.end) == (("ab", "b"), 2.0, "done")
@@ -190,7 +190,7 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
     tokenizer = make_tokenizer()
     engine = HFEngine.from_pretrained(tied.path, eos_token_ids=EOS_TOKEN_IDS)
     limits = MultiTurnConfig(max_tokens_per_turn=40)
-    episodes = await asyncio.gather(
+    episodes: list[Any] = await asyncio.gather(
         *(
             run_episode(
                 engine,
@@ -209,7 +209,7 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
         ids = torch.from_numpy(np.concatenate([episode.prompt_ids, episode.token_ids]))
         logits_RV = tied.old(input_ids=ids[None]).logits[0, episode.prompt_ids.size - 1 : -1]
         expected = logits_RV.log_softmax(-1).gather(1, torch.from_numpy(episode.token_ids)[:, None])[:, 0]
-        mask = episode.response_mask
+        mask = episode.mask
         np.testing.assert_allclose(episode.log_probs[mask], expected.numpy()[mask], atol=1e-4)
         assert not episode.log_probs[~mask].any()
     await engine.close()
@@ -218,7 +218,7 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
 async def test_an_aborted_turn_continues() -> None:
     engine = ScriptedEngine([[7, 8], [7, 8, 9, 1]], ["abort", "stop"])
     encoder = ChatEncoder(make_tokenizer())
-    episode = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
+    episode: Any = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
     assert episode.token_ids.tolist() == [7, 8, 9, 1]
     [cut_short] = engine.requests[1].prefixes
     assert cut_short.token_ids.tolist() == [7, 8]
@@ -238,7 +238,7 @@ async def test_an_aborted_turn_continues() -> None:
 async def test_episodes_end(limits: MultiTurnConfig, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
     """With what the policy wrote last: no turn reads what would have been said to it."""
     engine = ScriptedEngine([[7, 8, 1]] * 4, reasons)
-    episode = await run_episode(
+    episode: Any = await run_episode(
         engine,
         Questions(["x"] * 4),
         ChatEncoder(make_tokenizer()),
@@ -247,7 +247,7 @@ async def test_episodes_end(limits: MultiTurnConfig, max_tokens: int, reasons: l
         limits=limits,
     )
     assert (episode.end, len(episode.turns), episode.score) == (end, turns, turns)
-    assert episode.response_mask[-3:].all()
+    assert episode.mask[-3:].all()
     assert engine.requests[0].sampling.max_tokens == min(max_tokens, limits.max_tokens_per_turn or max_tokens)
 
 
@@ -361,13 +361,13 @@ async def test_an_episode_with_tools() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     engine = ScriptedEngine([encoded(tokenizer, call + END), encoded(tokenizer, "5" + END)])
     world = ToolEnvironment([{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5"))
-    episode = await run_episode(engine, world, encoder, request_id="e", sampling=SAMPLING)
+    episode: Any = await run_episode(engine, world, encoder, request_id="e", sampling=SAMPLING)
     text = tokenizer.decode([*episode.prompt_ids, *episode.token_ids])
     assert text == (
         "<|start|>system add,sleep<|end|>\n<|start|>user 2+3<|end|>\n<|start|>assistant "
         f"{call}<|end|>\n<|start|>tool 5<|end|>\n<|start|>assistant 5<|end|>"
     )
-    assert tokenizer.decode(episode.token_ids[episode.response_mask]) == f"{call}<|end|>5<|end|>"
+    assert tokenizer.decode(episode.token_ids[episode.mask]) == f"{call}<|end|>5<|end|>"
     assert episode.score == 1.0
 
 
@@ -380,7 +380,7 @@ async def test_calls_between_special_tokens_are_run() -> None:
     tokenizer.add_special_tokens({"extra_special_tokens": [START, "<tool_call>", "</tool_call>"]})
     engine = ScriptedEngine([encoded(tokenizer, CALL + END), encoded(tokenizer, "5" + END)])
     world = ToolEnvironment([{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5"))
-    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
+    episode: Any = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
     assert (episode.turns, episode.score, episode.end) == ((CALL, "5"), 1.0, "done")
 
 
@@ -390,9 +390,9 @@ async def test_a_stop_string_is_a_part_of_its_turn() -> None:
     engine = ScriptedEngine([encoded(tokenizer, "<a>x</a>"), encoded(tokenizer, "y" + END)])
     world = Questions(["x", "abc"])
     sampling = SamplingParams(max_tokens=200, stop=("</a>",))
-    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=sampling)
+    episode: Any = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=sampling)
     assert episode.turns == ("<a>x</a>", "y")
-    assert tokenizer.decode(episode.token_ids[episode.response_mask]) == f"<a>x</a>y{END}"
+    assert tokenizer.decode(episode.token_ids[episode.mask]) == f"<a>x</a>y{END}"
     text = tokenizer.decode(episode.token_ids)
     assert text == f"<a>x</a>{END}\n{START}user abc{END}\n{START}assistant y{END}"
     assert engine.requests[0].sampling.stop == ("</a>",)
@@ -567,7 +567,7 @@ async def test_answers_go_back_with_what_was_said_of_them(
     world = RevisionEnvironment(
         [{"role": "user", "content": "?"}], by_length("longer!"), good_enough=0.5, max_revisions=max_revisions
     )
-    episode = await run_episode(
+    episode: Any = await run_episode(
         engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SamplingParams(max_tokens=max_tokens)
     )
     assert (len(episode.turns), episode.score, episode.end) == (turns, pytest.approx(score), end)

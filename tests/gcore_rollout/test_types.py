@@ -1,14 +1,14 @@
 """What a request refuses, and what its completions can be kept as."""
 
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_oracles import make_request
 
-from gcore_rollout import Completion, RepetitionDetection, RequestError
+from gcore_rollout import Completion, Group, RepetitionDetection, RequestError
 
 
 def _cut_short(num_tokens: int = 3, **fields: Any) -> Completion:
@@ -59,7 +59,7 @@ def test_bad_indices_are_refused(indices: tuple[int, ...]) -> None:
 def test_completions_are_kept_as_plain_values() -> None:
     """As a checkpoint or a file of arrays would."""
     cut_short = _cut_short()
-    values = asdict(cut_short)
+    values = cut_short.state()
     assert {name: type(value) for name, value in values.items()} == {
         "request_id": str,
         "index": int,
@@ -67,10 +67,33 @@ def test_completions_are_kept_as_plain_values() -> None:
         "log_probs": np.ndarray,
         "weight_versions": np.ndarray,
         "finish_reason": str,
+        "score": float,
+        "parts": dict,
     }
-    for revived in (Completion(**values), pickle.loads(pickle.dumps(cut_short))):
-        assert asdict(revived).keys() == values.keys()
-        assert all(np.array_equal(asdict(revived)[name], value) for name, value in values.items())
+    for revived in (Completion.from_state(values), pickle.loads(pickle.dumps(cut_short))):
+        assert revived.state().keys() == values.keys()
+        assert all(np.array_equal(revived.state()[name], value) for name, value in values.items())
+
+
+def test_groups_of_older_checkpoints_are_read() -> None:
+    """Whole ones, and those that were cut short."""
+    arrays = {
+        "token_ids": np.arange(2),
+        "log_probs": np.zeros(2, np.float32),
+        "weight_versions": np.full(2, 3, np.int32),
+    }
+    scored = {**arrays, "truncated": True, "score": 0.5, "mask": None, "end": None, "parts": {}, "answer": None}
+    state = {"ticket": 7, "prompt_ids": np.arange(3), "greedy_score": 1.0, "images": None, "source": "math"}
+    whole = Group.from_state({**state, "responses": [scored, {**scored, "truncated": False}]})
+    assert (whole.prompt_index, whole.greedy_score, whole.source, whole.scores) == (7, 1.0, "math", [0.5, 0.5])
+    assert [(r.request_id, r.index, r.finish_reason) for r in whole.responses] == [("7", 0, "length"), ("7", 1, "stop")]
+    begun = {**arrays, "request_id": "7", "index": 0, "finish_reason": "abort"}
+    cut_short = Group.from_state({"ticket": 7, "responses": [{"index": 2, **scored}], "begun": [begun]})
+    assert [(r.index, r.finish_reason) for r in cut_short.responses] == [(0, "abort"), (2, "length")]
+    assert [r.index for r in cut_short.aborted] == [0]
+    again = Group.from_state(cut_short.state())
+    assert [r.state().keys() for r in again.responses] == [r.state().keys() for r in cut_short.responses]
+    assert again.oldest_version == cut_short.oldest_version == 3
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from gcore_trainer import (
     PolicyObjective,
     ScoredGroup,
     TorchTrainer,
+    add_distillation,
     distillation_advantages,
     get_advantage_estimator,
     policy_loss,
-    with_distillation,
 )
 
 RNG = np.random.default_rng(0)
@@ -76,9 +76,9 @@ def test_a_step_follows_two_teachers(qwen2: Path, llama: Path) -> None:
     # The other teacher is the policy itself, half of the weight: the divergence is half as large.
     taught = [0.5 * (a + b) for a, b in zip(teacher.scores([samples])[0], own, strict=True)]
     given = [replace(s, rollout_log_probs=x, advantages=np.zeros_like(x)) for s, x in zip(samples, own, strict=True)]
-    [found], metrics = asyncio.run(with_distillation([given], [taught], Alone(), coef=0.5))
+    metrics = asyncio.run(add_distillation([given], [taught], Alone(), coef=0.5))
     trainer = TorchTrainer(policy, optimizer=OptimizerConfig(lr=1e-3), objective=PolicyObjective(LOSS))
-    grad_norm = trainer.train_step([found])["actor/grad_norm"]
+    grad_norm = trainer.train_step([given])["actor/grad_norm"]
 
     model, other = load_padded(qwen2), load_padded(llama)
     log_probs = padded_scores(model, samples).log_probs
@@ -107,7 +107,8 @@ def test_rewards_and_teachers_add_up() -> None:
         for s in samples
     ]
     teacher: Sequence[Any] = [None, *(RNG.normal(size=s.response_ids.size) for s in samples[1:])]
-    [found], metrics = asyncio.run(with_distillation([samples], [teacher], Both(), coef=2.0))
+    found = [replace(s) for s in samples]
+    metrics = asyncio.run(add_distillation([found], [teacher], Both(), coef=2.0))
     np.testing.assert_array_equal(found[0].advantages, samples[0].advantages)
     counted: list[Any] = [found[0].advantages[found[0].mask]] if found[0].advantages is not None else []
     for sample, q, own in zip(samples[1:], teacher[1:], found[1:], strict=True):
@@ -133,7 +134,7 @@ def test_its_estimator_reads_no_scores() -> None:
 def test_samples_without_what_it_needs_are_refused() -> None:
     samples = make_samples([Group(2, [4])], seed=1)
     with pytest.raises(BatchError, match="advantages or log-probs is None"):
-        asyncio.run(with_distillation([samples], [[np.zeros(4)]], Alone()))
+        asyncio.run(add_distillation([samples], [[np.zeros(4)]], Alone()))
     given = [replace(samples[0], rollout_log_probs=np.zeros(4, np.float32))]
     with pytest.raises(BatchError, match="teacher_log_probs"):
-        asyncio.run(with_distillation([given], [[np.full(4, np.nan)]], Alone()))
+        asyncio.run(add_distillation([given], [[np.full(4, np.nan)]], Alone()))

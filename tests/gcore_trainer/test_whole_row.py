@@ -11,9 +11,9 @@ from trainer_oracles import Group, make_samples
 
 from gcore_trainer.packing import whole_row
 from gcore_trainer.packing.block_attention import AttentionKind, VarlenLengths
+from gcore_trainer.packing.layout import Segment, pack
 from gcore_trainer.packing.tiles import RowCalls
 from gcore_trainer.packing.whole_row import WholeRow
-from gcore_trainer.sample import Segment, pack
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_llm.learning.preparation import kl_controller, prepare
-from gcore_rollout import Group, Response
+from gcore_rollout import Completion, Group
 from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
 
 ESTIMATORS = advantage_estimators()
@@ -25,23 +25,25 @@ def prepared(
 ) -> tuple[list[Sample], dict[str, float]]:
     """The samples of one group, by one controller."""
     responses = [
-        Response(
+        Completion(
+            request_id="",
+            index=0,
+            finish_reason="stop",
             token_ids=s.response_ids,
             log_probs=np.zeros(s.response_ids.size, np.float32),
             weight_versions=np.zeros(s.response_ids.size, np.int32),
-            truncated=False,
             score=score,
         )
         for s, score in zip(samples, scores, strict=True)
     ]
     group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses, greedy_score=0.25)
 
-    async def program(context: Any) -> tuple[list[list[Sample]], dict[str, float]]:
+    async def program(context: Any) -> dict[str, float]:
         kl = kl_controller(algorithm.kl_ctrl)
         return await prepare([group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group)
 
-    [([found], metrics)] = asyncio.run(run_inline(program, roles=None))
-    return found, metrics
+    [metrics] = asyncio.run(run_inline(program, roles=None))
+    return samples, metrics
 
 
 def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[Sample]:
@@ -106,9 +108,9 @@ def test_what_is_not_finite_is_named(field: str) -> None:
 def test_a_score_counts_where_a_response_ends_in_tokens_of_others(estimator: str, kl_coef: float) -> None:
     """The estimators along tokens read no reward of a masked-out token: the score is on the last one that counts."""
     algorithm = AlgorithmConfig(adv_estimator=estimator, kl_ctrl=KLControlConfig(kl_coef=kl_coef))
-    samples = make_samples([[True, True, False], [True, True, True]])
-    high, _ = prepared(algorithm, samples, [1.0, 0.0])
-    low, _ = prepared(algorithm, samples, [-1.0, 0.0])
+    masks = [[True, True, False], [True, True, True]]
+    high, _ = prepared(algorithm, make_samples(masks), [1.0, 0.0])
+    low, _ = prepared(algorithm, make_samples(masks), [-1.0, 0.0])
     assert high[0].advantages is not None
     assert low[0].advantages is not None
     assert high[0].advantages[1] > low[0].advantages[1]

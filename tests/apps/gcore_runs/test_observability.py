@@ -262,7 +262,7 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
         assert await part.score("reference", batches) == batches
         assert await part.score("actor", batches, with_routing=True) == batches
         assert await part.train_step("actor", batches) == {"size": 2.0}
-        await part.update_policy(policy, version=1)
+        await part.update_weights(policy, version=1)
 
     await run_inline(program, roles=None, world_size=2)
     spans = devices.drain()

@@ -173,10 +173,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             means[self.HAS_SIGNAL] = float(means["actor/grad_norm"] > 0)
         return means
 
-    async def update_policy(self, ctx: Context[Roles], step: int, *, averaged: bool = False) -> None:
+    async def update_weights(self, ctx: Context[Roles], step: int, *, averaged: bool = False) -> None:
         del step
         self._version += 1
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=self._version, averaged=averaged)
+        await ctx.roles.learner.update_weights(ctx.roles.policy, version=self._version, averaged=averaged)
 
     def samples(
         self,
@@ -195,10 +195,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             return None
         has_average = bool(self._config.actor.ema_decay) and step > 0
         if has_average:
-            await self.update_policy(ctx, step, averaged=True)
+            await self.update_weights(ctx, step, averaged=True)
         evaluation = await evaluate(ctx, self._config, self._job.prompts.val)
         if has_average:
-            await self.update_policy(ctx, step)
+            await self.update_weights(ctx, step)
         return evaluation
 
     async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:

@@ -52,12 +52,11 @@ from gcore_rollout import (
     RewardRunner,
     RolloutRoles,
     SampledPart,
-    UnfinishedGroup,
     sampled_metrics,
     sampled_part,
 )
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
-from gcore_trainer import MicroBatch, Sample, with_distillation
+from gcore_trainer import MicroBatch, Sample, add_distillation
 
 _logger = logging.getLogger(__name__)
 
@@ -161,8 +160,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)
 
-    def unfinished_from_state(self, state: State) -> UnfinishedGroup:
-        return UnfinishedGroup.from_state(state)
+    def restarted(self, group: Group) -> Group:
+        return replace(group, responses=[])
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> SampledPart:
         del ctx
@@ -188,17 +187,18 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         needs_old = config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
         indices = sorted(i for part in await ctx.group.all_gather([g.prompt_index for g in groups]) for i in part)
         update_of = {index: place % num_updates for place, index in enumerate(indices)}
-        scored = await self._scored(ctx, groups, needs_old=needs_old)
-        compared = await self._mismatch(ctx, step, groups, scored if needs_old else None)
+        samples = [unscored_samples(group, config.algorithm) for group in groups]
+        await self._score(ctx, groups, samples, needs_old=needs_old)
+        compared = await self._mismatch(ctx, step, groups, samples if needs_old else None)
         length = config.data.max_response_length
-        samples, metrics = await prepare(
-            groups, scored, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
+        metrics = await prepare(
+            groups, samples, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
         )
         metrics |= compared
-        if is_taught := bool(self._distillation.teachers):
+        is_taught = bool(self._distillation.teachers)
+        if is_taught:
             taught = await self._taught(ctx, groups, samples)
-            samples, own = await with_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
-            metrics |= own
+            metrics |= await add_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
         metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
@@ -224,8 +224,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         """Return each metric's last value."""
         return {name: value for metrics in updates for name, value in metrics.items()}
 
-    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+    async def update_weights(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
 
     async def synced_metrics(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> dict[str, float]:
         """Compare engine and trainer on a response generated now, where batches are never by the present weights."""
@@ -262,28 +262,29 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         if "lengths" in state:
             self._history.load_state(state["lengths"])
 
-    async def _scored(self, ctx: Context[Roles], groups: list[Group], *, needs_old: bool) -> list[list[Sample]]:
-        """Return each group's samples, scored as the algorithm needs by the models before their first update."""
+    async def _score(
+        self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]], *, needs_old: bool
+    ) -> None:
+        """Set the scores that the algorithm needs, by the models before their first update."""
         learner = ctx.roles.learner
-        samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         if not (needs_old or self._has_reference or self._has_critic):
-            return samples
-        pairs = self._split(ctx, groups)
-        micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
-        found: dict[str, Sequence[Any]] = {}
+            return
+        micro_batches = [[samples[g][i] for g, i in batch] for batch in self._split(ctx, groups)]
+        scored = list(chain(*micro_batches))
         if needs_old and self._config.actor.router_replay == "R2":
-            routed = list(chain(*await learner.score("actor", micro_batches, with_routing=True)))
-            found["old_log_probs"] = [log_probs for log_probs, _ in routed]
-            found["routed_experts"] = [experts for _, experts in routed]
+            routed = chain(*await learner.score("actor", micro_batches, with_routing=True))
+            for sample, (log_probs, experts) in zip(scored, routed, strict=True):
+                sample.old_log_probs = log_probs
+                sample.routed_experts = experts
         elif needs_old:
-            found["old_log_probs"] = list(chain(*await learner.score("actor", micro_batches)))
+            for sample, log_probs in zip(scored, chain(*await learner.score("actor", micro_batches)), strict=True):
+                sample.old_log_probs = log_probs
         if self._has_reference:
-            found["ref_log_probs"] = list(chain(*await learner.score("reference", micro_batches)))
+            for sample, log_probs in zip(scored, chain(*await learner.score("reference", micro_batches)), strict=True):
+                sample.ref_log_probs = log_probs
         if self._has_critic:
-            found["values"] = list(chain(*await learner.score("critic", micro_batches)))
-        for place, (g, i) in enumerate(chain(*pairs)):
-            samples[g][i] = replace(samples[g][i], **{name: values[place] for name, values in found.items()})
-        return samples
+            for sample, values in zip(scored, chain(*await learner.score("critic", micro_batches)), strict=True):
+                sample.values = values
 
     async def _taught(
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]

@@ -18,9 +18,9 @@ from gcore_rollout import (
     RequestError,
     RolloutError,
     check_text,
+    load_vision_processor,
     normalize_messages,
     render_chat,
-    vision_processor,
 )
 from gcore_runs import (
     Rows,
@@ -298,7 +298,7 @@ def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, w
     model, sources = tokenizer.name_or_path, image_sources(prompt.row, image_key, folder, where)
     images = PromptImages(model=model, sources=sources) if sources else None
     try:
-        token_ids = vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
+        token_ids = load_vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
     except (RolloutError, OSError, ImportError) as error:
         raise UserError(f"{where}: {error}") from None
     return replace(prompt, token_ids=token_ids, images=images)

@@ -43,7 +43,6 @@ from .rlhf.modality import (
     RunStart as RunStart,
     SampledBatch as SampledBatch,
     TrainingBatch as TrainingBatch,
-    UnfinishedGroup as UnfinishedGroup,
     Wave as Wave,
 )
 from .rlhf.permutation import FeistelPermutation as FeistelPermutation
@@ -95,4 +94,9 @@ from .trainer_group import (
     TrainerWorker as TrainerWorker,
     deal as deal,
 )
-from .turns import DeviceTurns as DeviceTurns, Lending as Lending, LendRule as LendRule
+from .turns import (
+    DeviceTurns as DeviceTurns,
+    Lending as Lending,
+    LendRule as LendRule,
+    TurnTaker as TurnTaker,
+)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gcore_controller.context import StageTimer
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
-from gcore_controller.turns import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -139,13 +138,20 @@ class PolicyEngine(Protocol):
 class PolicyTrainer(Protocol):
     """The models in training, as far as the RLHF loop uses them; every controller makes the same calls."""
 
-    async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        """Bring what a turn needs into the devices' memory, where trainer and engines share them; see `DeviceTurns`.
+    async def offload(self, timer: StageTimer) -> None:
+        """Move the models out of devices that they share with engines, and the engines in, to sample.
 
-        Swaps count as stage ``swap`` of the timer.
+        This, `onload` and `onload_weights` do nothing where nothing is shared; see `DeviceTurns`. Their time counts as
+        stage ``swap`` of the timer.
         """
 
-    async def update_policy(self, policy: Any, *, version: int, averaged: bool = False) -> None:
+    async def onload(self, timer: StageTimer) -> None:
+        """Move the engines out, whose running samples are aborted, and the models in, to train."""
+
+    async def onload_weights(self, timer: StageTimer) -> None:
+        """Move in the models, and next to them the weights of the policy's engine, which can then be updated."""
+
+    async def update_weights(self, policy: Any, *, version: int, averaged: bool = False) -> None:
         """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
 
         ``version`` is the lowest that the engines may give to the weights.

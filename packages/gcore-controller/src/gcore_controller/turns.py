@@ -1,6 +1,7 @@
 """Turns of a trainer group and of engines that share devices: which of them is in the devices' memory at a stage."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,6 +168,23 @@ class TurnChoice:
         with timer.stage("swap"):
             yield
         self._swap_s += timer.clock() - start_s
+
+
+class TurnTaker(ABC):
+    """The transfers that the loop asks a `PolicyTrainer` for, as turns."""
+
+    async def offload(self, timer: StageTimer) -> None:
+        await self._take_turn("sampling", timer)
+
+    async def onload(self, timer: StageTimer) -> None:
+        await self._take_turn("training", timer)
+
+    async def onload_weights(self, timer: StageTimer) -> None:
+        await self._take_turn("sync", timer)
+
+    @abstractmethod
+    async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
+        """Bring what a turn needs into the memory of devices that are shared, if any are."""
 
 
 async def _all(swaps: Iterable[Awaitable[None]]) -> None:

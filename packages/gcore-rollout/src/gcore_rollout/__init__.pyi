@@ -32,6 +32,7 @@ from .engines.protocol import (
     Digests as Digests,
     Engine as Engine,
     EngineStats as EngineStats,
+    EpisodeEnd as EpisodeEnd,
     HeldTensor as HeldTensor,
     HeldWeights as HeldWeights,
     RepetitionDetection as RepetitionDetection,
@@ -127,11 +128,14 @@ from .images.reward import (
     evaluate_images as evaluate_images,
 )
 from .images.text import OCRReward as OCRReward, text_similarity as text_similarity
-from .images.vision_processor import VisionProcessor as VisionProcessor
+from .images.vision_processor import (
+    VisionProcessor as VisionProcessor,
+    load_vision_processor as load_vision_processor,
+)
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
+from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
 from .multi_turn.environment import (
     Environment as Environment,
-    EpisodeEnd as EpisodeEnd,
     EpisodeOutcome as EpisodeOutcome,
     Opening as Opening,
     Reply as Reply,
@@ -141,22 +145,15 @@ from .multi_turn.environment import (
     ToolEnvironment as ToolEnvironment,
     hermes_calls as hermes_calls,
 )
-from .multi_turn.episode import Episode as Episode, run_episode as run_episode
+from .multi_turn.episode import run_episode as run_episode
 from .multi_turn.messages import (
     check_text as check_text,
     drop_none as drop_none,
     normalize_messages as normalize_messages,
     render_chat as render_chat,
 )
+from .prompts import Prompt as Prompt, PromptImages as PromptImages, read_image as read_image
 from .response_lengths import LengthHistory as LengthHistory, MeasuredLength as MeasuredLength
-from .responses import (
-    Prompt as Prompt,
-    PromptImages as PromptImages,
-    Response as Response,
-    UnfinishedGroup as UnfinishedGroup,
-    read_image as read_image,
-    vision_processor as vision_processor,
-)
 from .rewards.batch import BatchReward as BatchReward
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
@@ -197,10 +194,8 @@ from .rewards.process import (
     ProcessReward as ProcessReward,
 )
 from .rewards.registry import (
-    EnvironmentRole as EnvironmentRole,
     ImageRewardKind as ImageRewardKind,
     ImageRewardSettings as ImageRewardSettings,
-    MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
     build_task_reward as build_task_reward,

@@ -1,7 +1,8 @@
 """Groups of responses and their generation by one controller; rewards are computed while others are generated."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from bisect import insort
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError, RewardError
 from gcore_rollout.groups import Group
-from gcore_rollout.multi_turn.episode import Episode, run_episode
+from gcore_rollout.multi_turn.config import EnvironmentRole
+from gcore_rollout.multi_turn.episode import run_episode
+from gcore_rollout.prompts import Prompt
 from gcore_rollout.response_lengths import LengthHistory, MeasuredLength
-from gcore_rollout.responses import Prompt, Response, UnfinishedGroup
-from gcore_rollout.rewards.registry import EnvironmentRole
 from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
 
@@ -105,9 +106,9 @@ class Generation:
         self,
         prompts: Sequence[tuple[int, Prompt]] = (),
         *,
-        unfinished: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
+        unfinished: Sequence[tuple[Group, Prompt]] = (),
         take: Take | None = None,
-    ) -> tuple[list[Group], list[UnfinishedGroup]]:
+    ) -> tuple[list[Group], list[Group]]:
         """Generate and score ``n`` responses to each prompt.
 
         The lengths of the responses are in `measured` afterwards.
@@ -124,9 +125,9 @@ class Generation:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 with self.timer.stage("gen"):
-                    self._start([*unfinished, *_new(prompts)])
+                    self._start([*(self._continued(*entry) for entry in unfinished), *self._new(prompts)])
                     while take and (taken := await take(await self._capacity())):
-                        self._start(_new(taken))
+                        self._start(self._new(taken))
                         # Other controllers may not have started yet: take theirs only after some of the own work.
                         await self._fewer_than(self._num_generating)
                     await self._fewer_than(1)
@@ -137,13 +138,13 @@ class Generation:
             raise first from first.__cause__
         self.deferred = [index for index, p in self._pending.items() if p.is_deferred]
         scored = [p for p in self._pending.values() if not (p.num_failed or p.is_deferred)]
-        complete = [(p.group(self.source_key), p.prompt) for p in scored if not p.partial]
+        complete = [(p.group, p.prompt) for p in scored if not p.group.aborted]
         self.measured = [MeasuredLength.of(prompt, group.lengths.tolist()) for group, prompt in complete]
         groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
             with self.timer.stage("reward"):
                 groups = await self.roles.comparison.run(complete, self.roles.tokenizer)
-        return groups, [p.unfinished() for p in scored if p.partial]
+        return groups, [p.group for p in scored if p.group.aborted]
 
     async def _capacity(self) -> int:
         """Wait until the policy can take all responses to a prompt, and return for how many prompts it can."""
@@ -166,9 +167,26 @@ class Generation:
         self._num_generating += num_responses
         self._scoring.append(self._tasks.create_task(work))
 
-    def _start(self, prompts: Sequence[tuple[UnfinishedGroup, Prompt]]) -> None:
+    def _new(self, prompts: Sequence[tuple[int, Prompt]]) -> list["_PendingGroup"]:
+        return [self._pending_group(index, prompt) for index, prompt in prompts]
+
+    def _continued(self, before: Group, prompt: Prompt) -> "_PendingGroup":
+        """Return a group that another call has left unfinished, with the responses that are complete."""
+        pending = self._pending_group(before.prompt_index, prompt)
+        pending.prefixes = before.aborted
+        pending.group.responses = [r for r in before.responses if r.finish_reason != "abort"]
+        for response in pending.group.responses:
+            pending.missing.remove(response.index)
+        return pending
+
+    def _pending_group(self, prompt_index: int, prompt: Prompt) -> "_PendingGroup":
+        source = str(prompt.row.get(self.source_key, "")) if self.source_key else ""
+        prompt_ids = np.array(prompt.token_ids, np.int64)
+        group = Group(prompt_index=prompt_index, prompt_ids=prompt_ids, images=prompt.images, source=source)
+        return _PendingGroup(group, prompt, missing=list(range(self.n)), prefixes=[])
+
+    def _start(self, groups: list["_PendingGroup"]) -> None:
         """Start to generate and score all missing responses to some prompts."""
-        groups = [_PendingGroup(before, prompt, self.n) for before, prompt in prompts]
         self._pending |= {group.prompt_index: group for group in groups}
         if self.history is not None and self.quota is None:
             for group in groups:
@@ -197,8 +215,8 @@ class Generation:
             sampling=self.sampling,
             n=self.n,
             seed=hash((self.seed, group.prompt_index)),
-            indices=tuple(i for i in range(self.n) if i not in group.responses),
-            prefixes=tuple(group.before.partial),
+            indices=tuple(group.missing),
+            prefixes=tuple(group.prefixes),
             expected_tokens=group.expected_tokens,
             images=() if prompt.images is None else prompt.images.encoded(),
         )
@@ -215,18 +233,18 @@ class Generation:
                 self._end_of_response()
                 continue
             if completion.finish_reason == "abort":
-                group.partial.append(completion)
+                insort(group.group.responses, completion, key=_index_of)
                 self._end_of_response()
                 continue
             self._launch(0, self._score(group, completion))
             self._end_of_response()
             if completion.request_id.endswith("/greedy"):
                 continue
-            group.num_missing -= 1
-            num_whole += group.num_missing == 0
+            group.missing.remove(completion.index)
+            num_whole += not group.missing
             if self.quota is not None and num_whole >= self.quota and not is_cut:
                 is_cut = True
-                await self.roles.policy.abort([str(p.prompt_index) for p in self._pending.values() if p.num_missing])
+                await self.roles.policy.abort([str(p.prompt_index) for p in self._pending.values() if p.missing])
 
     async def _scored(self, group: "_PendingGroup", text: str) -> Scored | None:
         """Return the reward's score; None: it failed, and the group is dropped."""
@@ -239,14 +257,12 @@ class Generation:
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         if scored := await self._scored(group, text):
-            self._add(
-                group, None if completion.request_id.endswith("/greedy") else completion.index, completion, scored
-            )
+            self._add(group, completion, scored)
 
-    def _add(self, group: "_PendingGroup", index: int | None, made: Completion | Episode, scored: Scored) -> None:
-        group.add(index, made, scored)
-        if self.finished is not None and len(group.responses) == self.n:
-            self.finished(group.group(self.source_key))
+    def _add(self, pending: "_PendingGroup", response: Completion, scored: Scored) -> None:
+        pending.add(response, scored, is_greedy=response.request_id.endswith("/greedy"))
+        if self.finished is not None and len(pending.group.responses) == self.n and not pending.group.aborted:
+            self.finished(pending.group)
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
@@ -278,61 +294,48 @@ class Generation:
             score, parts, answer = score + scored.score, {**scored.parts, **parts}, scored.answer
         else:
             return
-        self._add(group, index, episode, Scored(score=score, parts=parts, answer=answer))
+        self._add(group, replace(episode, index=index or 0), Scored(score=score, parts=parts, answer=answer))
 
 
-def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
-    return [(UnfinishedGroup(prompt_index=index), prompt) for index, prompt in prompts]
-
-
+@dataclass(eq=False)
 class _PendingGroup:
     """A group whose responses are being generated and scored."""
 
-    greedy_score: float | None = None
+    group: Group
+    prompt: Prompt
+    missing: list[int]
+    """Indices of responses that are still to be generated."""
+    prefixes: list[Completion]
+    """Responses that an earlier call has cut short."""
     expected_tokens: int | None = None
-    num_failed = 0
+    num_failed: int = 0
     """Responses without a score."""
-    is_deferred = False
+    is_deferred: bool = False
+    opening: NDArray[np.int64] | None = None
+    """Tokens of the prompt as the environment opened the episodes."""
 
-    def __init__(self, before: UnfinishedGroup, prompt: Prompt, n: int) -> None:
-        self.before, self.prompt, self.prompt_index = before, prompt, before.prompt_index
-        self.responses = dict(before.responses)
-        self.partial: list[Completion] = []
-        """Responses that were cut short in this call."""
-        self.num_missing = n - len(self.responses)
-        """Responses that are still to be generated."""
-        self._prompt_ids: NDArray[np.int64] | None = None
+    @property
+    def prompt_index(self) -> int:
+        return self.group.prompt_index
 
-    def add(self, index: int | None, made: Completion | Episode, scored: Scored) -> None:
-        """Add a scored response; the greedy one has no index. `RequestError` if an episode starts differently."""
-        if index is None:
-            self.greedy_score = scored.score
+    def add(self, response: Completion, scored: Scored, *, is_greedy: bool) -> None:
+        """Add a scored response, or only its score if it is greedy; `RequestError` if an episode starts differently."""
+        if is_greedy:
+            self.group.greedy_score = scored.score
             return
-        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
-        if isinstance(made, Episode):
-            if self._prompt_ids is not None and not np.array_equal(made.prompt_ids, self._prompt_ids):
+        opening = response.prompt_ids
+        if opening is not None:
+            if self.opening is not None and not np.array_equal(opening, self.opening):
                 raise RequestError(
                     "rollout.multi_turn.environment started episodes of one row with different messages; expected the "
                     "same messages in a group, whose episodes are compared with each other "
                     f"(row {self.prompt.row!r:.200})"
                 )
-            self._prompt_ids = made.prompt_ids
-            fields |= {"truncated": made.end != "done", "mask": made.response_mask, "end": made.end}
-        else:
-            fields["truncated"] = made.finish_reason != "stop"
-        arrays = {"token_ids": made.token_ids, "log_probs": made.log_probs, "weight_versions": made.weight_versions}
-        self.responses[index] = Response(**arrays, **fields)
+            self.opening = self.group.prompt_ids = opening
+        score = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
+        # Of an episode, the group has the prompt, and nothing reads the texts of its turns any more.
+        insort(self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_index_of)
 
-    def group(self, source_key: str) -> Group:
-        own_ids = np.array(self.prompt.token_ids, np.int64) if self._prompt_ids is None else self._prompt_ids
-        return Group(
-            prompt_index=self.prompt_index,
-            prompt_ids=own_ids,
-            responses=[self.responses[i] for i in sorted(self.responses)],
-            greedy_score=self.greedy_score,
-            images=self.prompt.images,
-            source=str(self.prompt.row.get(source_key, "")) if source_key else "",
-        )
 
-    def unfinished(self) -> UnfinishedGroup:
-        return UnfinishedGroup(prompt_index=self.prompt_index, responses=self.responses, partial=self.partial)
+def _index_of(response: Completion) -> int:
+    return response.index

@@ -2,25 +2,26 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.multi_turn.environment import EpisodeEnd
-from gcore_rollout.responses import PromptImages, Response
+from gcore_rollout.engines.protocol import Completion, EpisodeEnd
+from gcore_rollout.prompts import PromptImages
 from gcore_rollout.rewards.reward import part_means
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Group:
-    """The responses to one prompt."""
+    """The completions of one prompt."""
 
     prompt_index: int
     """Position of the prompt in the run's global order."""
     prompt_ids: NDArray[np.int64]
-    responses: list[Response]
+    responses: list[Completion] = field(default_factory=list[Completion])
+    """By index; in a group that was cut short, some have ``finish_reason`` "abort", and others may be missing."""
     greedy_score: float | None = None
     """Score of the greedy response, where the algorithm compares with it."""
     images: PromptImages | None = None
@@ -29,9 +30,15 @@ class Group:
     """The prompt's row in the column `Generation.source_key`; empty: there is none."""
 
     @property
-    def oldest_version(self) -> int:
-        """Oldest weight version that generated any token."""
-        return min(int(r.weight_versions[slice(None) if r.mask is None else r.mask].min()) for r in self.responses)
+    def oldest_version(self) -> int | None:
+        """Oldest weight version that generated any token; None: there is no token yet."""
+        oldest = [int(r.sampled_versions.min()) for r in self.responses if r.sampled_versions.size]
+        return min(oldest, default=None)
+
+    @property
+    def aborted(self) -> list[Completion]:
+        """The responses that were cut short, to be continued."""
+        return [r for r in self.responses if r.finish_reason == "abort"]
 
     @property
     def scores(self) -> list[float]:
@@ -49,15 +56,27 @@ class Group:
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and numbers for a checkpoint."""
-        own = {**vars(self), "responses": [dict(vars(r)) for r in self.responses]}
-        return {"ticket": own.pop("prompt_index"), **own, "images": self.images and self.images.state()}
+        responses = [r.state() for r in self.responses]
+        own = {**vars(self), "responses": responses, "images": self.images and self.images.state()}
+        return {"ticket": own.pop("prompt_index"), **own}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Group":
-        """Return the group that `state` gave this state for."""
-        own: dict[str, Any] = {**state, "responses": [Response(**r) for r in state["responses"]]}
+    def from_state(cls, state: Mapping[str, Any]) -> "Group":
+        """Return the group that `state` gave this state for.
+
+        Older checkpoints have aborted responses of their own under ``begun``, and no prompt in such a group; their
+        other responses lack the request's name and, in a whole group, their index.
+        """
+        own: dict[str, Any] = {"prompt_ids": np.zeros(0, np.int64), **state}
+        prompt_index: int = own.pop("ticket")
+        states: list[dict[str, Any]] = own.pop("begun", [])
+        for index, response in enumerate(own.pop("responses")):
+            states.append({"request_id": str(prompt_index), "index": index, **response})
+        responses = [Completion.from_state(response) for response in states]
+        responses.sort(key=lambda response: response.index)
         images = own.pop("images", None)
-        return cls(prompt_index=own.pop("ticket"), **own, images=images and PromptImages.from_state(images))
+        images = images and PromptImages.from_state(images)
+        return cls(prompt_index=prompt_index, responses=responses, images=images, **own)
 
 
 SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
@@ -68,7 +87,7 @@ episodes."""
 def sampled_part(groups: Sequence[Group]) -> SampledPart:
     """Return one controller's part of `sampled_metrics`."""
     responses = [(group, response) for group in groups for response in group.responses]
-    columns = [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g, r in responses]
+    columns = [(r.score, r.token_ids.size, r.is_truncated, g.prompt_ids.size) for g, r in responses]
     ends = Counter[str](r.end for _, r in responses if r.end is not None)
     return np.array(columns, np.float64).reshape(-1, 4), [r.parts for _, r in responses if r.parts], ends
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore_rollout.responses import Prompt
+from gcore_rollout.prompts import Prompt
 
 _SOURCE_COLUMN = "data_source"
 """Column of a row that names the data set it comes from, as verl calls it."""

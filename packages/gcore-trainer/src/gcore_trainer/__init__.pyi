@@ -1,6 +1,6 @@
 from .advantages.distillation import (
+    add_distillation as add_distillation,
     distillation_advantages as distillation_advantages,
-    with_distillation as with_distillation,
 )
 from .advantages.estimator import (
     AdaptiveKLController as AdaptiveKLController,
@@ -9,6 +9,7 @@ from .advantages.estimator import (
     Collectives as Collectives,
     FixedKLController as FixedKLController,
     ScoredGroup as ScoredGroup,
+    add_advantages as add_advantages,
     advantage_estimator as advantage_estimator,
     advantage_estimators as advantage_estimators,
     check_finite_tokens as check_finite_tokens,
@@ -16,7 +17,6 @@ from .advantages.estimator import (
     rollout_mismatch as rollout_mismatch,
     whiten as whiten,
     whitening_moments as whitening_moments,
-    with_advantages as with_advantages,
 )
 from .advantages.estimators.gae import gae_advantages as gae_advantages
 from .advantages.estimators.grpo import grpo_advantages as grpo_advantages
@@ -31,9 +31,9 @@ from .advantages.reward_shaping import (
     policy_and_reference as policy_and_reference,
 )
 from .advantages.rollout_correction import (
+    add_rollout_correction as add_rollout_correction,
     rollout_correction as rollout_correction,
     weight_moments as weight_moments,
-    with_rollout_correction as with_rollout_correction,
 )
 from .config import (
     AdvantageConfig as AdvantageConfig,
@@ -91,15 +91,17 @@ from .lora import LoRAWeights as LoRAWeights, merge_lora as merge_lora, read_ada
 from .lora_config import LoRAConfig as LoRAConfig, read_lora_config as read_lora_config
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .megatron_config import MegatronConfig as MegatronConfig
-from .objectives.policy import (
+from .objectives.objective import (
     BatchTotals as BatchTotals,
     Objective as Objective,
     PartialLoss as PartialLoss,
+    TokenScores as TokenScores,
+    aggregation_weights as aggregation_weights,
+)
+from .objectives.policy import (
     PolicyLoss as PolicyLoss,
     PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
-    TokenScores as TokenScores,
-    aggregation_weights as aggregation_weights,
     clipped_surrogate as clipped_surrogate,
     kl_penalty as kl_penalty,
     policy_loss as policy_loss,
@@ -120,13 +122,8 @@ from .objectives.value import (
     value_moments as value_moments,
 )
 from .packing.head import token_scores as token_scores
-from .sample import (
-    Images as Images,
-    MicroBatch as MicroBatch,
-    PackedBatch as PackedBatch,
-    Sample as Sample,
-    pack as pack,
-)
+from .packing.layout import PackedBatch as PackedBatch, pack as pack
+from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers
 from .torch.frozen_model import FrozenModel as FrozenModel

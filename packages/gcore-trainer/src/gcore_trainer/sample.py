@@ -1,26 +1,15 @@
-"""Samples of language models, and their packing end to end in one row.
+"""Samples of language models, from an engine's answer to the loss, and micro-batches of them."""
 
-No padding is computed, and a prompt that many samples share is computed once. A row of T tokens is made of segments. A
-*causal* segment starts from nothing: a prompt, or a prompt with its only response. A *branch* segment is one of several
-responses to a prompt: its tokens see the prompt's and their own predecessors. A response's last token predicts nothing,
-so it is never an input.
-
-Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then
-follow the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
-"""
-
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.errors import BatchError
 
 LARGEST = np.finfo(np.float32).max
 _PER_TOKEN = (
@@ -76,11 +65,12 @@ class Images:
         return blake2b(self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16).digest()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Sample:
     """One prompt and one response. Every per-token array has shape [R], R the response's length.
 
-    Entries of masked-out tokens are never read: they may be NaN or infinite. Samples of one micro-batch with equal
+    It is made of an engine's answer and goes as one object to the loss: scores of models and advantages are set on the
+    way. Entries of masked-out tokens are never read: they may be NaN or infinite. Samples of one micro-batch with equal
     prompts, and equal images in them, share the prompt's forward and backward pass.
     """
 
@@ -182,207 +172,3 @@ def by_sample(
         np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
         for v, batch in zip(values, micro_batches, strict=True)
     ]
-
-
-class Segment(NamedTuple):
-    """A segment of a row; a branch has the prompt that it follows as its parent."""
-
-    start: int
-    length: int
-    parent: "Segment | None"
-    num_padding: int
-    """Tokens of the length that are padding, at its end."""
-
-
-class Span(NamedTuple):
-    """Neighbouring tokens of a row."""
-
-    start: int
-    length: int
-
-    def part(self, first: int, last: int | None = None) -> "Span":
-        """Return tokens `first` up to `last` of these."""
-        return Span(self.start + first, (self.length if last is None else last) - first)
-
-
-class Tile(NamedTuple):
-    """Neighbouring queries, and neighbouring keys that they see: all, or a triangle of as many keys as queries.
-
-    Segments, shared prompts, sliding windows and the chunks of a ring are exact sums of tiles, without masks.
-    """
-
-    queries: Span
-    keys: Span
-    seen: Literal["all", "until", "from"]
-    """Which keys query i sees: all, those until key i, or those from key i."""
-
-
-def causal_tiles(tokens: Span, window: int | None) -> Iterator[Tile]:
-    """Yield the tiles of tokens that see their latest predecessors and themselves, `window` in all."""
-    step = tokens.length if window is None else min(window, tokens.length)
-    chunks = [tokens.part(i, min(i + step, tokens.length)) for i in range(0, tokens.length, step)]
-    for chunk in chunks:
-        yield Tile(chunk, chunk, "until")
-    for previous, chunk in pairwise(chunks):
-        yield from earlier_tiles(chunk, previous, step, window)
-
-
-def earlier_tiles(queries: Span, keys: Span, distance: int, window: int | None) -> Iterator[Tile]:
-    """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
-
-    Args:
-        distance: position of the first query less that of the first key.
-        window: latest tokens that a query sees, its own included; None: all.
-    """
-    # Query i sees the keys from i + shift.
-    shift = -queries.length if window is None else distance - window + 1
-    if shift > 0:
-        keys, shift = keys.part(min(shift, keys.length)), 0
-    num_whole = min(-shift, queries.length)
-    num_partial = min(queries.length - num_whole, keys.length)
-    whole, partial = queries.part(0, num_whole), queries.part(num_whole, num_whole + num_partial)
-    for seeing, seen in ((whole, keys), (partial, keys.part(num_partial))):
-        if seeing.length and seen.length:
-            yield Tile(seeing, seen, "all")
-    if num_partial:
-        yield Tile(partial, keys.part(0, num_partial), "from")
-
-
-def row_tiles(segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False) -> list[Tile]:
-    """Return the tiles of a row's segments: each sees itself causally, and its prompt if it has one.
-
-    A kernel that has windows gets causal tiles whole.
-    """
-    tiles: list[Tile] = []
-    branches: dict[Segment, list[Span]] = {}
-    for segment in segments:
-        tiles += causal_tiles(own := Span(segment.start, segment.length), None if kernel_has_windows else window)
-        if segment.parent is not None:
-            branches.setdefault(segment.parent, []).append(own)
-    for prompt, spans in branches.items():
-        keys = Span(prompt.start, prompt.length)
-        # Branches are neighbours, and the prompt's last tokens are seen by all of them.
-        longest = max(span.length for span in spans)
-        first = 0 if window is None else min(keys.length, max(0, keys.length + longest - window))
-        last = spans[-1].start + spans[-1].length
-        if first < keys.length:
-            tiles.append(Tile(Span(spans[0].start, last - spans[0].start), keys.part(first), "all"))
-        for span in spans if first else ():
-            tiles += earlier_tiles(span, keys.part(0, first), keys.length, window)
-    return tiles
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedBatch:
-    """T packed tokens that predict N response tokens, in the samples' order, from U distinct places."""
-
-    input_ids: NDArray[np.int64]
-    """[T]."""
-    positions: NDArray[np.int64]
-    """[T] place of each token in its own sequence; padding at the end of a segment repeats the last."""
-    segments: list[Segment]
-    """All segments, in the row's order; their lengths sum to T."""
-    predict_index: NDArray[np.int64]
-    """[U] packed places whose next-token distribution is needed."""
-    target_place: NDArray[np.int64]
-    """[N] which of those U predicts each response token."""
-    target_ids: NDArray[np.int64]
-    """[N]."""
-    last_prompt_places: NDArray[np.int64]
-    """Place of each sample's last prompt token in the row."""
-    first_response_places: NDArray[np.int64]
-    """Place of each sample's first response token in the row; the last response token has none."""
-
-    @property
-    def segment_lengths(self) -> NDArray[np.int64]:
-        """Lengths of the segments, with their padding."""
-        return np.array([s.length for s in self.segments])
-
-    def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
-        """Return the places [P + R - 1] of each sample's input tokens in the row."""
-        return [
-            np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
-            for s, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True)
-        ]
-
-
-def pack(
-    samples: MicroBatch, *, share_prefix: bool = True, multiple_of: int = 1, segment_multiple_of: int = 1
-) -> PackedBatch:
-    """Pack one micro-batch.
-
-    Args:
-        multiple_of: pad the row so that T is a multiple of it.
-        segment_multiple_of: pad every segment so that its length is a multiple of it.
-
-    Raises:
-        ConfigError: a multiple is below 1, or segments are to be padded where they share prompts: the padding of a
-            prompt would stand between it and its responses.
-    """
-    for name, value in (("multiple_of", multiple_of), ("segment_multiple_of", segment_multiple_of)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; expected 1 or more")
-    if share_prefix and segment_multiple_of > 1:
-        raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True; expected False")
-    by_prompt: dict[bytes | int, list[int]] = {}
-    for i, sample in enumerate(samples):
-        by_prompt.setdefault(sample.prompt_key if share_prefix else i, []).append(i)
-
-    pieces: list[NDArray[np.int64]] = []
-    segments: list[Segment] = []
-    last_prompt_places, first_response_places = (np.empty(len(samples), np.int64) for _ in range(2))
-    total = 0
-
-    def add(*parts: NDArray[np.int64], parent: Segment | None = None) -> Segment:
-        nonlocal total
-        num_real = sum(part.size for part in parts)
-        num_padding = -num_real % segment_multiple_of
-        pieces.extend([*parts, np.zeros(num_padding, np.int64)])
-        segments.append(Segment(total, num_real + num_padding, parent, num_padding))
-        total += num_real + num_padding
-        return segments[-1]
-
-    for members in by_prompt.values():
-        prompt = samples[members[0]].prompt_ids
-        last_prompt_places[members] = total + prompt.size - 1
-        if len(members) == 1:
-            first_response_places[members] = total + prompt.size
-            add(prompt, samples[members[0]].response_ids[:-1])
-            continue
-        root = add(prompt)
-        for i in members:
-            first_response_places[i] = total
-            if samples[i].response_ids.size > 1:
-                add(samples[i].response_ids[:-1], parent=root)
-    if num_padding := -total % math.lcm(multiple_of, segment_multiple_of):
-        add(np.zeros(num_padding, np.int64))
-
-    starts, lengths = _bounds(segments)
-    first_positions = np.array([s.parent.length if s.parent else 0 for s in segments])
-    last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
-    response_lengths = np.array([s.response_ids.size for s in samples])
-    ends = np.cumsum(response_lengths)
-    places = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
-    places[ends - response_lengths] = last_prompt_places
-    predict_index, target_place = np.unique(places, return_inverse=True)
-    return PackedBatch(
-        input_ids=np.concatenate(pieces),
-        positions=np.minimum(
-            np.arange(total) - np.repeat(starts - first_positions, lengths), np.repeat(last_positions, lengths)
-        ),
-        segments=segments,
-        predict_index=predict_index,
-        target_place=target_place,
-        target_ids=np.concatenate([s.response_ids for s in samples]),
-        last_prompt_places=last_prompt_places,
-        first_response_places=first_response_places,
-    )
-
-
-def rounded_length(length: int) -> int:
-    """Round up to a power of two, at least 16."""
-    return max(16, 1 << (length - 1).bit_length())
-
-
-def _bounds(segments: list[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.array([s.start for s in segments]), np.array([s.length for s in segments])

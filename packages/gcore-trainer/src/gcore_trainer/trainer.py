@@ -17,7 +17,7 @@ from gcore_trainer.adamw import AdamW, whole
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
 from gcore_trainer.lora import LoRAWeights, save_adapters
-from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
+from gcore_trainer.objectives.objective import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
 from gcore_trainer.state import check_state

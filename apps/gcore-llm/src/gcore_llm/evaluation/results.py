@@ -56,7 +56,7 @@ class Results:
                 "score": response.score,
                 "answer": response.answer,
                 "num_tokens": int(response.token_ids.size),
-                "truncated": response.truncated,
+                "truncated": response.is_truncated,
             }
             for response in group.responses
         ]

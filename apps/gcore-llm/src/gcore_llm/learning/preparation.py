@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
-from gcore_rollout import Engine, Group, Request, Response, SamplingParams
+from gcore_rollout import Completion, Engine, Group, Request, SamplingParams
 from gcore_trainer import (
     AdaptiveKLController,
     AdvantageConfig,
     FixedKLController,
     Images,
     Sample,
+    add_advantages,
+    add_rollout_correction,
     check_finite_tokens,
     follow_divergence,
     get_advantage_estimator,
@@ -31,8 +33,6 @@ from gcore_trainer import (
     overlong_penalty,
     policy_and_reference,
     rollout_mismatch,
-    with_advantages,
-    with_rollout_correction,
 )
 
 LogProbs = Mapping[tuple[int, int], NDArray[np.float32]]
@@ -63,7 +63,7 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
             prompt_ids=group.prompt_ids,
             response_ids=r.token_ids,
             response_mask=np.zeros(r.token_ids.shape, np.bool_)
-            if r.truncated and algorithm.overlong.filter
+            if r.is_truncated and algorithm.overlong.filter
             else r.mask,
             old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
             rollout_log_probs=r.log_probs,
@@ -81,15 +81,15 @@ async def prepare(
     kl: FixedKLController,
     max_response_length: int,
     group: Collectives,
-) -> tuple[list[list[Sample]], dict[str, float]]:
-    """Add advantages, and what else the estimator and the correction give, to the samples of this controller's groups.
+) -> dict[str, float]:
+    """Set advantages, and what else the estimator and the correction give, of the samples of this controller's groups.
 
     Args:
         samples: of each group, with the log-probs and values that the algorithm asks for.
         kl: updated with the batch's divergence; the same on all controllers.
 
     Returns:
-        the samples of each group, and metrics of all controllers' samples, under verl's names.
+        metrics of all controllers' samples, under verl's names.
 
     Raises:
         BatchError: a log-probability or a value of a token that counts is not finite, or a score.
@@ -105,12 +105,11 @@ async def prepare(
         divergence = await follow_divergence(everyone, algorithm.kl_ctrl.kl_penalty, kl, group)
     settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
     estimator, greedy_scores = get_advantage_estimator(algorithm.adv_estimator), [g.greedy_score for g in groups]
-    found, metrics = await with_advantages(samples, rewards, greedy_scores, estimator, settings, group)
+    metrics = await add_advantages(samples, rewards, greedy_scores, estimator, settings, group)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
-        found, corrected = await with_rollout_correction(found, algorithm.rollout_correction, group)
-        metrics |= corrected
-    return found, metrics
+        metrics |= await add_rollout_correction(samples, algorithm.rollout_correction, group)
+    return metrics
 
 
 @cache
@@ -119,7 +118,7 @@ def _advantage_config(norm_adv_by_std_in_grpo: bool, gamma: float, lam: float) -
 
 
 def _rewards(
-    response: Response, sample: Sample, algorithm: AlgorithmConfig, kl_coef: float, max_response_length: int
+    response: Completion, sample: Sample, algorithm: AlgorithmConfig, kl_coef: float, max_response_length: int
 ) -> NDArray[np.float64]:
     """Rewards of a response's tokens, [R]: its score on the last one that counts, and the KL penalty on all."""
     score = response.score
@@ -201,7 +200,7 @@ def split_in_micro_batches(
     return [[pair for unit in np.sort(batch).tolist() for pair in units[unit]] for batch in batches if batch.size]
 
 
-def comparable(response: Response, version: int, *, keeps_cache: bool) -> NDArray[np.bool_]:
+def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDArray[np.bool_]:
     """Return, [R], which tokens the policy generated with the weights of a version.
 
     If the engine ``keeps_cache``, weights may change in the middle of a response, whose later tokens then attend to
@@ -263,17 +262,8 @@ async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParam
         sampling=replace(sampling, max_tokens=min(sampling.max_tokens, _PROBE_TOKENS)),
         seed=seed,
     )
-    found: list[Group] = []
-    async for completion in policy.generate([request]):
-        response = Response(
-            token_ids=completion.token_ids,
-            log_probs=completion.log_probs,
-            weight_versions=completion.weight_versions,
-            truncated=completion.finish_reason != "stop",
-            score=0.0,
-        )
-        found.append(replace(group, responses=[response], greedy_score=None))
-    return found
+    completions = [completion async for completion in policy.generate([request])]
+    return [replace(group, responses=[completion], greedy_score=None) for completion in completions]
 
 
 def has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
@@ -307,7 +297,7 @@ def samples_to_show(
 
 def _sample_to_show(group: Group, index: int, sample: Sample | None, tokenizer: Any) -> dict[str, Any]:
     response = group.responses[index]
-    versions = response.weight_versions if response.mask is None else response.weight_versions[response.mask]
+    versions = response.sampled_versions
     advantages = sample.advantages[sample.mask] if sample and sample.advantages is not None else np.zeros(0)
     return {
         "prompt_index": group.prompt_index,
@@ -320,7 +310,7 @@ def _sample_to_show(group: Group, index: int, sample: Sample | None, tokenizer: 
         "oldest_version": int(versions.min()),
         "prompt_tokens": group.prompt_ids.size,
         "response_tokens": response.token_ids.size,
-        "stop": response.end or ("length" if response.truncated else "stop"),
+        "stop": response.end or ("length" if response.is_truncated else "stop"),
         "prompt": _decoded(tokenizer, group.prompt_ids),
         "response": _decoded(tokenizer, response.token_ids),
     }

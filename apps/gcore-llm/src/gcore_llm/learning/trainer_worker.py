@@ -90,7 +90,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
 
     def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         self.use(role)
-        metrics = super().train_step(role, micro_batches)
+        metrics = self.trainers[role].train_step(micro_batches)
         if role == "critic":
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
         return metrics | memory(self._device)

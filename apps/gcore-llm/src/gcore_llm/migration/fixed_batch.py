@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gcore_controller import run_inline
 from gcore_llm.config import OverlongConfig, TrainConfig
 from gcore_llm.learning.preparation import kl_controller, prepare
-from gcore_rollout import Group, Response
+from gcore_rollout import Completion, Group
 from gcore_trainer import BatchTotals, PolicyObjective, Sample, TokenScores
 
 NUM_PROMPTS = 4
@@ -134,11 +134,13 @@ def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
         for place, length in enumerate(batch.lengths)
     ]
     responses = [
-        Response(
+        Completion(
+            request_id="",
+            index=0,
+            finish_reason="stop",
             token_ids=sample.response_ids,
             log_probs=rollout,
             weight_versions=np.zeros(rollout.size, np.int32),
-            truncated=False,
             score=float(score),
         )
         for sample, rollout, score in zip(samples, rows["rollout_log_probs"], batch.scores, strict=True)
@@ -152,7 +154,7 @@ def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
     async def program(context: Any) -> list[Sample]:
         parts: Sequence[Sequence[Sample]] = [samples[own] for own in by_prompt]
         kl = kl_controller(algorithm.kl_ctrl)
-        found, _ = await prepare(groups, parts, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
-        return [sample for part in found for sample in part]
+        await prepare(groups, parts, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
+        return samples
 
     return program

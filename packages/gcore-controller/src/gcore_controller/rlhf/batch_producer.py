@@ -21,7 +21,6 @@ from gcore_controller.rlhf.modality import (
     RolesT,
     SampledBatch,
     TrainingBatch,
-    UnfinishedGroup,
     Wave,
 )
 from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
@@ -155,11 +154,11 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             )
             waves = self._tail.max_waves
         self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves or 1)
-        self._unfinished: Sequence[UnfinishedGroup] = ()
+        self._unfinished: Sequence[GroupT] = ()
         if state is not None:
             self._loader.load_state(state["loader"])
             self._sampler.load_state(state["sampler"], modality.group_from_state)
-            self._unfinished = [modality.unfinished_from_state(g) for g in state.get("unfinished", [])]
+            self._unfinished = [modality.group_from_state(g) for g in state.get("unfinished", [])]
             if self._tail is not None:
                 self._tail.load_state(state["tail"])
         self._shared = SharedPrompts(self._loader, ctx.group)
@@ -219,7 +218,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
         await self._rounds.next_wave(planned.num_new + len(planned.again))
         if config.partial_rollout:
-            groups = [g if self._is_fresh(g.oldest_version) else g.restarted() for g in self._unfinished]
+            groups = [g if self._is_fresh(g.oldest_version) else self.modality.restarted(g) for g in self._unfinished]
             unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
             num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
             prompts = self._loader.take(max(0, math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished))
@@ -268,7 +267,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Return metrics of what was sampled for this batch, over all controllers, kept or not."""
         # A batch whose groups all come from earlier surpluses has had no wave.
         groups = self._wave_groups if sampled.num_waves else sampled.groups
-        oldest = min((g.oldest_version for g in sampled.groups), default=None)
+        group_versions = [g.oldest_version for g in sampled.groups]
+        oldest = min((v for v in group_versions if v is not None), default=None)
         counts = (len(groups), self._num_dropped, num_stale, len(self._unfinished))
         part = await self.modality.sampled_part(self.ctx, groups)
         versions, all_counts, parts = zip(*await self.ctx.group.all_gather((oldest, counts, part)), strict=True)

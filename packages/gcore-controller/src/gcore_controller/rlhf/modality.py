@@ -101,8 +101,8 @@ class Group(Indexed, Protocol):
     """The scored samples of one prompt."""
 
     @property
-    def oldest_version(self) -> int:
-        """Oldest weight version that generated any part of it."""
+    def oldest_version(self) -> int | None:
+        """Oldest weight version that generated any part of it; None: nothing has been generated yet."""
         ...
 
     @property
@@ -113,21 +113,6 @@ class Group(Indexed, Protocol):
     def state(self) -> State:
         """Return plain arrays and numbers for a checkpoint; ``"ticket"`` is the prompt index."""
         ...
-
-
-class UnfinishedGroup(Indexed, Protocol):
-    """A group some of whose samples were cut short, to be continued in a later step."""
-
-    @property
-    def oldest_version(self) -> int | None:
-        """None: nothing has been generated yet."""
-        ...
-
-    def restarted(self) -> "UnfinishedGroup":
-        """Return the group without any sample."""
-        ...
-
-    def state(self) -> State: ...
 
 
 RolesT = TypeVar("RolesT", bound=RLHFRoles)
@@ -162,7 +147,8 @@ class Generated(Generic[GroupT]):
     """The result of a wave; prompts in no list were dropped, because a reward gave no score."""
 
     groups: list[GroupT]
-    unfinished: Sequence[UnfinishedGroup] = ()
+    unfinished: Sequence[GroupT] = ()
+    """Groups some of whose samples were cut short, to be continued in a later step, with partial rollout."""
     deferred: Sequence[int] = ()
     """Prompt indices of groups with a sample that reached `Wave.max_length`."""
 
@@ -258,8 +244,9 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def group_from_state(self, state: State) -> GroupT:
         """Return the group whose `Group.state` this is."""
 
-    def unfinished_from_state(self, state: State) -> UnfinishedGroup:
-        """Return the group whose `UnfinishedGroup.state` this is; needed only with partial rollout."""
+    def restarted(self, group: GroupT) -> GroupT:
+        """Return an unfinished group without any sample; needed only with partial rollout."""
+        del group
         raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
 
     def longest(self, group: GroupT) -> int:
@@ -302,7 +289,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         """Combine the metrics of a step's updates."""
 
     @abstractmethod
-    async def update_policy(self, ctx: Context[RolesT], step: int) -> None:
+    async def update_weights(self, ctx: Context[RolesT], step: int) -> None:
         """Give the engines the weights after ``step``."""
 
     async def synced_metrics(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> dict[str, float]:

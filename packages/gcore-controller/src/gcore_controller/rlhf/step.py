@@ -27,7 +27,6 @@ from gcore_controller.rlhf.modality import (
 )
 from gcore_controller.rlhf.rounds import DeviceWork, Round
 from gcore_controller.trainer_group import State
-from gcore_controller.turns import Turn
 
 _MIN_CALLS = 32
 """Fewest calls that a fraction of failed ones is computed over: one failure in a small batch means little."""
@@ -35,7 +34,12 @@ _MIN_CALLS = 32
 
 @dataclass(eq=False)
 class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
-    """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2)."""
+    """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2).
+
+    Where the models in training and the engines share devices, ``offload`` hands these to the engines, ``onload`` to
+    the models, and ``onload_weights`` adds the weights of the policy's engine, which ``update_weights`` overwrites;
+    otherwise only the last does anything.
+    """
 
     ctx: Context[RolesT]
     modality: Modality[RolesT, PromptT, GroupT, UpdateT, EvaluationT]
@@ -64,12 +68,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         Raises:
             RewardFailuresError: too large a share of the last reward calls failed.
         """
-        ctx, config, start = self.ctx, self.config, self.start
-        await self._turn("sync")
+        ctx, config, start, learner = self.ctx, self.config, self.start, self.ctx.roles.learner
+        await learner.onload_weights(ctx.timer)
         if start.is_policy_behind:
-            await self.modality.update_policy(ctx, start.first_step)
+            await self.modality.update_weights(ctx, start.first_step)
         else:
-            await ctx.roles.learner.check_policy(ctx.roles.policy)
+            await learner.check_policy(ctx.roles.policy)
         if not start.is_evaluated:
             await self.evaluate(start.first_step)
         self._forget_times()
@@ -81,51 +85,47 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
     async def step(self, step: int) -> None:
         """Make one step, on all controllers together."""
-        ctx, modality = self.ctx, self.modality
+        ctx, modality, learner = self.ctx, self.modality, self.ctx.roles.learner
         start_s = ctx.clock()
         # Sample and score, now or ahead of time.
-        await self._turn("sampling")
+        await learner.offload(ctx.timer)
         batch = await self._batches.next()
         metrics, prepared = {**batch.metrics, modality.HAS_SIGNAL: 0.0}, None
         if ctx.rank == 0:
             await self.recorder(Updating())
         if batch.num_groups:
-            await self._turn("training")
+            await learner.onload(ctx.timer)
             with ctx.timer.stage("prepare"):
                 prepared = await modality.prepare(ctx, step, batch)
             with ctx.timer.stage("train"):
                 trained = [await modality.update(ctx, step, update) for update in prepared.updates]
-            await self._turn("sync")
+            await learner.onload_weights(ctx.timer)
             with ctx.timer.stage("sync"):
                 async with self._batches.weights_changing():
-                    await modality.update_policy(ctx, step)
+                    await modality.update_weights(ctx, step)
                     synced = await modality.synced_metrics(ctx, step, batch)
             metrics |= prepared.metrics | modality.update_metrics(trained) | synced
-        # With or without an update, the models are saved awake.
-        await self._turn("sync")
+        # The models are saved where they are in memory; without an update they are not yet.
+        await learner.onload_weights(ctx.timer)
         step_s = ctx.clock() - start_s
         samples = modality.samples(ctx, step, batch, prepared) if self.config.log_samples else ()
         await self._record(step, metrics, batch, samples, step_s=step_s)
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the policy on held-out prompts, if there are any."""
-        await self._turn("sampling")
+        await self.ctx.roles.learner.offload(self.ctx.timer)
         evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
         failures, _ = self._failures.merge(await self.ctx.group.all_gather(self._failures.drain()))
         if self.modality.saves_evaluated:
-            await self._turn("sync")
+            await self.ctx.roles.learner.onload_weights(self.ctx.timer)
         if self.ctx.rank == 0:
             if failures:
                 await self.recorder(RewardsFailed(step=step, failures=failures))
             await self.recorder(Evaluated(step=step, evaluation=evaluation))
         self._failures.check()
         self._forget_times()
-
-    async def _turn(self, turn: Turn) -> None:
-        """Have the trainer and the engines swap places, where they share devices."""
-        await self.ctx.roles.learner.take_turn(turn, self.ctx.timer)
 
     async def _report_wave(self, wave: Round) -> None:
         await self.recorder(WaveSampled(wave))

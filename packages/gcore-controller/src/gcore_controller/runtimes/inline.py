@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
@@ -41,7 +40,7 @@ from gcore_controller.trainer_group import (
     check_weights,
     digests_of,
 )
-from gcore_controller.turns import DeviceTurns, Lending, Turn, TurnChoice
+from gcore_controller.turns import DeviceTurns, Lending, Turn, TurnChoice, TurnTaker
 
 T = TypeVar("T")
 JobT = TypeVar("JobT")
@@ -240,10 +239,14 @@ class InProcessTrainerGroup(Generic[BatchT]):
         return self._worker.replica("actor")[1]
 
     async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
-        return await self._computed(partial(self._worker.score, role, micro_batches, with_routing=with_routing))
+        if self._in_thread:
+            return await asyncio.to_thread(self._worker.score, role, micro_batches, with_routing=with_routing)
+        return self._worker.score(role, micro_batches, with_routing=with_routing)
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        return await self._computed(partial(self._worker.train_step, role, micro_batches))
+        if self._in_thread:
+            return await asyncio.to_thread(self._worker.train_step, role, micro_batches)
+        return self._worker.train_step(role, micro_batches)
 
     async def sleep(self) -> None:
         self._worker.sleep()
@@ -254,12 +257,9 @@ class InProcessTrainerGroup(Generic[BatchT]):
     def export_weights(self, *, averaged: bool = False) -> Weights:
         return self._worker.export_weights(averaged=averaged)
 
-    async def _computed(self, compute: Callable[[], T]) -> T:
-        return await asyncio.to_thread(compute) if self._in_thread else compute()
-
 
 @dataclass
-class SharedTrainerClient(Generic[BatchT]):
+class SharedTrainerClient(TurnTaker, Generic[BatchT]):
     """A `TrainerClient` of a trainer group, and of an engine, that all controllers of this process share."""
 
     trainer: SharedTrainerGroup[BatchT]
@@ -301,7 +301,7 @@ class SharedTrainerClient(Generic[BatchT]):
                 metrics = await self.trainer.train_step(role, everyones)
         return await self.group.broadcast(metrics)
 
-    async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
+    async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
         if self.turns is None or (turn := await self._choice.chosen(turn, timer)) == self.turns.current:
             return
         with self._choice.swapping(timer):
@@ -311,7 +311,7 @@ class SharedTrainerClient(Generic[BatchT]):
                 await self.turns.take(turn)
             await self.group.barrier()
 
-    async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         if self.group.rank == 0:
             # Engines may have started from other weights than the models did, both of version 0.
             version = max(version, policy.weight_version + 1)

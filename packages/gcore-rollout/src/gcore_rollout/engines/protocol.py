@@ -5,7 +5,7 @@ This module does not import torch.
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "repetition", "abort"]
 """An end-of-sequence token was sampled, or a stop string is complete; max_tokens were sampled; the last tokens repeat a
 pattern; `Engine.abort` cut it."""
+EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
+"""The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
+episode were used up; its turns were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +231,10 @@ class Request(AnyRequest):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion(AnySample):
-    """One sampled answer. Arrays have shape [T], T the number of sampled tokens, end-of-sequence included."""
+    """One answer to a prompt, from the engine to the trainer. Arrays have shape [T], T the number of its tokens.
+
+    An engine fills in what it samples, end-of-sequence included; the score and what belongs to it follow.
+    """
 
     token_ids: NDArray[np.int64]
     log_probs: NDArray[np.float32]
@@ -236,11 +242,48 @@ class Completion(AnySample):
     weight_versions: NDArray[np.int32]
     """Version of the weights that made each token."""
     finish_reason: FinishReason
+    mask: NDArray[np.bool_] | None = None
+    """Tokens that the policy sampled, against those of an environment between its turns, which have log-probs of 0 and
+    versions of -1; None: it sampled all of them."""
+    end: EpisodeEnd | None = None
+    """How an episode of several turns ended; None: there is one turn."""
+    turns: tuple[str, ...] = ()
+    """The turns of an episode as text."""
+    prompt_ids: NDArray[np.int64] | None = None
+    """[P] tokens before the first turn of an episode, which its environment opened; None: those of the request."""
+    score: float = 0.0
+    """The reward's score; 0 before it is scored."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers that explain the score, by name."""
+    answer: str | None = None
+    """The answer that the reward found in the text; see `Scored.answer`."""
 
     @property
     def work(self) -> int:
         """Number of tokens."""
         return self.token_ids.size
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if it was cut off before its end."""
+        return self.finish_reason != "stop"
+
+    @property
+    def sampled_versions(self) -> NDArray[np.int32]:
+        """Versions of the weights that made the tokens which the policy sampled."""
+        return self.weight_versions if self.mask is None else self.weight_versions[self.mask]
+
+    def state(self) -> dict[str, Any]:
+        """Return plain arrays, texts and numbers for a checkpoint, without the texts of an episode's turns."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "turns"}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Return the completion that `state` gave this state for; older checkpoints have ``truncated`` in it."""
+        fields = dict(state)
+        if "truncated" in fields:
+            fields["finish_reason"] = "length" if fields.pop("truncated") else "stop"
+        return cls(**fields)
 
 
 RequestT = TypeVar("RequestT", bound=AnyRequest, default=Request)

@@ -6,6 +6,7 @@ image's merged patches. Rendered chat templates have one at each place; `VisionP
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Self
@@ -100,6 +101,12 @@ class VisionProcessor:
             pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),
             grid_thw=inputs["image_grid_thw"].numpy().astype(np.int64, copy=False),
         )
+
+
+@cache
+def load_vision_processor(folder: str) -> VisionProcessor:
+    """Load the image processor of a model folder, once."""
+    return VisionProcessor.from_pretrained(folder)
 
 
 def checkpoint_name(model: Any, name: str) -> str:

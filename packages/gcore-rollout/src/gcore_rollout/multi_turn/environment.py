@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
+from gcore_rollout.engines.protocol import EpisodeEnd
 from gcore_rollout.errors import RequestError, require
 from gcore_rollout.multi_turn.chat import Message
 from gcore_rollout.rewards.reward import Scored
@@ -15,9 +16,6 @@ from gcore_rollout.rewards.reward import Scored
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
-EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
-"""The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
-episode were used up; its turns were."""
 EpisodeOutcome = Literal[EpisodeEnd, "failed", "cancelled"]
 """How an episode ended, or that it was given up: something failed in it, or the run ended."""
 

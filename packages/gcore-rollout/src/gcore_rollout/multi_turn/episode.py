@@ -6,42 +6,20 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
+from gcore_rollout.engines.protocol import Completion, Engine, EpisodeEnd, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError
 from gcore_rollout.multi_turn.chat import ChatEncoder
-from gcore_rollout.multi_turn.environment import Environment, EpisodeEnd, EpisodeOutcome
-from gcore_rollout.rewards.registry import MultiTurnConfig
+from gcore_rollout.multi_turn.config import MultiTurnConfig
+from gcore_rollout.multi_turn.environment import Environment, EpisodeOutcome
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Episode:
-    """A finished episode as one prompt and one response. Arrays have shape [R], R the response's length."""
-
-    prompt_ids: NDArray[np.int64]
-    """[P] tokens before the policy's first token."""
-    token_ids: NDArray[np.int64]
-    """All turns of the policy, and the environment's messages between them."""
-    response_mask: NDArray[np.bool_]
-    """Where the policy wrote the token."""
-    log_probs: NDArray[np.float32]
-    """As `Completion.log_probs`; 0 where the environment wrote."""
-    weight_versions: NDArray[np.int32]
-    """Version of the weights that made each token; -1 where the environment wrote."""
-    turns: tuple[str, ...]
-    """The policy's turns as text."""
-    score: float
-    """Sum of the rewards of all turns."""
-    end: EpisodeEnd
 
 
 async def run_episode(
@@ -53,11 +31,12 @@ async def run_episode(
     sampling: SamplingParams,
     limits: MultiTurnConfig | None = None,
     seed: int = 0,
-) -> Episode:
-    """Play one episode in a new environment. Many at once make one continuous stream of requests.
+) -> Completion:
+    """Play one episode in a new environment, and return it as one completion of the environment's opening.
 
-    Every turn continues the exact tokens of those before it. A turn that `Engine.abort` cuts short, as a change of
-    weights may, is continued.
+    Its score is the sum of the rewards of all turns. Many at once make one continuous stream of requests. Every turn
+    continues the exact tokens of those before it. A turn that `Engine.abort` cuts short, as a change of weights may, is
+    continued.
 
     Args:
         engine: the policy.
@@ -77,7 +56,7 @@ async def run_episode(
     outcome: EpisodeOutcome = "failed"
     try:
         episode = await _play(engine, environment, encoder, request_id, sampling, limits, seed)
-        outcome = episode.end
+        outcome = episode.end or "failed"
     except asyncio.CancelledError:
         outcome = "cancelled"
         raise
@@ -94,7 +73,7 @@ async def _play(
     sampling: SamplingParams,
     limits: MultiTurnConfig,
     seed: int,
-) -> Episode:
+) -> Completion:
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     what = f"episode {request_id!r}: reset"
     opening = await _within(environment.reset(), limits.step_timeout_s, what)
@@ -144,10 +123,13 @@ async def _play(
                 response += added
                 columns += [(0.0, -1, False)] * len(added)
     log_probs, versions, mask = zip(*columns, strict=True) if columns else ((), (), ())
-    return Episode(
+    return Completion(
+        request_id=request_id,
+        index=0,
+        finish_reason="stop" if end == "done" else "length",
         prompt_ids=np.array(prompt_ids, np.int64),
         token_ids=np.array(response, np.int64),
-        response_mask=np.array(mask, np.bool_),
+        mask=np.array(mask, np.bool_),
         log_probs=np.array(log_probs, np.float32),
         weight_versions=np.array(versions, np.int32),
         turns=tuple(turns),

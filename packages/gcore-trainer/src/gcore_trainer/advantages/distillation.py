@@ -1,7 +1,6 @@
 """On-policy distillation: the reverse KL divergence to a teacher at the policy's own samples, as advantages."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +36,13 @@ def distillation_advantages(
     return advantages
 
 
-async def with_distillation(
+async def add_distillation(
     samples: Sequence[Sequence[Sample]],
     teacher_log_probs: Sequence[Sequence[NDArray[np.floating] | None]],
     group: Collectives,
     *,
     coef: float = 1.0,
-) -> tuple[list[list[Sample]], dict[str, float]]:
+) -> dict[str, float]:
     """Add ``coef`` times `distillation_advantages` to the advantages of the samples of each group of this process.
 
     Args:
@@ -51,30 +50,26 @@ async def with_distillation(
         teacher_log_probs: [R] of each sample; None: it has no teacher, and keeps its advantages.
 
     Returns:
-        the samples, and metrics of the whole batch: ``critic/advantages`` as they are now; ``distillation/reverse_kl``,
+        metrics of the whole batch: ``critic/advantages`` as they are now; ``distillation/reverse_kl``,
         the mean of log p - log q, nats a token; and ``distillation/taught``, the share of samples with a teacher.
 
     Raises:
         BatchError: a sample has no advantages or log-probs, or a number that counts is not finite.
     """
-    found: list[list[Sample]] = []
     kl_sum, num_tokens, num_taught = 0.0, 0, 0
     for own, taught in zip(samples, teacher_log_probs, strict=True):
-        found.append([])
         for sample, teacher in zip(own, taught, strict=True):
             log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
             if sample.advantages is None or log_probs is None:
                 raise BatchError("advantages or log-probs is None; expected arrays for every sample of distillation")
-            advantages = sample.advantages
             if teacher is not None:
                 further = distillation_advantages(log_probs, teacher, sample.mask)
-                advantages = (advantages + coef * further).astype(np.float32)
+                sample.advantages = (sample.advantages + coef * further).astype(np.float32)
                 kl_sum -= float(further.sum())
                 num_tokens, num_taught = num_tokens + int(sample.mask.sum()), num_taught + 1
-            found[-1].append(replace(sample, advantages=advantages))
-    everyone = [s for own in found for s in own]
+    everyone = [s for own in samples for s in own]
     parts = await group.all_gather((kl_sum, num_tokens, num_taught, len(everyone)))
     kl, tokens, taught, total = (sum(column) for column in zip(*parts, strict=True))
     metrics = {"distillation/reverse_kl": kl / max(tokens, 1), "distillation/taught": taught / max(total, 1)}
     counted = [s.advantages[s.mask] for s in everyone if s.advantages is not None]
-    return found, metrics | await statistics("critic/advantages", counted, group)
+    return metrics | await statistics("critic/advantages", counted, group)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -240,46 +240,47 @@ def check_finite_tokens(
             sample.check_finite(named(i, j), *suspects)
 
 
-async def with_advantages(
+async def add_advantages(
     samples: Sequence[Sequence[Sample]],
     rewards: Sequence[Sequence[NDArray[np.float64]]],
     greedy_scores: Sequence[float | None],
     estimator: AdvantageEstimator,
     config: AdvantageConfig,
     group: Collectives,
-) -> tuple[list[list[Sample]], dict[str, float]]:
-    """Add advantages, and returns if the estimator needs a critic, to samples; they are whitened if it says so.
+) -> dict[str, float]:
+    """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
     Args:
         samples: of each group of this process; a critic's values are in them.
         rewards: [R] of each sample: see `ScoredGroup`.
 
     Returns:
-        the samples of each group, and metrics of the whole batch under verl's names.
+        metrics of the whole batch under verl's names.
 
     Raises:
         BatchError: a group lacks something that the estimator needs, or a number that counts is not finite.
     """
-    found: list[list[Any]] = []
+    everyone: list[Any] = []
     for own, own_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
         values = [s.values for s in own if s.values is not None] or None
         masks = [s.mask for s in own]
         scored = ScoredGroup(rewards=own_rewards, masks=masks, values=values, greedy_score=greedy_score)
         advantages, returns = estimator(scored, config)
-        changed = [replace(s, advantages=a.astype(np.float32)) for s, a in zip(own, advantages, strict=True)]
-        if returns is not None:
-            changed = [replace(s, returns=r.astype(np.float32)) for s, r in zip(changed, returns, strict=True)]
-        found.append(changed)
+        for sample, sample_advantages in zip(own, advantages, strict=True):
+            sample.advantages = sample_advantages.astype(np.float32)
+        for sample, sample_returns in zip(own, returns or (), strict=returns is not None):
+            sample.returns = sample_returns.astype(np.float32)
+        everyone.extend(own)
     metrics = await statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
     if estimator.whiten:
-        everyone = [s for own in found for s in own]
         moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
         batch = sum(await group.all_gather(moments), np.zeros(3))
-        found = [[replace(s, advantages=whiten(s.advantages, s.mask, batch)) for s in own] for own in found]
+        for sample in everyone:
+            sample.advantages = whiten(sample.advantages, sample.mask, batch)
     for field in ("values", "returns", "advantages") if estimator.needs_critic else ("advantages",):
-        counted = [getattr(s, field)[s.mask] for own in found for s in own]
+        counted = [getattr(s, field)[s.mask] for s in everyone]
         metrics |= await statistics(f"critic/{field}", counted, group)
-    return found, metrics
+    return metrics
 
 
 async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: Collectives) -> dict[str, float]:

@@ -7,7 +7,7 @@ sampling takes tokens and sequences out where it is far from 1. Names and meanin
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,16 +78,13 @@ def rollout_correction(
     return weights, tokens.scattered(kept_N, masks), named
 
 
-async def with_rollout_correction(
+async def add_rollout_correction(
     samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: Collectives
-) -> tuple[list[list[Sample]], dict[str, float]]:
-    """Add weights and masks against the mismatch of engine and trainer to samples with ``old_log_probs``.
+) -> dict[str, float]:
+    """Set weights and masks against the mismatch of engine and trainer; return metrics of the whole batch.
 
     Args:
-        samples: of each prompt of this process.
-
-    Returns:
-        the samples, and metrics of the whole batch.
+        samples: of each prompt of this process, with ``old_log_probs``.
     """
     counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
     columns: dict[str, Any] = {
@@ -100,17 +97,14 @@ async def with_rollout_correction(
         own = weight_moments(**columns, config=config) if counted else np.zeros(2)
         batch = sum(await group.all_gather(own), np.zeros(2))
     weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch) if counted else (None, [], {})
-    place = {id(s): i for i, s in enumerate(counted)}
-
-    def corrected(sample: Sample) -> Sample:
-        i = place.get(id(sample))
-        if i is None:
-            nothing = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
-            return replace(sample, rollout_is_weights=nothing)
-        return replace(sample, response_mask=masks[i], rollout_is_weights=None if weights is None else weights[i])
-
-    everyones = await group.all_gather((len(counted), metrics))
-    return [[corrected(s) for s in part] for part in samples], _combined(everyones)
+    for part in samples:
+        for sample in part:
+            sample.rollout_is_weights = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+    for sample, sample_weights in zip(counted, weights or (), strict=weights is not None):
+        sample.rollout_is_weights = sample_weights
+    for sample, mask in zip(counted, masks, strict=True):
+        sample.response_mask = mask
+    return _combined(await group.all_gather((len(counted), metrics)))
 
 
 def _combined(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

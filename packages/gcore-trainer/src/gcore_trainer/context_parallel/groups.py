@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gcore_trainer.context_parallel.ring import RingRow, equal_segments
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.packing.block_attention import AttentionKind
-from gcore_trainer.sample import PackedBatch
+from gcore_trainer.packing.layout import PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True)

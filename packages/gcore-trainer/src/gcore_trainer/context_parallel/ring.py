@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
+from gcore_trainer.packing.layout import Span, Tile, causal_tiles, earlier_tiles
 from gcore_trainer.packing.tiles import Call, attend_calls, finished, gradients_of_calls, make_calls, scoring_of
-from gcore_trainer.sample import Span, Tile, causal_tiles, earlier_tiles
 
 
 class EqualSegments(NamedTuple):

@@ -20,7 +20,7 @@ from gcore_trainer.diffusion.losses import (
 )
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stacked
 from gcore_trainer.errors import BatchError
-from gcore_trainer.objectives.policy import PartialLoss
+from gcore_trainer.objectives.objective import PartialLoss
 
 if TYPE_CHECKING:
     from gcore_trainer.diffusion.denoiser import Denoiser

@@ -37,7 +37,7 @@ from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import gather_weights, pieces_of
 from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.megatron_config import MegatronConfig
-from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
+from gcore_trainer.objectives.objective import BatchTotals, Objective, TokenScores, add_sums, named_scores
 from gcore_trainer.packing.head import VocabShard, token_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.row import Row, make_rows

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore_trainer.objectives.policy import on_device
-from gcore_trainer.sample import Span
+from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.packing.layout import Span
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024

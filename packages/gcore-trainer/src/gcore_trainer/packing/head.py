@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gcore_trainer.objectives.policy import TokenScores
+from gcore_trainer.objectives.objective import TokenScores
 
 CPU_LOGITS = 1 << 24
 """Most logits of a chunk on a CPU: 64 MB in float32."""

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.objectives.policy import on_device
+from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.packing.layout import PackedBatch, rounded_length
 from gcore_trainer.packing.row import PackedPlan
-from gcore_trainer.sample import PackedBatch, rounded_length
 
 
 def mix_by_sequence(mixer: Any) -> None:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from gcore_trainer.errors import BatchError, UnsupportedModelError
-from gcore_trainer.sample import MicroBatch, PackedBatch
+from gcore_trainer.packing.layout import PackedBatch
+from gcore_trainer.sample import MicroBatch
 
 Routing = list[list[NDArray[np.int16]]]
 """Experts [P + R - 1, L, K] of each sample of each micro-batch."""

@@ -18,12 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, sum_over_ranks
 from gcore_trainer.errors import BatchError, UnsupportedModelError
-from gcore_trainer.objectives.policy import on_device
+from gcore_trainer.objectives.fields import on_device
 from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.layout import PackedBatch, Segment, pack, rounded_length
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
 from gcore_trainer.packing.vision import RowImages, Vision
-from gcore_trainer.sample import MicroBatch, PackedBatch, Segment, pack, rounded_length
+from gcore_trainer.sample import MicroBatch
 
 NUM_SHORT = 512
 """Most tokens that a sequence has, with its prompt, in a row of short ones that share prompts."""

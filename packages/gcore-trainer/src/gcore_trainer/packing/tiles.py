@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.objectives.policy import on_device
+from gcore_trainer.objectives.fields import on_device
 from gcore_trainer.packing.block_attention import (
     AttentionKind,
     Places,
@@ -33,8 +33,8 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
+from gcore_trainer.packing.layout import Segment, Span, Tile, rounded_length, row_tiles
 from gcore_trainer.packing.whole_row import WholeRow
-from gcore_trainer.sample import Segment, Span, Tile, rounded_length, row_tiles
 
 NUM_PADDED = 64
 """Longest tiles that share a call with others of about their length, padded; longer ones only where lengths equal."""

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
-from gcore_trainer.objectives.policy import on_device
-from gcore_trainer.sample import Images, MicroBatch, PackedBatch
+from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.packing.layout import PackedBatch
+from gcore_trainer.sample import Images, MicroBatch
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images are understood."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.objectives.policy import on_device
+from gcore_trainer.objectives.fields import on_device
 from gcore_trainer.packing.block_attention import (
     VarlenLengths,
     attend_varlen,
@@ -20,7 +20,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.sample import Segment
+from gcore_trainer.packing.layout import Segment
 
 _MOST_KEYS = 2
 """Memory of copied keys over that of queries, up to which they are copied. Tiles read a long prompt's keys once."""

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from gcore_trainer.errors import StateError, TrainerError, UnsupportedModelError
-from gcore_trainer.objectives.policy import named_scores
+from gcore_trainer.objectives.objective import named_scores
 from gcore_trainer.packing.vision import VISION_MODELS
 from gcore_trainer.sample import Sample
 from gcore_trainer.torch.host_memory import local

@@ -21,7 +21,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
 from gcore_trainer.lora_config import LoRAConfig
-from gcore_trainer.objectives.policy import ScoresT, TokenScores
+from gcore_trainer.objectives.objective import ScoresT, TokenScores
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.head import token_scores
 from gcore_trainer.packing.linear_attention import mix_by_sequence

@@ -38,7 +38,7 @@ from gcore_controller.trainer_group import (
     sleep,
     wake,
 )
-from gcore_controller.turns import DeviceTurns, Lending, SleepingEngine, Turn, TurnChoice
+from gcore_controller.turns import DeviceTurns, Lending, SleepingEngine, Turn, TurnChoice, TurnTaker
 
 
 class TrainingRank:
@@ -209,7 +209,7 @@ class RayTrainerGroup(MessageTrainerGroup):
 
 
 @dataclass
-class RayTrainerClient(Generic[BatchT]):
+class RayTrainerClient(TurnTaker, Generic[BatchT]):
     """A `TrainerClient`: controller r asks the replicas, and the ranks, whose number modulo the controllers is r.
 
     The micro-batches of all controllers are dealt out to the replicas by their cost. They stay in the object store of
@@ -266,7 +266,7 @@ class RayTrainerClient(Generic[BatchT]):
         answers, _, owners = await self._computed(TrainStep(role=role, micro_batches=micro_batches))
         return await self.group.broadcast(answers.get(0)) if owners else {}
 
-    async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
+    async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
         if self._turns is None or (turn := await self._choice.chosen(turn, timer)) == self._turns.current:
             return
         with self._choice.swapping(timer):
@@ -283,7 +283,7 @@ class RayTrainerClient(Generic[BatchT]):
         """Wake this controller's ranks."""
         await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(wake) for rank in self._own_ranks})
 
-    async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         """Send the weights from all ranks to the engines, by reference."""
         newest = max(await self.group.all_gather(policy.weight_version))
         # A run that went back to an earlier step has engines with later weights.

@@ -1,0 +1,70 @@
+"""Prompts, and their images, which are read whenever they are needed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gcore_rollout.images.vision_processor import Pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptImages:
+    """The images of one prompt, in order; files are read whenever they are needed."""
+
+    model: str
+    """Hugging Face folder of the model that the images are for."""
+    sources: tuple[bytes | Path | str, ...]
+    """Encoded image files, their paths, or their URLs, such as ``s3://bucket/image.png``, which fsspec reads."""
+
+    def encoded(self) -> tuple[bytes, ...]:
+        """Return the encoded image files, for a request."""
+        return tuple(map(read_image, self.sources))
+
+    def pixels(self) -> "Pixels":
+        """Return the images as the model takes them."""
+        from gcore_rollout.images.vision_processor import load_vision_processor
+
+        return load_vision_processor(self.model).process(self.encoded())
+
+    def state(self) -> dict[str, Any]:
+        """Return plain arrays and strings for a checkpoint."""
+        sources = [np.frombuffer(s, np.uint8) if isinstance(s, bytes) else str(s) for s in self.sources]
+        return {"model": self.model, "sources": sources}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "PromptImages":
+        """Return the images that `state` gave this state for."""
+        return cls(model=state["model"], sources=tuple(map(_source_from_state, state["sources"])))
+
+
+def read_image(source: bytes | Path | str) -> bytes:
+    """Return an encoded image file, from its path or its URL; `OSError` if it cannot be read."""
+    if isinstance(source, str):
+        import fsspec
+
+        # Untyped: its stubs have a list of files.
+        opened: Any = fsspec.open(source, "rb")
+        with opened as file:
+            return file.read()
+    return source if isinstance(source, bytes) else source.read_bytes()
+
+
+def _source_from_state(source: Any) -> bytes | Path | str:
+    if isinstance(source, str):
+        return source if "://" in source else Path(source)
+    return np.asarray(source).tobytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt, ready for an engine."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    row: Mapping[str, Any]
+    """Every column of the data set, for the reward."""
+    images: PromptImages | None = None
