@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig
+from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig, SimulatedConfig
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_runs import (
     EXISTING_FOLDER,
@@ -36,6 +36,7 @@ RLHF of diffusion and flow-matching models from one command.
 commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
+  simulate train      predict the time of a step of train, on a cluster of modelled devices
   report RUN          write the run's report.html again
   trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
@@ -70,7 +71,7 @@ class SampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE, settings=_settings)
+    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE, settings=_settings, not_resumed=("simulate",))
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
@@ -81,7 +82,7 @@ def parse_train(args: Sequence[str]) -> DiffusionConfig:
 
 
 def _settings() -> dict[str, type]:
-    return {"train": DiffusionConfig, "sample": SampleArgs}
+    return {"train": DiffusionConfig, "sample": SampleArgs, "simulate": SimulatedConfig}
 
 
 def _train(args: Sequence[str]) -> None:
@@ -106,6 +107,12 @@ def _sample(args: Sequence[str]) -> None:
     print(parsed.out)
 
 
+def _simulate(args: Sequence[str]) -> None:
+    from gcore_diffusion.simulate import run_simulate
+
+    run_simulate(args)
+
+
 def _report(args: Sequence[str]) -> None:
     from gcore_diffusion.training import KINDS
 
@@ -115,6 +122,7 @@ def _report(args: Sequence[str]) -> None:
 _COMMANDS: dict[str, Command] = {
     "train": _train,
     "sample": _sample,
+    "simulate": _simulate,
     "report": _report,
     "trace": partial(trace_command, "gcore-diffusion"),
     "logs": partial(logs_command, "gcore-diffusion"),

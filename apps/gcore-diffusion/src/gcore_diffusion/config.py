@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
+import tyro
+
 from gcore_diffusion.reward_config import DEMO_REWARDS, JudgeConfig, RewardConfig
 from gcore_runs import (
     ABOVE_0,
@@ -324,7 +326,7 @@ class DiffusionConfig(BaseRLConfig):
     """Print parameters, passes and memory, and whether they fit, by the pipeline's config.json files; start nothing."""
     dry_run_device: str = ""
     """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: H100."""
-    command: Literal["diffusion"] = "diffusion"
+    command: Annotated[Literal["diffusion", "simulate"], tyro.conf.Suppress] = "diffusion"
     """Which command made the run; for its report."""
     demo: DemoConfig = field(default_factory=DemoConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -333,7 +335,6 @@ class DiffusionConfig(BaseRLConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    sim: SimConfig = field(default_factory=SimConfig)
 
     @property
     def engine_device(self) -> str:
@@ -382,6 +383,21 @@ class DiffusionConfig(BaseRLConfig):
         self.require(
             "reward.kind", not self.model or not of_demo, "a reward that is not the embedded model's with model"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConfig(DiffusionConfig):
+    """The settings of train, and the cluster on which `gcore-diffusion simulate` simulates a run of them."""
+
+    is_simulated: ClassVar[bool] = True
+
+    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
+    """Which command made the run; for its report."""
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sim.check("sim.", self.controllers)
 
 
 def embedded() -> DiffusionConfig:

@@ -47,7 +47,7 @@ _KIND = Kind(
     after_warmup="",
 )
 
-KINDS = {"diffusion": _KIND, "train": _KIND}
+KINDS = {"diffusion": _KIND, "train": _KIND, "simulate": _KIND}
 """The contents of the report of a run, by command."""
 
 
@@ -64,10 +64,6 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     from gcore_diffusion.modality import Job
 
     config = resolve(config)
-    if config.runtime == "sim":
-        from gcore_diffusion.simulate import train_simulated
-
-        return train_simulated(config, display, KINDS)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(model_folder(config.model))

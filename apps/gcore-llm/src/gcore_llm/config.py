@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import tyro
+
 from gcore_controller import RLHFConfig
 from gcore_llm.data.chat_config import ChatDataConfig
 from gcore_llm.data.task_config import TaskConfig as TaskConfig
@@ -314,7 +316,6 @@ class TrainConfig(BaseRLConfig):
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    sim: SimConfig = field(default_factory=SimConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -341,7 +342,7 @@ class TrainConfig(BaseRLConfig):
         greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
         own = self.trainer
         overlapped = f"trainer.schedule {own.schedule!r}" if own.schedule != "sync" else ""
-        simulated = "runtime 'sim'" if self.runtime == "sim" else ""
+        simulated = "a simulation" if self.is_simulated else ""
         partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
         tail, continued = "rollout.tail_batching", f"{partial} true" if rollout.partial_rollout else ""
         is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
@@ -361,7 +362,7 @@ class TrainConfig(BaseRLConfig):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
-        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, self.runtime)
+        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated)
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
         self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
@@ -377,8 +378,6 @@ class TrainConfig(BaseRLConfig):
 
     def check_inputs(self) -> None:
         """Raise `UserError` if the model, the prompts or the reward is missing; a task brings them all."""
-        if self.runtime == "sim":
-            return
         self.require("reward_kwargs", bool(self.reward) or not self.reward_kwargs, "none without reward")
         if self.task.name:
             return
@@ -494,3 +493,18 @@ class TrainConfig(BaseRLConfig):
                 f"{found[0]}; expected a vision-language model, torch without context parallelism, the hf or vllm "
                 f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConfig(TrainConfig):
+    """The settings of train, and the cluster on which `gcore-llm simulate train` simulates a run of them."""
+
+    is_simulated: ClassVar[bool] = True
+
+    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
+    """Which command made the run; for its report."""
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sim.check("sim.", self.controllers)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from gcore_runs.on_ray import ControllerServices, EngineFactory
 
 
+ConfigT = TypeVar("ConfigT", bound=TrainConfig)
+
+
 def train(config: TrainConfig, display: Display | None = None) -> Result:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
@@ -62,13 +65,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         UserError: wrong settings or data, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
-    config = resolve(replace(config, data=data))
-    config = replace(config, actor=with_adapter(config.actor))
-    if config.runtime == "sim":
-        from gcore_llm.simulate import train_simulated
-
-        return train_simulated(config, display)
+    config = resolve_inputs(config)
     config.check_inputs()
     if config.runtime == "inline":
         # On Ray the ranks do so: this machine may have no libraries for training.
@@ -125,6 +122,13 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
 
                     supervisor.export(export)
         return supervisor.finish(KINDS)
+
+
+def resolve_inputs(config: ConfigT) -> ConfigT:
+    """Return the settings with the sources of published sets, and of this machine; see `resolve`."""
+    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
+    resolved = resolve(replace(config, data=data))
+    return replace(resolved, actor=with_adapter(resolved.actor))
 
 
 def load_prompts(config: TrainConfig, tokenizer: Any, *, progress: Progress = no_progress) -> PromptSets:

@@ -123,7 +123,7 @@ class DistillationConfig(Checked, section="distillation"):
             count = len(getattr(self, name))
             self.require(name, count in (0, len(self.teachers)), f"none, or {len(self.teachers)}, one for each teacher")
 
-    def check_with(self, adv_estimator: str, filter_groups: bool, runtime: str) -> None:
+    def check_with(self, adv_estimator: str, filter_groups: bool, *, is_simulated: bool) -> None:
         """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
         if self.teachers and filter_groups:
             raise UserError(
@@ -134,7 +134,7 @@ class DistillationConfig(Checked, section="distillation"):
             raise UserError(
                 "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers"
             )
-        self.require("teachers", not self.teachers or runtime != "sim", "none with runtime 'sim'")
+        self.require("teachers", not (self.teachers and is_simulated), "none in a simulation")
 
     @property
     def read_column(self) -> str:

@@ -40,10 +40,9 @@ def dry_run(config: TrainConfig) -> None:
 
     if not config.model:
         raise UserError("model is not set; expected a local Hugging Face folder with dry_run")
-    if config.runtime == "sim" or config.rollout.is_on_servers:
+    if config.rollout.is_on_servers:
         raise UserError(
-            f"dry_run is true with runtime {config.runtime!r} and rollout.engine {config.rollout.engine!r}; expected "
-            "inline or ray, and an engine that the run starts"
+            f"dry_run is true with rollout.engine {config.rollout.engine!r}; expected an engine that the run starts"
         )
     name, config = config.model, _with_shapes(replace(config, actor=with_adapter(config.actor)))
     model, device = Path(config.model), _asked_device(config)

@@ -145,7 +145,6 @@ class Supervisor:
                 from gcore_runs.trackers.registry import check_trackers
 
                 check_trackers(trainer.trackers)
-            runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
             if trainer.prometheus_port:
                 from gcore_runs.trackers.prometheus import PrometheusExporter
 
@@ -153,7 +152,8 @@ class Supervisor:
                 server = PrometheusExporter(run=name, port=port, host=host, app=self._app)
                 self._trackers.append(stack.enter_context(server))
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
-            loop = VirtualTimeLoop if runtime == "sim" else None
+            is_simulated = isinstance(self._config, BaseRLConfig) and self._config.is_simulated
+            loop = VirtualTimeLoop if is_simulated else None
             self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop))
             self._stack = stack.pop_all()
         return self

@@ -14,7 +14,7 @@ from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegativ
 from gcore_runs.settings.cluster_config import LocalCheckpointsConfig, RayConfig
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.readers import ABOVE_0, ReadWith, check_read, one_of
-from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
+from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas
 from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
@@ -229,7 +229,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
         *BaseRunConfig.may_change,
         "runtime",
         "ray",
-        "sim",
         "placement",
         "controllers",
         "rollout.num_processes",
@@ -237,10 +236,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "trainer.log_samples",
     )
 
-    runtime: Literal["inline", "ray", "sim"] = "inline"
+    is_simulated: ClassVar[bool] = False
+    """True if the command simulate runs the program, in simulated time and on modelled engines and ranks."""
+
+    runtime: Literal["inline", "ray"] = "inline"
     """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
-    cluster, and what dies is replaced; sim: all controllers in this process, in simulated time, on the modelled engines
-    and ranks of the section sim, which train nothing: for the times of a step, before there is a cluster."""
+    cluster, and what dies is replaced."""
     controllers: Count = 1
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     data: BaseDataConfig = field(default_factory=BaseDataConfig)
@@ -250,14 +251,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     local_checkpoints: LocalCheckpointsConfig = field(default_factory=LocalCheckpointsConfig)
     rollout: PolicyReplicas
-    sim: Simulated
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runtime == "sim":
-            self.sim.check("sim.", self.controllers)
-        may_save = self.runtime != "sim" or not self.local_checkpoints.folder
-        self.require("local_checkpoints.folder", may_save, "'' with runtime 'sim', which has no models to save")
+        may_save = not (self.is_simulated and self.local_checkpoints.folder)
+        self.require("local_checkpoints.folder", may_save, "'' in a simulation, which has no models to save")
+        self.require("runtime", self.runtime == "inline" or not self.is_simulated, "'inline' in a simulation")
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
@@ -306,7 +305,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
             shuffle_seed=self.data.shuffle_seed,
-            log_samples=0 if self.runtime == "sim" else self.trainer.log_samples,
+            log_samples=0 if self.is_simulated else self.trainer.log_samples,
         )
 
     @property
@@ -421,7 +420,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         strategy, schedule = self.placement.strategy, self.loop.schedule
         has_own = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
         for unfit, why in (
-            (self.runtime == "sim", "runtime 'sim', whose roles have devices of their own"),
+            (self.is_simulated, "a simulation, whose roles have devices of their own"),
             (schedule != "sync", f"trainer.schedule {schedule!r}, whose ranks train while the policy samples"),
             (self.rollout.colocated is True, "rollout.colocated true, where all engines share the devices of ranks"),
             (strategy not in (None, "split"), f"placement.strategy {strategy!r}; 'split' or None take it"),

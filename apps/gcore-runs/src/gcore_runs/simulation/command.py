@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from gcore_runs import Checked, FractionBelow1, NonNegative, at_least, parse_over
 from gcore_runs.errors import UserError
 from gcore_runs.loop.recorder import Display
+from gcore_runs.settings.parsing import ConfigT
+from gcore_runs.settings.run_config import BaseRLConfig
 from gcore_runs.simulation.config import SimulateConfig
 
 if TYPE_CHECKING:
@@ -29,6 +31,13 @@ sampling, balancing and preparation are real, on as many controllers as are aske
 
 --config FILE.toml: settings under the same names ([engine] base_s = 0.01); options override them.
 --calibrate RUN [RUN ...]: write such a file from the timings of real runs; see --calibrate --help.
+simulate train [options of train]: simulate a run of these settings, on the cluster of --sim.*; see train --help.
+"""
+
+SIMULATE_TRAIN = """Run the program of train in simulated time, in a run folder with metrics, timeline and report.
+
+The settings are those of train, its prompts among them. The modelled devices of the section sim take the place of the
+processes that these ask for. No model is trained, evaluated or exported, and each run starts in a new folder.
 """
 
 _CALIBRATE = """Fit the costs of the simulation's services to finished runs of train.
@@ -51,6 +60,16 @@ _COLUMNS = {
     "barriers": "idle: waiting at barriers",
 }
 _STAGE_NAMES = ("generation", "reward", "preparation", "training", "weight sync", "the rest")
+
+
+def simulated_recipe(recipe: Callable[[], BaseRLConfig], kind: type[ConfigT]) -> Callable[[], ConfigT]:
+    """Return a recipe of train as one of ``kind``, which has further settings."""
+
+    def make() -> ConfigT:
+        config = recipe()
+        return kind(**{field.name: getattr(config, field.name) for field in fields(config) if field.name != "command"})
+
+    return make
 
 
 def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
