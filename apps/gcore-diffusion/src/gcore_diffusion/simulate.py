@@ -19,9 +19,9 @@ from gcore_diffusion.sampling.image_sampling import Roles, SamplingRoles
 from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
 from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
-from gcore_runs import UserError, parse, resolve, run_training
+from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
-from gcore_runs.simulation.command import SIMULATE_TRAIN, simulated_recipe
+from gcore_runs.simulation.command import SIMULATE_TRAIN
 from gcore_runs.simulation.services import SimulatedModality, sample_name
 from gcore_trainer import DiffusionSample, StepScores
 
@@ -38,8 +38,7 @@ def run_simulate(args: Sequence[str]) -> None:
 
     if args[:1] != ["train"]:
         raise UserError(f"the first argument of simulate is {args[0] if args else ''!r}; expected train")
-    known = {**RECIPES, **PUBLISHED}
-    recipes = {name: simulated_recipe(recipe, SimulatedConfig) for name, recipe in known.items()}
+    recipes = extend_recipes({**RECIPES, **PUBLISHED}, SimulatedConfig)
     config = parse(args[1:], prog="gcore-diffusion simulate train", recipes=recipes, description=SIMULATE_TRAIN)
     run_training(config, partial(train_simulated, kinds=KINDS), title="simulated")
 

@@ -1,9 +1,11 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import DemoConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
 from gcore_runs import (
@@ -15,6 +17,7 @@ from gcore_runs import (
     json_object,
     model_folder,
     resolve,
+    write_atomically,
 )
 
 if TYPE_CHECKING:
@@ -51,10 +54,10 @@ KINDS = {"diffusion": _KIND, "train": _KIND, "simulate": _KIND}
 """The contents of the report of a run, by command."""
 
 
-def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
+def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = DemoConfig()) -> Result:
     """Train a diffusion model on a reward, or resume the run of this name.
 
-    Without a display, `logging` gets what it would show.
+    Without a display, `logging` gets what it would show. The embedded model of a new run is pretrained as in ``demo``.
 
     Raises:
         UserError: wrong settings or data, found before anything is trained.
@@ -73,17 +76,19 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:
-            if config.model:
-                model = model_folder(config.model)
-            else:
+            model = model_folder(config.model) if config.model else run.model
+            if not model.is_dir():
                 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 
-                model = pretrained_pipeline(config.demo, seed=0, display=supervisor.display)
+                model = pretrained_pipeline(demo, seed=0, display=supervisor.display)
             supervisor.display.say("trying the pipeline and the reward on an image")
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
             # On Ray they are only tried in this process, and need its memory no longer then.
             del rewards
             with supervisor.started(starting) as services:
+                if not config.model and not run.model.is_dir():
+                    # Where the run is resumed from, with whichever options.
+                    write_atomically(run.model, partial(shutil.copytree, model))
                 supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                 best, component = supervisor.best_policy(), config.actor.component
                 supervisor.export(lambda path: export(services.learner, model, path, best, component=component))

@@ -280,7 +280,6 @@ class TrainConfig(BaseRLConfig):
         "rollout.colocated",
         "rollout.val_kwargs",
         "actor.export_merged",
-        "dry_run",
     )
 
     model: str = ""
@@ -294,20 +293,11 @@ class TrainConfig(BaseRLConfig):
     --reward-kwargs.NAME and a value. In a sum of rewards, each gets those that it has a parameter for."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
-    dry_run: bool = False
-    """Print which role would be on which GPU with how many bytes, and whether it fits; load and start nothing."""
-    dry_run_device: str = ""
-    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: this machine's, or H100 without."""
-    dry_run_nodes: NonNegative = 0
-    """Nodes that a dry run with runtime ray plans for; 0: as many as the processes need."""
-    dry_run_gpus_per_node: NonNegative = 0
-    """GPUs of each; 0: 8 with runtime ray, and otherwise the plan is of the one GPU with the first rank and engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations, of engines and in training; auto: bfloat16 on CUDA, else float32. In
     bfloat16, updates are made to float32 copies of the weights, and checkpoints hold these."""
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     reward_calls: RewardCallsConfig = field(default_factory=RewardCallsConfig)
@@ -493,6 +483,21 @@ class TrainConfig(BaseRLConfig):
                 f"{found[0]}; expected a vision-language model, torch without context parallelism, the hf or vllm "
                 f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs(TrainConfig):
+    """The settings of a run, and options of the command train that are no settings of the run."""
+
+    dry_run: bool = False
+    """Print which role would be on which GPU with how many bytes, and whether it fits; load and start nothing."""
+    dry_run_device: str = ""
+    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: this machine's, or H100 without."""
+    dry_run_nodes: NonNegative = 0
+    """Nodes that a dry run with runtime ray plans for; 0: as many as the processes need."""
+    dry_run_gpus_per_node: NonNegative = 0
+    """GPUs of each; 0: 8 with runtime ray, and otherwise the plan is of the one GPU with the first rank and engine."""
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,24 @@ from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge, model_folder, parse, run_training
+from gcore_runs import (
+    Display,
+    Result,
+    RunFolder,
+    UserError,
+    build_tokenizer,
+    extend_recipes,
+    merge,
+    model_folder,
+    parse,
+    run_training,
+)
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.command import (
     SIMULATE_TRAIN,
     parse_options,
     run_calibrate,
     run_simulation,
-    simulated_recipe,
 )
 from gcore_runs.simulation.config import SimConfig, SimulateConfig
 from gcore_runs.simulation.fit import MeasuredRun, measured_run
@@ -68,7 +78,7 @@ def run_simulate(args: Sequence[str]) -> None:
 def _run_train(args: Sequence[str]) -> None:
     from gcore_llm.cli import RECIPES
 
-    recipes = {name: simulated_recipe(recipe, SimulatedConfig) for name, recipe in RECIPES.items()}
+    recipes = extend_recipes(RECIPES, SimulatedConfig)
     config = parse(args, prog=f"{_PROG} train", recipes=recipes, description=SIMULATE_TRAIN)
     run_training(config, train_simulated, title="simulated")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import TrainConfig, WarmupConfig
 from gcore_llm.data.loaded import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
-def train(config: TrainConfig, display: Display | None = None) -> Result:
+def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = WarmupConfig()) -> Result:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
-    Without a display, `logging` gets what it would show.
+    Without a display, `logging` gets what it would show. A new run of the embedded model starts with ``warmup``.
 
     Raises:
         UserError: wrong settings or data, found before anything is written.
@@ -95,7 +95,9 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
             if not config.model and not run.model.is_dir():
                 from gcore_llm.finetune.warmup import make_warm_model
 
-                making = make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
+                making = make_warm_model(
+                    config, run, prompts, tokenizer, rewards.runner, supervisor.display, warmup=warmup
+                )
                 supervisor.run_async(making)
             drop_other_export(run.export, config.actor)
             if supervisor.resume(config.trainer.total_training_steps) is not None:

@@ -159,6 +159,7 @@ class TrainingRuns:
     def _attempt(self, config: TrainConfig, saving: Saving, events: Path, kill_after: float | None) -> Attempt:
         """Start or resume a run in a process of its own, which is killed after so many steps."""
         options = {"config": config, "waits": saving.waits, "events": str(events), "kill_after": kill_after}
+        options["warmup_steps"] = self._options.warmup_steps
         spec = Spec(work=_WORK, contender=saving.name, folder=str(self._folder), options=options)
         try:
             run_processes([spec])
@@ -189,7 +190,6 @@ class TrainingRuns:
             trainer=trainer,
             data=replace(built_in.data, train_batch_size=options.train_batch_size, shuffle_seed=seed),
             task=replace(built_in.task, num_val=options.held_out),
-            warmup=replace(built_in.warmup, max_steps=options.warmup_steps),
         )
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from gcore_bench.harness.processes import Spec
 from gcore_ckpt import Checkpointer
 from gcore_llm import train
+from gcore_llm.config import WarmupConfig
 from gcore_runs import Display, append_json
 
 _FIRST_STEP_S = 1.0
@@ -32,7 +33,7 @@ def run(spec: Spec) -> dict[str, dict[str, float]]:
     note("started")
     display = _Watched(note, kill_after=options["kill_after"])
     with _watched_saves(note, waits=options["waits"]):
-        train(options["config"], display)
+        train(options["config"], display, warmup=WarmupConfig(max_steps=options["warmup_steps"]))
     display.is_over.set()
     note("ended")
     return {}

@@ -85,14 +85,14 @@ def _make_warmed_up(task: Task) -> None:
     from gcore_runs.loop.recorder import Display
 
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
-    config = replace(resolve(train_config(task)), warmup=warmup)
+    config = resolve(train_config(task))
     run = RunFolder(task.model.with_name(f"{task.model.name}-run"))
     tokenizer = tiny_tokenizer()
     prompts = load_train_prompts(config, tokenizer)
     judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
     with Display() as display:
         reward = RewardRunner(reward_function(config), config.reward_calls.runner)
-        asyncio.run(make_warm_model(config, run, judged, tokenizer, reward, display))
+        asyncio.run(make_warm_model(config, run, judged, tokenizer, reward, display, warmup=warmup))
     run.model.rename(task.model)
     shutil.rmtree(run.path)
 

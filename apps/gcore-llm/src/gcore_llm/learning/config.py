@@ -174,7 +174,7 @@ class CriticConfig(Checked, section="critic"):
 class WarmupConfig(Checked, section="warmup"):
     """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
 
-    max_steps: NonNegative = 0
+    max_steps: NonNegative = 500
     """Most updates; 0: no warm-up."""
     batch_size: Count = 128
     """Worked examples an update."""

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -53,6 +53,24 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
     )
     base = recipes[recipe or ("own_data" if own else "embedded")]()
     return _over(base, options, args, prog=prog, description=description)
+
+
+def extend_recipes(
+    recipes: Mapping[str, Callable[[], BaseRunConfig]], kind: type[ConfigT]
+) -> dict[str, Callable[[], ConfigT]]:
+    """Return recipes as those of a command whose class of settings, ``kind``, has further ones."""
+    return {name: partial(_make_recipe, recipe, kind) for name, recipe in recipes.items()}
+
+
+def _make_recipe(recipe: Callable[[], BaseRunConfig], kind: type[ConfigT]) -> ConfigT:
+    return convert_settings(recipe(), kind)
+
+
+def convert_settings(config: BaseRunConfig, kind: type[ConfigT]) -> ConfigT:
+    """Return the settings as ``kind``: those that both classes have, and the defaults of the others."""
+    shared = {field.name for field in dataclasses.fields(config)} - {"command"}
+    names = [field.name for field in dataclasses.fields(kind) if field.name in shared]
+    return kind(**{name: getattr(config, name) for name in names})
 
 
 def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from gcore_runs import Checked, FractionBelow1, NonNegative, at_least, parse_over
 from gcore_runs.errors import UserError
 from gcore_runs.loop.recorder import Display
-from gcore_runs.settings.parsing import ConfigT
-from gcore_runs.settings.run_config import BaseRLConfig
 from gcore_runs.simulation.config import SimulateConfig
 
 if TYPE_CHECKING:
@@ -60,16 +58,6 @@ _COLUMNS = {
     "barriers": "idle: waiting at barriers",
 }
 _STAGE_NAMES = ("generation", "reward", "preparation", "training", "weight sync", "the rest")
-
-
-def simulated_recipe(recipe: Callable[[], BaseRLConfig], kind: type[ConfigT]) -> Callable[[], ConfigT]:
-    """Return a recipe of train as one of ``kind``, which has further settings."""
-
-    def make() -> ConfigT:
-        config = recipe()
-        return kind(**{field.name: getattr(config, field.name) for field in fields(config) if field.name != "command"})
-
-    return make
 
 
 def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
