@@ -44,7 +44,7 @@ REFUSED_ANYWAY = {
     "reward_model.judge.tensor_parallel_size",
     "reward_model.judge.urls",
     "reward_model.judge.server_python",
-    "reward_model.judge.server_args",
+    "reward_model.judge.engine_options",
     "reward_model.judge.unparsable_score",
 }
 """Settings that another setting of their own section must go with, which is checked first."""

@@ -137,7 +137,11 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
         ("train", ["--quux", "3"], "unknown option --quux; known here: --actor.*, --algorithm.*"),
         ("train", ["--rollout.n"], "--rollout.n has no value"),
         ("train", ["--rollout.n", "4", "5"], "unexpected argument '5'"),
-        ("train", ["--task.params", "min_terms", "3"], "--task.params is a table; expected --task.params.NAME VALUE"),
+        (
+            "train",
+            ["--task.params", "min_terms", "3"],
+            "--task.params is a table; expected --task.params.NAME VALUE, --task.params NAME=VALUE",
+        ),
         ("train", ["--recipe", "x"], "recipe is 'x'; expected one of embedded, own_data"),
     ],
 )

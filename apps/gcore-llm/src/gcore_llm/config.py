@@ -40,7 +40,7 @@ from gcore_runs import (
     one_of,
     optimizer_settings,
 )
-from gcore_runs.engines import EngineConfig, PolicyEngineConfig, SpeculativeConfig
+from gcore_runs.engines import EngineConfig, PolicyEngineConfig
 from gcore_runs.simulation.config import SimConfig
 from gcore_trainer import (
     AdvantageEstimator,
@@ -92,7 +92,6 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
 
     weights_dir: str = ""
     """Existing folder that this machine and the servers see under the same path: new weights go through it."""
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     n: Count = 8
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
@@ -123,9 +122,6 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
         super().__post_init__()
         servers = f"rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})"
         self.require("weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}")
-        num_guessed, can_guess = self.speculative.num_speculative_tokens, self.kind.takes_speculative_config
-        guessing = f"rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own for it"
-        self.require("engine", can_guess or not num_guessed, f"'vllm' with {guessing}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +259,7 @@ class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
     model_settings: ClassVar[tuple[str, ...]] = (
-        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path", "rollout.speculative.model"),
+        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path"),
         "distillation.teachers",
     )
     read_with: ClassVar[tuple[ReadWith, ...]] = _READ_WITH
@@ -273,6 +269,7 @@ class TrainConfig(BaseRLConfig):
         "trainer.parallel",
         "trainer.megatron",
         "rollout.urls",
+        "rollout.engine_options",
         "rollout.weights_dir",
         "reward_model.judge*.num_processes",
         "reward_model.judge*.urls",
@@ -361,8 +358,6 @@ class TrainConfig(BaseRLConfig):
             self.require("trainer.megatron.transformer_engine", not (has_te and other), f"auto or false with {other}")
         if self.runtime == "ray" and rollout.is_on_servers:
             self._check_servers_on_ray()
-        can_record = rollout.decode_mode != "cuda_graphs" or self.device != "cpu"
-        self.require("rollout.decode_mode", can_record, "None, dynamic or static with device cpu")
         if self.data.image_key:
             self._check_images()
 

@@ -45,7 +45,7 @@ from gcore_runs import (
     model_folder,
     resolve,
 )
-from gcore_runs.engines import EngineConfig, Instrumentation, device_timers, engines_in_turns
+from gcore_runs.engines import DRAFT_MODEL, EngineConfig, Instrumentation, device_timers, engines_in_turns
 from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:
@@ -147,11 +147,10 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     if not config.model and rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
     critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
-    folders = {"model": config.model, "critic.model": critic, "rollout.speculative.model": rollout.speculative.model}
+    folders = {"model": config.model, "critic.model": critic, DRAFT_MODEL: rollout.draft_model}
     for setting, folder in folders.items():
         if folder:
-            is_draft = setting == "rollout.speculative.model"
-            check_model(model_folder(folder, setting=setting), setting=setting, may_be_quantized=is_draft)
+            check_model(model_folder(folder, setting=setting), setting=setting, may_be_quantized=setting == DRAFT_MODEL)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     if config.runtime == "inline":

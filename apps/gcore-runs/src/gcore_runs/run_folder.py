@@ -29,6 +29,7 @@ from gcore_runs.settings.parsing import (
     resolve,
     to_toml,
 )
+from gcore_runs.settings.removed import translate_removed
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of
 
@@ -73,7 +74,7 @@ class RunFolder:
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
         """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
-        values = read_toml(self.config)
+        values = translate_removed(read_toml(self.config))
         base = kind()
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
         if made_by != wanted:

@@ -133,8 +133,8 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
     if "gpu_memory_utilization" in rollout.kind.own_options and rollout.gpu_memory_utilization is None:
         rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
-    if "kv_cache_bytes" in rollout.kind.own_options and rollout.kv_cache_bytes is None:
-        rollout = replace(rollout, kv_cache_bytes=plan.kv_cache_bytes)
+    if "kv_cache_bytes" in rollout.kind.engine_options:
+        rollout = replace(rollout, engine_options={"kv_cache_bytes": plan.kv_cache_bytes, **rollout.engine_options})
     return replace(config, rollout=rollout)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from gcore_runs.migration.key import Key, to
 from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import MICRO_BATCH, VERL
+from gcore_runs.settings.removed import REMOVED
 
 _ACTOR_AND_REF = "actor_rollout_ref."
 """A section of verl that gcore does not have."""
@@ -42,7 +43,7 @@ def other_names() -> Mapping[str, Key]:
             unclear |= set() if is_same else {end}
             found.setdefault(end, key)
     of_actor = {name.removeprefix(_ACTOR_AND_REF): key for name, key in VERL.items()}
-    return {name: key for name, key in found.items() if name not in unclear} | of_actor | VERL | TRL | _SPOKEN
+    return {name: key for name, key in found.items() if name not in unclear} | of_actor | VERL | TRL | _SPOKEN | REMOVED
 
 
 def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:

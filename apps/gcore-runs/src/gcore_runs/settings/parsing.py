@@ -1,6 +1,7 @@
 """Read a command's settings from its recipe, a TOML file and ``--name value`` options, check them, and write them."""
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -162,7 +163,12 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
         name = given.replace("-", "_")
         is_entry = name.startswith(tuple(f"{table}." for table in tables))
         if name in tables:
-            raise UserError(f"{as_option(name)} is a table; expected {as_option(name)}.NAME VALUE")
+            pairs = [value] if has_value else []
+            while rest and not rest[0].startswith("--"):
+                pairs.append(rest.popleft())
+            for key, entry in _table_entries(name, pairs).items():
+                options[f"{name}.{key}"] = entry
+            continue
         kind = str if is_entry else types_by_name.get(name)
         if kind is None:
             raise UserError(f"unknown option --{given}; {hint(name, types_by_name, as_option)}")
@@ -183,6 +189,24 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
         else:
             options[name] = None if values[0].lower() == "none" and type(None) in get_args(kind) else values[0]
     return options, positional
+
+
+def _table_entries(name: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of a table that a command line gives as NAME=VALUE or as JSON."""
+    entries: dict[str, Any] = {}
+    for pair in pairs or [""]:
+        key, is_pair, value = pair.partition("=")
+        if pair.startswith("{"):
+            try:
+                entries |= json.loads(pair)
+            except ValueError as error:
+                raise UserError(f"{as_option(name)} is {pair!r}; expected JSON: {error}") from None
+        elif is_pair:
+            entries[key.replace("-", "_")] = _parsed(value)
+        else:
+            option = as_option(name)
+            raise UserError(f"{option} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON")
+    return entries
 
 
 def _parsed(text: str) -> Any:
