@@ -188,7 +188,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--seed", "9" * 30], "seed is " + "9" * 30 + "; expected at most 9223372036854775807"),
         (["--threads", "100000"], "threads is 100000; expected at most 4096"),
-        (["--trainer.prometheus-port", "70000"], "trainer.prometheus_port is 70000; expected a port from 1 to 65535"),
+        (["--trainer.prometheus", "h:70000"], "trainer.prometheus is 'h:70000'; expected HOST:PORT or PORT, from 1 to"),
         (["--actor.lora-rank", "2", "--actor.target-modules", "x"], "x"),
         (["--device", ""], "device is ''"),
         (["--name", "a" * 300], "run folder runs/aaa"),

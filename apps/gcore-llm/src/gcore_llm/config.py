@@ -1,6 +1,7 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,6 +40,7 @@ from gcore_runs import (
     above,
     one_of,
     optimizer_settings,
+    override,
 )
 from gcore_runs.engines import EngineConfig, PolicyEngineConfig
 from gcore_runs.simulation.config import SimConfig
@@ -46,6 +48,7 @@ from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
     KLControlConfig as KLControlConfig,
+    OptimizerConfig,
     OverlongConfig as OverlongConfig,
     RolloutCorrectionConfig,
     get_advantage_estimator,
@@ -179,6 +182,7 @@ def _reads_token_rewards(name: str) -> bool:
     return get_advantage_estimator(name).reads_token_rewards
 
 
+_CRITIC_LR = 1e-5
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
 _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
@@ -230,7 +234,6 @@ _READ_WITH = (
     ReadWith(
         settings=("critic",), chosen_by={_ESTIMATOR: Bound(_needs_critic, "gae, or PATH.py:function with a critic")}
     ),
-    ReadWith(settings=("critic.loss.max_response_length",), chosen_by={"critic.loss.loss_agg_mode": _DIVISOR}),
     ReadWith(settings=("distillation.coef",), chosen_by={"distillation.teachers": IS_SET}),
     ReadWith(settings=("distillation.source_key",), chosen_by={"distillation.sources": IS_SET}),
     ReadWith(settings=("rollout.short_response_length",), chosen_by={"rollout.tail_batching": IS_TRUE}),
@@ -247,7 +250,6 @@ _READ_WITH = (
     ReadWith(settings=("reward_calls.max_failed_share",), chosen_by={"reward_calls.on_error": one_of("drop")}),
     adapter_settings("actor."),
     *optimizer_settings("actor.optim"),
-    *optimizer_settings("critic.optim"),
     *BACKEND_SETTINGS,
     BEST_SETTINGS,
 )
@@ -262,6 +264,10 @@ class TrainConfig(BaseRLConfig):
         *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path"),
         "distillation.teachers",
     )
+    tables: ClassVar[Mapping[str, str]] = {
+        "critic.optim": "critic_optimizer",
+        "trainer.megatron": "trainer.megatron_config",
+    }
     read_with: ClassVar[tuple[ReadWith, ...]] = _READ_WITH
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
@@ -310,6 +316,8 @@ class TrainConfig(BaseRLConfig):
         self._check_group()
         samples_more = self.rollout.over_sample_rate > 0 or not self.rollout.tail_batching
         self.require("rollout.over_sample_rate", samples_more, "above 0 with rollout.tail_batching")
+        # Raises for an entry that the optimizer does not have.
+        assert self.critic_optimizer
         algorithm, rollout = self.algorithm, self.rollout
         longest, response = self.data.max_length, self.data.max_response_length
         together = f"data.max_prompt_length + data.max_response_length = {longest}"
@@ -351,11 +359,13 @@ class TrainConfig(BaseRLConfig):
             rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
         self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated)
         self._check_memory_settings()
-        gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
-        self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
-        has_te = own.megatron.transformer_engine is True
+        gathers_late = own.megatron_config.overlap_param_gather and self.actor.lora_rank
+        if gathers_late:
+            raise UserError("trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank")
+        has_te = own.megatron_config.transformer_engine is True
         for other in ("actor.lora_rank" * (self.actor.lora_rank > 0), "device cpu" * (self.device == "cpu")):
-            self.require("trainer.megatron.transformer_engine", not (has_te and other), f"auto or false with {other}")
+            if has_te and other:
+                raise UserError(f"trainer.megatron.transformer_engine is true; expected auto or false with {other}")
         if self.runtime == "ray" and rollout.is_on_servers:
             self._check_servers_on_ray()
         if self.data.image_key:
@@ -380,6 +390,11 @@ class TrainConfig(BaseRLConfig):
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment that rewards, or algorithm.adv_estimator distillation"
             )
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The critic's optimizer: the actor's with a rate of its own, and with what critic.optim has."""
+        return override(self.actor.optim, {"lr": _CRITIC_LR, **self.critic.optim}, "critic.optim")
 
     @property
     def set_rewards(self) -> dict[str, str]:
@@ -457,9 +472,13 @@ class TrainConfig(BaseRLConfig):
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for optimizers and compilation that do not fit other settings of memory."""
         is_torch = self.trainer.backend == "torch"
-        for role in ("actor", "critic"):
-            holds = is_torch or getattr(self, role).optim.name == "adamw"
-            self.require(f"{role}.optim.name", holds, f"'adamw' with trainer.backend {self.trainer.backend!r}")
+        optimizers = {"actor": self.actor.optim, "critic": self.critic_optimizer}
+        for role in optimizers:
+            name = optimizers[role].name
+            if not is_torch and name != "adamw":
+                raise UserError(
+                    f"{role}.optim.name is {name!r}; expected 'adamw' with trainer.backend {self.trainer.backend!r}"
+                )
         offloads = self.actor.compile and self.actor.activation_offload
         self.require("actor.compile", not offloads, "false with actor.activation_offload, whose hooks are not compiled")
 

@@ -113,4 +113,5 @@ from .settings.run_config import (
     RLTrainerConfig as RLTrainerConfig,
     optimizer_settings as optimizer_settings,
 )
+from .settings.tables import override as override
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -2,9 +2,8 @@
 
 import shutil
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from gcore_runs import (
     ABOVE_0,
@@ -19,10 +18,12 @@ from gcore_runs import (
     Positive,
     ReadWith,
     UserError,
+    above,
 )
 from gcore_trainer import (
     ConfigError,
     LoRAConfig,
+    LossAggMode,
     OptimizerConfig,
     PolicyLossConfig,
     ValueLossConfig,
@@ -164,10 +165,19 @@ class CriticConfig(Checked, section="critic"):
 
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
-    optim: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-5))
-    loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    optim: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What its optimizer has in place of actor.optim's settings, by their names; its lr is 1e-5 unless it is set."""
+    cliprange_value: Annotated[float, above(0, "above 0")] = 0.5
+    """A value moves at most this far from the one before the step's first update."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """Aggregation of token losses, as actor.loss.loss_agg_mode."""
     warmup_steps: NonNegative = 0
     """First steps that train the critic alone."""
+
+    @property
+    def loss(self) -> ValueLossConfig:
+        """The loss of the values."""
+        return ValueLossConfig(cliprange_value=self.cliprange_value, loss_agg_mode=self.loss_agg_mode)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from gcore_runs.errors import UserError
 from gcore_runs.settings.fingerprints import names_code, take_fingerprints
 from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.settings.tables import cached_adapter, converted as converted, describe_expected
 from gcore_trainer import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
 
-_adapter = cache(TypeAdapter[Any])
-"""Returns a cached adapter: making one takes longer than using it."""
 _HELP = ("-h", "--help")
 _MAX_INT = 2**63 - 1
 _MAX_THREADS = 4096
@@ -93,10 +92,10 @@ def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, de
 
 
 def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str) -> SettingsT:
-    over = _nested(options)
+    over = nested(options)
     over_file = base
     if config := options.pop("config", ""):
-        over = _nested(options)
+        over = nested(options)
         values = read_toml(config)
         # Alone at first, so that its errors name it; what it sets may be read only with the options.
         over_file = merge(base, values, source=config, keep=())
@@ -249,7 +248,7 @@ def merge(
             values[name] = value
     if keep is not None:
         _reset_unread(type(base), values, keep)
-    return validated(type(base), _nested(values), source=source)
+    return validated(type(base), nested(values), source=source)
 
 
 def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> None:
@@ -302,7 +301,7 @@ def _flat(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str =
             yield prefix + key, value
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by their dotted names as nested tables."""
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -318,7 +317,7 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
     """Make a dataclass from nested values, converted from text where a field has another type; raises as `merge`."""
     where = f"{source}: " if source else ""
     try:
-        made: SettingsT = _adapter(kind).validate_python(values)
+        made: SettingsT = cached_adapter(kind).validate_python(values)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
@@ -330,14 +329,6 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
             if isinstance(number, int) and abs(number) > _MAX_INT:
                 raise UserError(f"{where}{name} is {number}; expected at most {_MAX_INT}")
     return made
-
-
-def converted(field: str, value: object, kind: Any) -> Any:
-    """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates; else `UserError`."""
-    try:
-        return _adapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise UserError(f"{field} is {value!r:.200}; {_expected(error.errors()[0])}") from None
 
 
 def _refused(error: ValidationError) -> str:
@@ -352,15 +343,7 @@ def _refused(error: ValidationError) -> str:
         return f"{field}{'.' if field else ''}{first['msg'].removeprefix('Value error, ')}"
     if first["type"] == "unexpected_keyword_argument":
         return f"unknown field {field}"
-    return f"{field} is {first['input']!r:.200}; {_expected(first)}"
-
-
-def _expected(error: Mapping[str, Any]) -> str:
-    """Return what pydantic would accept, as the second half of an error."""
-    if error["type"] == "dataclass_type":
-        return "expected a table"
-    expected: str = error["msg"].replace("Input should be ", "expected ")
-    return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
+    return f"{field} is {first['input']!r:.200}; {describe_expected(first)}"
 
 
 def read_toml(path: Path | str) -> dict[str, Any]:
@@ -377,7 +360,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 
 def to_toml(config: BaseRunConfig) -> str:
     """Return every field as TOML; unset ones (None) are left out."""
-    return tomli_w.dumps(_nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
+    return tomli_w.dumps(nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
 
 
 def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
@@ -406,7 +389,7 @@ def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
     if any(map(is_hub_model, names)) or any("hf://" in source for own in sources.values() for source in own):
         from gcore_runs.data.hub import pinned
 
-        return merge(resolved, _nested(pinned(models, sources, _resumed(config), is_hub_model)))
+        return merge(resolved, nested(pinned(models, sources, _resumed(config), is_hub_model)))
     return resolved
 
 
