@@ -50,11 +50,12 @@ _KIND = Kind(
     after_warmup="",
 )
 
+_DEMO = DemoConfig()
 KINDS = {"diffusion": _KIND, "train": _KIND, "simulate": _KIND}
 """The contents of the report of a run, by command."""
 
 
-def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = DemoConfig()) -> Result:
+def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = _DEMO) -> Result:
     """Train a diffusion model on a reward, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. The embedded model of a new run is pretrained as in ``demo``.

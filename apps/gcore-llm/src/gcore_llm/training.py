@@ -53,10 +53,11 @@ if TYPE_CHECKING:
     from gcore_runs.on_ray import ControllerServices, EngineFactory
 
 
+_WARMUP = WarmupConfig()
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
-def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = WarmupConfig()) -> Result:
+def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> Result:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. A new run of the embedded model starts with ``warmup``.

@@ -57,9 +57,9 @@ class LocalEngineConfig(Checked):
     sglang."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further keyword arguments of the engine: of vllm, fields of its EngineArgs, such as quantization = "fp8",
-    kv_cache_dtype or speculative_config, and seed_per_sample; of sglang, of its ServerArgs; of hf, decode_mode (dynamic,
-    static, cuda_graphs) and kv_cache_bytes; of your own engine, any. On the command line NAME=VALUE, several of them,
-    or JSON."""
+    kv_cache_dtype or speculative_config, and seed_per_sample; of sglang, of its ServerArgs; of hf, decode_mode
+    (dynamic, static, cuda_graphs) and kv_cache_bytes; of your own engine, any. On the command line NAME=VALUE, several
+    of them, or JSON."""
 
     @property
     def kind(self) -> EngineKind:

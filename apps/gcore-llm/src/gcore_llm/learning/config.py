@@ -92,8 +92,6 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
     """Passes over the batch."""
     ppo_max_token_len: Count = 16_384
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
-    share_prefix: bool = True
-    """Compute a prompt once in a micro-batch that has several of its responses; the result is the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

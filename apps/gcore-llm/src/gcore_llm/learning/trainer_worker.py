@@ -146,7 +146,6 @@ def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel |
         "checkpointed_layers": config.actor.checkpointed_layers,
         "activation_offload": config.actor.activation_offload,
         "max_length": config.data.max_length,
-        "share_prefix": config.actor.share_prefix,
     }
 
 
@@ -189,7 +188,6 @@ def _build(
             optimizer=optimizer,
             objective=objective,
             dtype=getattr(torch, config.dtype),
-            share_prefix=actor.share_prefix,
             megatron=megatron_config(config.trainer, actor.enable_gradient_checkpointing, config.device),
             device=torch.device(config.device),
             temperature=temperature,

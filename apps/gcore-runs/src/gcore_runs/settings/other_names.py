@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
-from gcore_runs.migration.key import Key, to
+from gcore_runs.migration.key import Key, find_key, to
 from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import MICRO_BATCH, VERL
 from gcore_runs.settings.removed import REMOVED
@@ -51,6 +51,9 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
     name = name.removeprefix(_ACTOR_AND_REF)
     parts = name.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
+    removed = find_key(REMOVED, name)
+    if removed is not None and not removed.ours:
+        return f"it was removed: {removed.why}"
     found: list[str] = [name] if name in known else []
     for key in filter(None, map(other_names().get, ends)):
         if not found:

@@ -1,4 +1,4 @@
-"""Settings of earlier versions: where they are now, or why there are none. Run folders of these versions are read so."""
+"""Settings of earlier versions: where they are now, or why there are none; run folders of these versions are read so."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,6 +8,9 @@ from gcore_runs.migration.key import Key, find_key, nothing
 
 _COMMAND = "it is an option of the command train, and no setting of a run"
 _OPTIONS = "rollout.engine_options"
+_PROMETHEUS = ("prometheus_port", "prometheus_host")
+_MODELS = ("actor", "critic")
+_CRITIC_LR = 1e-5
 
 
 def _option(name: str) -> Key:
@@ -20,6 +23,16 @@ REMOVED: Mapping[str, Key] = {
     **dict.fromkeys(("warmup.*", "demo.*"), nothing(_COMMAND)),
     **{f"rollout.{name}": _option(name) for name in ("async_scheduling", "seed_per_sample", "enable_expert_parallel")},
     **{f"rollout.{name}": _option(name) for name in ("decode_mode", "kv_cache_bytes")},
+    **{f"trainer.{name}": nothing("trainer.prometheus has host and port") for name in _PROMETHEUS},
+    "trainer.best_mode": lacks("trainer.best_metric has a - before it where the lowest value is best", "max"),
+    "local_checkpoints.save_freq": nothing("they are saved after each step"),
+    "actor.share_prefix": nothing("prompts are always shared; the result is the same"),
+    **{f"{section}.optim.max_nonfinite_steps": nothing("ten such steps in a row end a run") for section in _MODELS},
+    **{f"{section}.optim.muon_momentum": lacks("it is a constant", 0.95) for section in _MODELS},
+    "optim.muon_momentum": lacks("it is a constant", 0.95),
+    "critic.loss.cliprange_value": Key(ours=("critic.cliprange_value",)),
+    "critic.loss.loss_agg_mode": Key(ours=("critic.loss_agg_mode",)),
+    "critic.loss.max_response_length": lacks("the divisor is data.max_response_length"),
     "rollout.speculative.*": nothing("speculative_config in rollout.engine_options"),
     **dict.fromkeys(
         ("rollout.server_args", "reward_model.judge.server_args", "reward.judge.server_args"),
@@ -44,7 +57,17 @@ def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
             _insert(translated, key.ours[0], value)
         elif key.off is not None and value not in key.off:
             raise UserError(f"{name} is {value!r}; expected {key.off[-1]!r}: {key.why}")
+    _drop_inherited(translated)
     return translated
+
+
+def _drop_inherited(values: dict[str, Any]) -> None:
+    """Leave out what a table of settings had of its own, in earlier versions, and would follow from others now."""
+    actor = values.get("actor", {}).get("optim", {})
+    critic = values.get("critic", {}).get("optim", {})
+    inherited = {**actor, "lr": _CRITIC_LR}
+    for name in [name for name, value in critic.items() if inherited.get(name) == value]:
+        del critic[name]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -84,8 +84,8 @@ class BaseTrainerConfig(Checked, section="trainer"):
     project_name: str = "gcore"
     """Project of the trackers that the run belongs to."""
     prometheus: Annotated[str, _ADDRESS] = ""
-    """Serve the metrics for Prometheus at http://HOST:PORT/metrics: HOST:PORT, or PORT for 127.0.0.1, which is this machine
-    alone; empty: do not."""
+    """Serve the metrics for Prometheus at http://HOST:PORT/metrics: HOST:PORT, or PORT for 127.0.0.1, which is this
+    machine alone; empty: do not."""
     heartbeat_timeout_s: Annotated[float, above(0, "above 0")] = 120.0
     """Seconds without a sign of life of a training rank's process, whatever the rank computes, after which the rank
     counts as lost: it was stopped, or its machine hangs."""
