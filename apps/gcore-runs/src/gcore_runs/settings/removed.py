@@ -1,10 +1,10 @@
-"""Settings of earlier versions: where they are now, or why there are none; run folders of these versions are read so."""
+"""Settings of earlier versions: where they are now, or why there are none. Their run folders are read by these."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gcore_runs.errors import UserError
-from gcore_runs.migration.key import Key, find_key, nothing
+from gcore_runs.migration.key import Key, find_key, lacks, nothing
 
 _COMMAND = "it is an option of the command train, and no setting of a run"
 _OPTIONS = "rollout.engine_options"
