@@ -207,9 +207,9 @@ def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureF
                 assert (
                     config.rollout.num_processes * config.rollout.tensor_parallel_size == config.trainer.num_processes
                 )
-                parsed = parse_train_args(options)
-                if parsed.dry_run:
-                    dry_run(replace(parsed, model=str(tmp_path)))
+                train_args = parse_train_args(options)
+                if train_args.dry_run:
+                    dry_run(replace(train_args, model=str(tmp_path)))
                     assert capsys.readouterr().out.splitlines()[-1] == "fits"
             case "gcore-placement", own:
                 plan([str(tmp_path / "config.json") if a.startswith("/shared/models") else a for a in own])

@@ -53,11 +53,12 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     removed = find_key(REMOVED, name)
     if removed is not None and not removed.ours:
-        return f"it was removed: {removed.why}"
+        return _with_relatives(f"there is no such setting: {removed.why}", parts, known, spelled)
     found: list[str] = [name] if name in known else []
     for key in filter(None, map(other_names().get, ends)):
         if not found:
-            found = [ours for ours in key.ours if ours in known][:1]
+            # Of a table of settings, its entries have names, too.
+            found = [ours for ours in key.ours if ours in known or ours.rpartition(".")[0] in known][:1]
         if not found and not key.ours:
             return _with_relatives(f"there is no such setting: {key.why}", parts, known, spelled)
     last, by_last = parts[-1], {n.rpartition(".")[2]: n for n in known}

@@ -204,7 +204,7 @@ def _table_entries(name: str, pairs: Sequence[str]) -> dict[str, Any]:
             entries[key.replace("-", "_")] = _parsed(value)
         else:
             option = as_option(name)
-            raise UserError(f"{option} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON")
+            raise UserError(f"{name} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON")
     return entries
 
 

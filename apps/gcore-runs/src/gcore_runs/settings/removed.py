@@ -4,25 +4,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gcore_runs.errors import UserError
-from gcore_runs.migration.key import Key, find_key, lacks, nothing
+from gcore_runs.migration.key import Key, find_key, lacks, nothing, to
 
 _COMMAND = "it is an option of the command train, and no setting of a run"
 _OPTIONS = "rollout.engine_options"
+_IN_OPTIONS = ("async_scheduling", "seed_per_sample", "enable_expert_parallel", "decode_mode", "kv_cache_bytes")
 _PROMETHEUS = ("prometheus_port", "prometheus_host")
 _MODELS = ("actor", "critic")
 _CRITIC_LR = 1e-5
-
-
-def _option(name: str) -> Key:
-    return Key(ours=(f"{_OPTIONS}.{name}", _OPTIONS))
 
 
 REMOVED: Mapping[str, Key] = {
     "sim.*": nothing("simulate train has the section sim"),
     **dict.fromkeys(("dry_run", "dry_run_device", "dry_run_nodes", "dry_run_gpus_per_node"), nothing(_COMMAND)),
     **dict.fromkeys(("warmup.*", "demo.*"), nothing(_COMMAND)),
-    **{f"rollout.{name}": _option(name) for name in ("async_scheduling", "seed_per_sample", "enable_expert_parallel")},
-    **{f"rollout.{name}": _option(name) for name in ("decode_mode", "kv_cache_bytes")},
+    **dict.fromkeys((f"rollout.{name}" for name in _IN_OPTIONS), to(_OPTIONS)),
     **{f"trainer.{name}": nothing("trainer.prometheus has host and port") for name in _PROMETHEUS},
     "trainer.best_mode": lacks("trainer.best_metric has a - before it where the lowest value is best", "max"),
     "local_checkpoints.save_freq": nothing("they are saved after each step"),
@@ -30,8 +26,8 @@ REMOVED: Mapping[str, Key] = {
     **{f"{section}.optim.max_nonfinite_steps": nothing("ten such steps in a row end a run") for section in _MODELS},
     **{f"{section}.optim.muon_momentum": lacks("it is a constant", 0.95) for section in _MODELS},
     "optim.muon_momentum": lacks("it is a constant", 0.95),
-    "critic.loss.cliprange_value": Key(ours=("critic.cliprange_value",)),
-    "critic.loss.loss_agg_mode": Key(ours=("critic.loss_agg_mode",)),
+    "critic.loss.cliprange_value": to("critic.cliprange_value"),
+    "critic.loss.loss_agg_mode": to("critic.loss_agg_mode"),
     "critic.loss.max_response_length": lacks("the divisor is data.max_response_length"),
     "rollout.speculative.*": nothing("speculative_config in rollout.engine_options"),
     **dict.fromkeys(
@@ -39,7 +35,7 @@ REMOVED: Mapping[str, Key] = {
         nothing("engine_options has the arguments of SGLang's server by name"),
     ),
 }
-"""Settings of earlier versions, by dotted name; see `Key`: ``ours`` has the present name first."""
+"""Settings of earlier versions, by dotted name; see `Key`."""
 
 
 def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +50,10 @@ def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
         if key is None:
             _insert(translated, name, value)
         elif key.ours:
-            _insert(translated, key.ours[0], value)
+            target = key.ours[0]
+            if target == _OPTIONS:
+                target += f".{name.rpartition('.')[2]}"
+            _insert(translated, target, value)
         elif key.off is not None and value not in key.off:
             raise UserError(f"{name} is {value!r}; expected {key.off[-1]!r}: {key.why}")
     _drop_inherited(translated)
