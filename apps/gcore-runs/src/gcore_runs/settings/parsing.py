@@ -101,7 +101,7 @@ def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog
         over_file = merge(base, values, source=config, keep=())
         over = _merged(values, over)
     _help_if_asked(args, type(base), prog=prog, description=description, default=over_file)
-    return merge(base, over, keep=[name for name, _ in _flat(over)])
+    return merge(base, over, keep=[name for name, _ in _flat(over, setting_types(type(base)))])
 
 
 def _help_if_asked(args: Sequence[str], kind: type, *, prog: str, description: str, **default: Any) -> None:
