@@ -23,6 +23,7 @@ from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import VERL
 from gcore_runs.settings.other_names import hint, other_names
 from gcore_runs.settings.parsing import as_option, merge, parse, setting_types
+from gcore_runs.settings.removed import translate_removed
 from gcore_runs.settings.run_config import PlacementConfig
 from gcore_runs.simulation.config import SimulateConfig
 
@@ -259,3 +260,21 @@ def test_a_strategy_that_needs_roles_to_share_devices(options: dict[str, Any], e
             kind(placement=PlacementConfig(strategy=strategy), **options)
         assert str(refused.value).startswith(f"placement.strategy is {strategy!r}; expected ")
         assert expected.format(section=section) in str(refused.value)
+
+
+def test_settings_of_earlier_versions_have_their_present_names() -> None:
+    earlier: dict[str, Any] = {
+        "sim": {"devices": 512},
+        "warmup": {"max_steps": 500},
+        "actor": {"optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}},
+        "critic": {"optim": {"lr": 1e-5, "eps": 1e-6}, "loss": {"cliprange_value": 0.2}},
+        "rollout": {"async_scheduling": True, "speculative": {"num_speculative_tokens": 0}},
+        "trainer": {"best_mode": "max", "prometheus_port": 9464},
+    }
+    assert translate_removed(earlier) == {
+        "actor": {"optim": {"lr": 1e-6, "eps": 1e-8}},
+        "critic": {"optim": {"eps": 1e-6}, "cliprange_value": 0.2},
+        "rollout": {"engine_options": {"async_scheduling": True}},
+    }
+    with pytest.raises(UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"):
+        translate_removed({"trainer": {"best_mode": "min"}})
