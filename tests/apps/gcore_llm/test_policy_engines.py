@@ -396,9 +396,9 @@ SGLANG = os.environ.get("GCORE_SGLANG_PYTHON", "")
 @pytest.mark.parametrize("runtime", ["inline", "ray"])
 def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str) -> None:
     """One of two servers gets kill -9 between steps: another takes its place, and all of them end with the run."""
-    options = "--mem-fraction-static 0.2 --max-total-tokens 20000"
     args = [*option_set(own_args, "--trainer.total-training-steps", "4"), "--name", "own", "--runtime", runtime]
-    args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG, f"--rollout.server-args={options}"]
+    args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG]
+    args += ["--rollout.gpu-memory-utilization", "0.2", "--rollout.engine-options", "max_total_tokens=20000"]
     if runtime == "inline":
         # The servers sleep while the trainer works.
         args += ["--rollout.colocated", "true"]
