@@ -183,7 +183,7 @@ def _eval(args: Sequence[str]) -> None:
 def _simulate(args: Sequence[str]) -> None:
     from gcore_llm.simulate import run_simulate
 
-    run_simulate(args)
+    run_simulate(args, RECIPES)
 
 
 def _from_verl(args: Sequence[str]) -> None:

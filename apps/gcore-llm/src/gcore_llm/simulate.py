@@ -66,20 +66,19 @@ def parse_simulate(args: Sequence[str]) -> SimulateConfig:
     return config
 
 
-def run_simulate(args: Sequence[str]) -> None:
-    """Run `gcore-llm simulate`."""
+def run_simulate(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainConfig]]) -> None:
+    """Run `gcore-llm simulate`; ``recipes`` are those of train."""
     if args[:1] == ["train"]:
-        _run_train(args[1:])
+        _run_train(args[1:], recipes)
     elif not run_calibrate(args, read_run, prog=_PROG):
         config = parse_simulate(args)
         run_simulation(config, partial(simulate, config))
 
 
-def _run_train(args: Sequence[str]) -> None:
-    from gcore_llm.cli import RECIPES
-
-    recipes = extend_recipes(RECIPES, SimulatedConfig)
-    config = parse(args, prog=f"{_PROG} train", recipes=recipes, description=SIMULATE_TRAIN)
+def _run_train(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainConfig]]) -> None:
+    config = parse(
+        args, prog=f"{_PROG} train", recipes=extend_recipes(recipes, SimulatedConfig), description=SIMULATE_TRAIN
+    )
     run_training(config, train_simulated, title="simulated")
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
 from gcore_runs.migration.key import Key, find_key, to
+from gcore_runs.migration.removed_keys import REMOVED
 from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import MICRO_BATCH, VERL
-from gcore_runs.settings.removed import REMOVED
 
 _ACTOR_AND_REF = "actor_rollout_ref."
 """A section of verl that gcore does not have."""
