@@ -51,7 +51,7 @@ class EngineKind:
     own_options: frozenset[str] = frozenset()
     """Further keywords of ``from_pretrained`` that not every kind has."""
     engine_options: frozenset[str] = frozenset()
-    """The user's engine options that are keywords of ``from_pretrained``."""
+    """Names of engine options of the user that ``from_pretrained`` takes as keywords."""
     library_options: str = ""
     """The keyword that takes the user's other options, of the engine's library: engine_args, server_args, or none."""
     takes_images: bool = False
