@@ -164,7 +164,7 @@ class CriticConfig(Checked, section="critic"):
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
     optim: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What its optimizer has in place of actor.optim's settings, by their names; its lr is 1e-5 unless it is set."""
+    """Settings of its optimizer in place of actor.optim's, by their names; its lr is 1e-5 unless it is set."""
     cliprange_value: Annotated[float, above(0, "above 0")] = 0.5
     """A value moves at most this far from the one before the step's first update."""
     loss_agg_mode: LossAggMode = "token-mean"
