@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import DiffusionConfig, SimConfig
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_runs.settings.readers import conditional_settings
@@ -30,7 +30,10 @@ PAGES: dict[str, tuple[str, Mapping[str, type]]] = {
         "Settings of gcore-llm sft, reward-model and dpo",
         {"sft": SFTRunConfig, "reward-model": RewardModelRunConfig, "dpo": DPORunConfig},
     ),
-    "settings-simulate": ("Settings of gcore-llm simulate", {"simulate": SimulateConfig}),
+    "settings-simulate": (
+        "Settings of simulate",
+        {"gcore-llm simulate": SimulateConfig, "--sim of gcore-diffusion simulate train": SimConfig},
+    ),
     "settings-images": ("Settings of gcore-diffusion train", {"train": DiffusionConfig}),
 }
 """Title and configs, by command, of each page."""

@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 import yaml
 
-from gcore_llm.cli import parse_train
+from gcore_llm.cli import parse_train, parse_train_args
 from gcore_llm.learning.dry_run import dry_run
 from gcore_placement.cli import main as plan
 from gcore_runs.doctor.command import DoctorArgs
@@ -207,8 +207,9 @@ def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureF
                 assert (
                     config.rollout.num_processes * config.rollout.tensor_parallel_size == config.trainer.num_processes
                 )
-                if config.dry_run:
-                    dry_run(replace(config, model=str(tmp_path)))
+                train_args = parse_train_args(options)
+                if train_args.dry_run:
+                    dry_run(replace(train_args, model=str(tmp_path)))
                     assert capsys.readouterr().out.splitlines()[-1] == "fits"
             case "gcore-placement", own:
                 plan([str(tmp_path / "config.json") if a.startswith("/shared/models") else a for a in own])

@@ -47,7 +47,7 @@ def test_an_added_engine_is_made_by_name_with_the_options_that_it_takes(monkeypa
     register_engine("echo", EngineKind(make="echo:EchoEngine", takes_max_model_len=False, takes_device=True))
     assert "echo" in engine_names()
     assert "echo" not in engine_names(lambda kind: kind.is_server)
-    made: Any = engine_factory("echo", "model", device="cpu", max_model_len=7, speculative_config={}, max_num_seqs=3)()
+    made: Any = engine_factory("echo", "model", device="cpu", max_model_len=7, max_num_seqs=3)()
     assert (made.model, made.options) == ("model", {"device": "cpu", "max_num_seqs": 3})
     with pytest.raises(ValueError, match="name is 'echo'; expected one that is not registered yet"):
         register_engine("echo", EngineKind(make="echo:EchoEngine"))

@@ -8,11 +8,20 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_oracles import TinyModel, collect, errors, make_request
 
-from gcore_rollout import EngineDiedError, HFEngine, RequestError, RolloutError, engine_factory, engine_kind
+from gcore_rollout import (
+    EngineDiedError,
+    HFEngine,
+    RequestError,
+    RolloutError,
+    check_engine_options,
+    engine_factory,
+    engine_kind,
+)
 from gcore_rollout.engines.servers.sglang_engine import SGLangEngine
 
 PYTHON = os.environ.get("GCORE_SGLANG_PYTHON", "")
@@ -41,6 +50,23 @@ def test_the_registry_makes_it() -> None:
     assert "server_python" in engine_kind("sglang").own_options
     with pytest.raises(RequestError, match=r"own_options is \['decode_mode'\] for engine 'sglang'"):
         engine_factory("sglang", "model", device="cpu", own_options={"decode_mode": "static"})
+
+
+def test_options_of_the_server_are_words_of_its_command() -> None:
+    options = {"attention_backend": "fa3", "enable_torch_compile": True, "log_requests": False, "cuda_graph_bs": [1, 2]}
+    made: Any = engine_factory("sglang", "model", device="cpu", engine_options=options)
+    words = ["--attention-backend", "fa3", "--enable-torch-compile", "--cuda-graph-bs", "1", "2"]
+    assert made.keywords["server_args"] == words
+
+
+def test_fields_of_an_installed_server(tmp_path: Path) -> None:
+    source = tmp_path / "lib/python3.12/site-packages/sglang/srt/server_args.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("class ServerArgs:\n    model_path: str\n    attention_backend: str = ''\n")
+    python = str(tmp_path / "bin/python")
+    check_engine_options("sglang", {"attention_backend": "fa3"}, server_python=python)
+    with pytest.raises(RequestError, match=r"engine_options has 'atention_backend'; .* such as attention_backend"):
+        check_engine_options("sglang", {"atention_backend": "fa3"}, server_python=python)
 
 
 @pytest.fixture(scope="module")

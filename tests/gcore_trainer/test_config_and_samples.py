@@ -15,7 +15,6 @@ OPTIMIZER: dict[str, list[Any]] = {
     "weight_decay": [-0.1, NAN, INF],
     "lr_warmup_steps": [-1],
     "grad_clip": [0.0, -1.0, NAN],
-    "max_nonfinite_steps": [0],
 }
 POLICY_LOSS: dict[str, list[Any]] = {
     "clip_ratio_low": [-0.1, 1.1, NAN],

@@ -3,8 +3,9 @@
 import json
 
 from acceptance.trial import Trial
-from gcore_diffusion import train
-from gcore_diffusion.cli import parse_train
+from gcore_diffusion import DiffusionConfig, train
+from gcore_diffusion.cli import parse_train_args
+from gcore_runs import convert_settings
 
 _NUM_STEPS = 3
 _SHOWN = {
@@ -23,7 +24,8 @@ def three_steps(trial: Trial) -> None:
     arguments = ["--name", "acceptance", "--runs-dir", str(folder / "runs"), "--device", trial.device]
     arguments += ["--demo.cache-dir", str(folder / "cache"), "--demo.num-steps", "20", "--trainer.tensorboard", "False"]
     arguments += ["--trainer.total-training-steps", steps, "--rollout.n", "4", "--data.train-batch-size", "4"]
-    train(parse_train(arguments))
+    parsed = parse_train_args(arguments)
+    train(convert_settings(parsed, DiffusionConfig), demo=parsed.demo)
     metrics = (folder / "runs" / "acceptance" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, metrics) if "timing_s/gen" in row]
     trial.count("steps", len(rows), at_least=_NUM_STEPS)

@@ -10,7 +10,7 @@ import torch
 from tiny_families import FAMILIES
 from tiny_pipelines import flow_pipeline
 
-from gcore_diffusion.cli import main, parse_train
+from gcore_diffusion.cli import main, parse_train_args
 from gcore_diffusion.planning.dry_run import dry_run
 from gcore_diffusion.planning.live_bytes import LiveBytes
 from gcore_diffusion.planning.shapes import (
@@ -102,7 +102,7 @@ def test_own_pipelines_are_planned(
         (["--dry-run-device", "Z80"], "dry_run_device is 'Z80'; expected"),
     ):
         with pytest.raises(UserError, match=re.escape(expected)):
-            dry_run(parse_train([*args, *options]))
+            dry_run(parse_train_args([*args, *options]))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

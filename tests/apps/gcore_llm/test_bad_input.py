@@ -61,7 +61,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--trainer.parallel.ulysses-sequence-parallel-size", "2"], "ulysses_sequence_parallel_size is 2"),
         (
             ["--trainer.megatron.overlap-grad-reduce", "True"],
-            "trainer.megatron.overlap_grad_reduce is true; expected false with trainer.backend 'torch'",
+            "trainer.megatron is {'overlap_grad_reduce': True}; expected {} with trainer.backend 'torch'",
         ),
         (
             [

@@ -163,13 +163,15 @@ def test_one_model_at_a_time_by_turns(cli: Cli, own_args: list[str]) -> None:
     [
         (["--trainer.schedule", "async"], "false with trainer.schedule 'async', which samples while it trains"),
         (["--trainer.schedule", "one_step_off"], "false with trainer.schedule 'one_step_off', which samples while it"),
-        (["--runtime", "sim"], "false with runtime 'sim'"),
     ],
 )
 def test_turns_are_refused(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
     error = cli.refused(*own_args, "--rollout.colocated", "true", *options)
     assert f"rollout.colocated is true; expected {expected}" in error
     assert not (cli.cwd / "runs").exists()
+
+
+SERVERS = ("--rollout.engine", "vllm_server", "--rollout.urls", "http://127.0.0.1:1", "--rollout.weights-dir", "/tmp")
 
 
 def dry_run(cli: Cli, model: Path, *options: str) -> str:
@@ -238,8 +240,8 @@ def test_a_dry_run_is_of_the_device_that_it_plans_for(cli: Cli, tiny: Path) -> N
         ([], "model is not set; expected a local Hugging Face folder with dry_run"),
         (["--model", "MODEL", "--dry-run-device", "H1"], "dry_run_device is 'H1'; expected one of B200, H200, H100"),
         (
-            ["--model", "MODEL", "--runtime", "sim"],
-            "dry_run is true with runtime 'sim' and rollout.engine 'hf'; expected",
+            ["--model", "MODEL", *SERVERS],
+            "dry_run is true with rollout.engine 'vllm_server'; expected an engine that the run starts",
         ),
         (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
     ],

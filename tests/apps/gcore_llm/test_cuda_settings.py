@@ -54,7 +54,7 @@ def test_a_run_plans_the_gpu_that_it_shares(tiny: Path, monkeypatch: pytest.Monk
     whole = resolve(config(tiny))
     found = planned(whole, said.append)
     assert found.rollout.colocated is False
-    assert found.rollout.kv_cache_bytes is not None
+    assert found.rollout.engine_options["kv_cache_bytes"] > 0
     assert any("80.0" in line for line in said)
     small = SimpleNamespace(name="a small GPU", total_memory=2_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: small)

@@ -9,7 +9,7 @@ import torch
 from command_line import Cli, assert_same_metrics, step_rows, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gcore_llm.config import AlgorithmConfig, RolloutConfig, TrainConfig
+from gcore_llm.config import AlgorithmConfig, RolloutConfig, SimulatedConfig, TrainConfig
 from gcore_llm.learning.config import DistillationConfig
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import UserError
@@ -110,15 +110,16 @@ def test_a_teacher_with_another_tokenizer_is_refused(cli: Cli, tiny: Path, teach
             {"distillation": DistillationConfig(teachers=("a",))},
             r"algorithm.filter_groups is true; expected false with distillation.teachers",
         ),
-        (
-            {"distillation": DistillationConfig(teachers=("a",)), "algorithm": ALONE, "runtime": "sim"},
-            r"distillation.teachers is \('a',\); expected none with runtime 'sim'",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TrainConfig(rollout=RolloutConfig(n=2), **settings)
+
+
+def test_a_simulation_has_no_teachers() -> None:
+    with pytest.raises(UserError, match=r"distillation.teachers is \('a',\); expected none in a simulation"):
+        SimulatedConfig(rollout=RolloutConfig(n=2), distillation=DistillationConfig(teachers=("a",)), algorithm=ALONE)
 
 
 def test_settings_of_teachers() -> None:

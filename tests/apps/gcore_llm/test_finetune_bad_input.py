@@ -33,8 +33,8 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
         (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
         (
-            ["--trainer.prometheus-port", "-1"],
-            "trainer.prometheus_port is -1; expected a port from 1 to 65535, or 0 for none",
+            ["--trainer.prometheus=-1"],
+            "trainer.prometheus is '-1'; expected HOST:PORT or PORT, from 1 to 65535, or nothing",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -159,8 +159,8 @@ def test_port_in_use(cli: Cli, tiny: Path) -> None:
     write_rows(cli.cwd / "rows.jsonl", [json.loads(GOOD)] * 20)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        error = cli.refused(*job("sft", tiny), "--trainer.prometheus-port", port)
-    assert f"trainer.prometheus_port is {port} and trainer.prometheus_host '127.0.0.1'; expected a free port" in error
+        error = cli.refused(*job("sft", tiny), "--trainer.prometheus", str(port))
+    assert f"trainer.prometheus is '127.0.0.1:{port}'; expected a free port" in error
     assert not (cli.cwd / "runs").exists()
 
 

@@ -65,7 +65,6 @@ def test_ranks_lend_their_devices_while_the_policy_samples(cli: Cli, own_args: l
         (["--trainer.schedule", "async"], "trainer.schedule 'async', whose ranks train while the policy samples"),
         (["--rollout.colocated", "true"], "rollout.colocated true, where all engines share the devices of ranks"),
         (["--rollout.num-processes", "0"], "rollout.num_processes 0 or servers; 1 or more engines have devices of"),
-        (["--runtime", "sim"], "runtime 'sim', whose roles have devices of their own"),
     ],
 )
 def test_lending_is_refused(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:

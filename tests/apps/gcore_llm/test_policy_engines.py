@@ -19,8 +19,6 @@ from waiting import wait_until
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port, served  # pyright: ignore[reportMissingImports]
 
-from gcore_runs.engines import SpeculativeConfig
-
 SERVED = ("--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.weights-dir", "x")
 ON_RAY = (*SERVED, "--runtime", "ray")
 # What happens at the n-th call of the reward, which is in the middle of generation; the run knows by nothing else.
@@ -148,11 +146,12 @@ def test_a_custom_engine(cli: Cli, own_args: list[str]) -> None:
     (cli.cwd / "engine.py").write_text(OWN_ENGINE)
     cli.ok(*own_args, "--name", "hf")
     for name, options in {"here": [], "apart": ["--rollout.num-processes", "2"]}.items():
+        options += ["--rollout.engine-options", "mine=2"]
         cli.ok(*own_args, "--rollout.engine", "engine.py:make", *options, "--name", name)
         assert_same_metrics(cli.cwd / "runs" / name, cli.cwd / "runs/hf")
     made = [json.loads(line) for line in (cli.cwd / "made.jsonl").read_text().splitlines()]
     assert len(made) == 3
-    assert all(options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu"} for options in made)
+    assert all(options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu", "mine": 2} for options in made)
 
 
 @pytest.mark.slow
@@ -161,25 +160,22 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
     args = option_set(own_args, "--data.max-response-length", "32")
     cli.ok(*args, "--name", "plain", "--trainer.total-training-steps", "1")
     options = ["--rollout.engine", "vllm", "--rollout.num-processes", "1"]
-    options += ["--rollout.speculative.num-speculative-tokens", "3", "--rollout.speculative.prompt-lookup-min", "1"]
+    guesses = '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}'
+    options += [
+        "--rollout.engine-options",
+        guesses,
+        "--rollout.engine-options.speculative_config.prompt_lookup_max",
+        "4",
+    ]
     # vLLM says one thing and another as it starts.
-    options += ["--rollout.max-num-batched-tokens", "512", "--rollout.seed-per-sample", "True"]
-    options += ["--rollout.async-scheduling", "False", "--rollout.gpu-memory-utilization", "0.3"]
+    options += ["--rollout.max-num-batched-tokens", "512", "--rollout.gpu-memory-utilization", "0.3"]
+    options += ["--rollout.engine-options", "seed_per_sample=true", "async_scheduling=false", "block_size=32"]
     assert cli(*args, *options, "--name", "guessed").code == 0
     rows = step_rows(cli.cwd / "runs/guessed")
     assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
     assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
     plain, guessed = (read_rows(cli.cwd / f"runs/{name}/samples/before.jsonl") for name in ("plain", "guessed"))
     assert [row["completion"] for row in guessed] == [row["completion"] for row in plain]
-
-
-def test_speculation_settings_of_vllm() -> None:
-    assert SpeculativeConfig().as_vllm_takes_it() is None
-    assert SpeculativeConfig(num_speculative_tokens=2, model="small").as_vllm_takes_it() == {
-        "method": "draft_model",
-        "model": "small",
-        "num_speculative_tokens": 2,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -329,12 +325,27 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             [*ON_RAY, "--placement.strategy", "dynamic", "--reward-model.kind", "judge", "--reward-model.path", "x"],
             "placement.strategy is 'dynamic'; expected 'split' with a policy on servers; others need engines",
         ),
-        (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
+        (
+            ["--rollout.engine-options", "quantization=fp8"],
+            "rollout.engine_options has 'quantization'; expected some of decode_mode, kv_cache_bytes with engine 'hf'",
+        ),
+        (
+            ["--rollout.engine", "vllm", "--rollout.engine-options", "quantisation=fp8"],
+            "rollout.engine_options has 'quantisation'; expected options that the engine has, such as quantization",
+        ),
+        (
+            ["--rollout.engine", "vllm", "--rollout.engine-options", '{"seed": 1}'],
+            "rollout.engine_options has 'seed'; expected none of convert, data_parallel_size,",
+        ),
+        (
+            ["--rollout.engine", "engine.py:make", "--rollout.engine-options", "device=cpu"],
+            "rollout.engine_options has 'device'; expected none of device, dtype,",
+        ),
+        (["--rollout.engine-options", "{seed"], "--rollout.engine-options is '{seed'; expected JSON"),
         (
             ["--rollout.gpu-memory-utilization", "0.5"],
             "rollout.gpu_memory_utilization is 0.5; expected None with rollout.engine 'hf'; vllm or sglang takes it",
         ),
-        (["--rollout.seed-per-sample", "False"], "rollout.seed_per_sample is false; expected None with rollout.engine"),
         (
             ["--rollout.engine", "vllm", "--rollout.gpu-memory-utilization", "1.5"],
             "rollout.gpu_memory_utilization is 1.5; expected a number in (0, 1], or None",
@@ -343,17 +354,6 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             ["--rollout.engine", "vllm", "--rollout.max-num-batched-tokens", "0"],
             "rollout.max_num_batched_tokens is 0; expected 1 or more, or None",
         ),
-        (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1; expected 0 or more"),
-        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0; expected 1 or more"),
-        (
-            ["--rollout.engine", "vllm", "--rollout.decode-mode", "static"],
-            "rollout.decode_mode is 'static'; expected None with",
-        ),
-        (
-            ["--rollout.decode-mode", "cuda_graphs", "--device", "cpu"],
-            "rollout.decode_mode is 'cuda_graphs'; expected None, dy",
-        ),
-        (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1; expected 2 or more"),
         (
             ["--reward-model.judge.urls", "http://h:1"],
             "reward_model.judge.engine is 'hf' and reward_model.judge.urls is ['http://h:1']",
@@ -371,7 +371,10 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
     [
         (["--rollout.engine", "sglang"], "rollout.server_python is ''; expected the Python of an environment with"),
         (["--rollout.server-python", "x"], "rollout.server_python is 'x'; expected '', as sglang alone takes it, with"),
-        (["--rollout.server-args=-x"], "rollout.server_args is '-x'; expected '' with rollout.engine 'hf'"),
+        (
+            ["--rollout.engine", "sglang", "--rollout.engine-options", "port=1"],
+            "rollout.engine_options has 'port'; expected none of base_gpu_id,",
+        ),
         (
             ["--rollout.engine", "sglang", "--rollout.server-python", "/no/python"],
             "rollout.server_python is '/no/python'; expected the Python of an environment with SGLang",
@@ -393,9 +396,9 @@ SGLANG = os.environ.get("GCORE_SGLANG_PYTHON", "")
 @pytest.mark.parametrize("runtime", ["inline", "ray"])
 def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str) -> None:
     """One of two servers gets kill -9 between steps: another takes its place, and all of them end with the run."""
-    options = "--mem-fraction-static 0.2 --max-total-tokens 20000"
     args = [*option_set(own_args, "--trainer.total-training-steps", "4"), "--name", "own", "--runtime", runtime]
-    args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG, f"--rollout.server-args={options}"]
+    args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG]
+    args += ["--rollout.gpu-memory-utilization", "0.2", "--rollout.engine-options", "max_total_tokens=20000"]
     if runtime == "inline":
         # The servers sleep while the trainer works.
         args += ["--rollout.colocated", "true"]

@@ -312,7 +312,7 @@ def scraped(url: str) -> dict[str, float]:
 def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> None:
     port = free_port()
     many = [*option_set(job, "--trainer.test-freq", "1000"), "--trainer.total-training-steps", "100000"]
-    command = cli.start(*many, "--trainer.tensorboard", "False", "--trainer.prometheus-port", port)
+    command = cli.start(*many, "--trainer.tensorboard", "False", "--trainer.prometheus", port)
     served: dict[str, float] = {}
     while not command.has_ended(0.02) and served.get("gcore_step", 0.0) < 2:
         served = scraped(f"http://127.0.0.1:{port}/metrics")

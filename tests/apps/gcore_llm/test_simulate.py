@@ -453,8 +453,8 @@ def test_wrong_folders_are_refused(cli: Cli) -> None:
 
 
 def test_a_run_in_simulated_time(cli: Cli) -> None:
-    """``runtime = sim``: the records of a run, in times that are the same each time; nothing is trained or resumed."""
-    args = ["train", "--runtime", "sim", "--controllers", "2", "--trainer.total-training-steps", "3"]
+    """``simulate train``: the records of a run, in times that are the same each time; nothing is trained or resumed."""
+    args = ["simulate", "train", "--controllers", "2", "--trainer.total-training-steps", "3"]
     args += ["--sim.devices", "16", "--sim.token-unit", "4", "--sim.response-length.median", "20"]
     out = cli.ok(*args, "--sim.reward.latency-s", "2")
     assert "simulated: 16 devices" in out
@@ -472,10 +472,15 @@ def test_a_run_in_simulated_time(cli: Cli) -> None:
     assert {"engine 0", "engine 1", "trainer 0", "trainer 1"} <= spans[0]["devices"].keys()
     assert (cli.cwd / "runs/default/report.html").is_file()
     assert not (cli.cwd / "runs/default/export").exists()
+    assert "is a run of the command simulate; expected one of train" in cli.refused("sample", "runs/default", "3+4=")
+    assert cli.ok("report", "runs/default").strip() == "runs/default/report.html"
     for options, message in (
         (["--trainer.schedule", "async"], "trainer.schedule is 'async'; expected the schedule 'sync', single turns"),
         (["--sim.token-unit", "5"], "sim.token_unit is 5; expected a divisor of data.max_prompt_length (16)"),
         (["--sim.devices", "12"], "sim.learner.devices_per_replica is 8; expected a divisor of sim.devices (12)"),
         (["--model", "nowhere"], "model is 'nowhere'"),
+        (["--runtime", "ray"], "runtime is 'ray'; expected 'inline' in a simulation"),
+        (["--rollout.colocated", "true"], "rollout.colocated is true; expected false with a simulation"),
+        (["--placement.lend-ranks", "true", "--rollout.num-processes", "1"], "false with a simulation, whose roles"),
     ):
         assert message in cli.refused(*args, *options)

@@ -22,7 +22,7 @@ def listening(pid: int) -> set[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_ranks_and_engines_of_one_machine_listen_to_it_alone(cli: Cli, own_args: list[str]) -> None:
-    options = ["--trainer.num-processes", "2", "--rollout.num-processes", "2", "--trainer.prometheus-port", "19464"]
+    options = ["--trainer.num-processes", "2", "--rollout.num-processes", "2", "--trainer.prometheus", "19464"]
     command = cli.start(*own_args, *options)
     found: set[tuple[str, str]] = set()
     while not command.has_ended(0.3):

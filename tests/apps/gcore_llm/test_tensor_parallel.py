@@ -12,8 +12,8 @@ def test_what_is_refused() -> None:
         RolloutConfig(tensor_parallel_size=2)
     with pytest.raises(UserError, match=r"rollout\.tensor_parallel_size is 0; expected"):
         RolloutConfig(engine="vllm", tensor_parallel_size=0)
-    with pytest.raises(UserError, match=r"rollout\.enable_expert_parallel is true; expected None with"):
-        RolloutConfig(enable_expert_parallel=True)
+    with pytest.raises(UserError, match=r"rollout\.engine_options has 'enable_expert_parallel'; expected some of"):
+        RolloutConfig(engine_options={"enable_expert_parallel": True})
     judge = RewardModelConfig(kind="judge", path="judge", judge=JudgeConfig(engine="vllm", num_processes=1))
     rollout = RolloutConfig(engine="vllm", num_processes=1, tensor_parallel_size=2)
     expected = r"reward_model\.judge\.tensor_parallel_size is 1; expected 2, as of rollout, with runtime 'ray'"

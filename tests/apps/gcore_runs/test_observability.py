@@ -371,7 +371,7 @@ def test_metrics_that_differ_in_a_slash_alone_have_a_gauge_each() -> None:
 
 def test_port_in_use_is_refused_by_name_and_freed_in_the_end() -> None:
     with PrometheusExporter(run="first", port=0) as first:
-        refused = f"trainer.prometheus_port is {first.port} and trainer.prometheus_host '127.0.0.1'; expected a"
+        refused = f"trainer.prometheus is '127.0.0.1:{first.port}'; expected a"
         with pytest.raises(UserError, match=re.escape(refused)):
             PrometheusExporter(run="second", port=first.port)
         # Nothing is served at other addresses of the machine.
@@ -385,7 +385,7 @@ def test_port_in_use_is_refused_by_name_and_freed_in_the_end() -> None:
 
 @pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("127.0.0.1", 70_000)])
 def test_address_that_cannot_be_served_at_is_refused(host: str, port: int) -> None:
-    with pytest.raises(UserError, match=f"trainer.prometheus_port is {port} and trainer.prometheus_host '{host}'"):
+    with pytest.raises(UserError, match=f"trainer.prometheus is '{host}:{port}'"):
         PrometheusExporter(run="r", port=port, host=host)
 
 

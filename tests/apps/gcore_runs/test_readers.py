@@ -33,9 +33,14 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "actor.loss.loss_mode": tuple(POLICY_LOSSES.names),
 }
 """Values of the settings that have names of functions."""
+TABLES: Mapping[str, dict[str, Any]] = {
+    "critic.optim": {"eps": 0.5},
+    "trainer.megatron": {"overlap_grad_reduce": True},
+    "reward_model.judge.engine_options": {"kv_cache_bytes": 1},
+}
+"""Values of settings that are tables."""
 REFUSED_ANYWAY = {
     "algorithm.rollout_correction.rollout_rs",
-    "trainer.megatron.overlap_param_gather",
     "algorithm.rollout_correction.rollout_is_threshold_lower",
     "algorithm.rollout_correction.rollout_is_batch_normalize",
     "algorithm.rollout_correction.rollout_rs_threshold",
@@ -44,7 +49,6 @@ REFUSED_ANYWAY = {
     "reward_model.judge.tensor_parallel_size",
     "reward_model.judge.urls",
     "reward_model.judge.server_python",
-    "reward_model.judge.server_args",
     "reward_model.judge.unparsable_score",
 }
 """Settings that another setting of their own section must go with, which is checked first."""
@@ -62,6 +66,8 @@ def values_of(kind: type, name: str) -> list[Any]:
         return [default, not default]
     if literals:
         return [default, *literals, *[value for value in (True, False) if bool in options]]
+    if isinstance(default, dict):
+        return [default, TABLES[name]]
     if isinstance(default, tuple):
         return [default, ("x",), (1, 2), (0.5, 0.5)]
     if isinstance(default, str):

@@ -19,6 +19,7 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
+from gcore_runs.migration.removed_keys import translate_removed
 from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import VERL
 from gcore_runs.settings.other_names import hint, other_names
@@ -114,7 +115,7 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
             ["--rollout.top-p", "0.9"],
             "unknown option --rollout.top-p; there is no such setting: responses are",
         ),
-        ("train", ["--rollout.top-p", "0.9"], "known here: --rollout.async-scheduling, --rollout.colocated, "),
+        ("train", ["--rollout.top-p", "0.9"], "known here: --rollout.colocated, --rollout.engine, "),
         ("train", ["--vllm_gpu_memory_utilization", "0.3"], "did you mean --rollout.gpu-memory-utilization?"),
         ("train", ["rollout.n=4"], "unexpected argument 'rollout.n=4'; did you mean --rollout.n 4?"),
         ("train", ["+rollout.n=4"], "did you mean --rollout.n 4?"),
@@ -137,7 +138,11 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
         ("train", ["--quux", "3"], "unknown option --quux; known here: --actor.*, --algorithm.*"),
         ("train", ["--rollout.n"], "--rollout.n has no value"),
         ("train", ["--rollout.n", "4", "5"], "unexpected argument '5'"),
-        ("train", ["--task.params", "min_terms", "3"], "--task.params is a table; expected --task.params.NAME VALUE"),
+        (
+            "train",
+            ["--task.params", "min_terms", "3"],
+            "task.params is a table; expected --task.params.NAME VALUE, --task.params NAME=VALUE",
+        ),
         ("train", ["--recipe", "x"], "recipe is 'x'; expected one of embedded, own_data"),
     ],
 )
@@ -168,8 +173,10 @@ def test_every_other_name_leads_to_a_setting() -> None:
     known = {command: set(setting_types(kind)) for command, (_, kind) in COMMANDS.items()}
     everything = set[str]().union(*known.values())
     for name, key in other_names().items():
-        assert set(key.ours) <= everything, name
-        commands = [command for command in COMMANDS if not key.ours or {*key.ours} & known[command]]
+        # An entry of a table is none of the settings, but the table is.
+        ours = {own if own in everything else own.rpartition(".")[0] for own in key.ours}
+        assert ours <= everything, name
+        commands = [command for command in COMMANDS if not ours or ours & known[command]]
         assert commands
         said = hint(f"section_of_theirs.{name}", known[commands[0]])
         assert ("did you mean" if key.ours else f"there is no such setting: {key.why}") in said, name
@@ -184,7 +191,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--seed", "9" * 30], "seed is " + "9" * 30 + "; expected at most 9223372036854775807"),
         (["--threads", "100000"], "threads is 100000; expected at most 4096"),
-        (["--trainer.prometheus-port", "70000"], "trainer.prometheus_port is 70000; expected a port from 1 to 65535"),
+        (["--trainer.prometheus", "h:70000"], "trainer.prometheus is 'h:70000'; expected HOST:PORT or PORT, from 1 to"),
         (["--actor.lora-rank", "2", "--actor.target-modules", "x"], "x"),
         (["--device", ""], "device is ''"),
         (["--name", "a" * 300], "run folder runs/aaa"),
@@ -253,3 +260,21 @@ def test_a_strategy_that_needs_roles_to_share_devices(options: dict[str, Any], e
             kind(placement=PlacementConfig(strategy=strategy), **options)
         assert str(refused.value).startswith(f"placement.strategy is {strategy!r}; expected ")
         assert expected.format(section=section) in str(refused.value)
+
+
+def test_settings_of_earlier_versions_have_their_present_names() -> None:
+    earlier: dict[str, Any] = {
+        "sim": {"devices": 512},
+        "warmup": {"max_steps": 500},
+        "actor": {"optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}},
+        "critic": {"optim": {"lr": 1e-5, "eps": 1e-6}, "loss": {"cliprange_value": 0.2}},
+        "rollout": {"async_scheduling": True, "speculative": {"num_speculative_tokens": 0}},
+        "trainer": {"best_mode": "max", "prometheus_port": 9464},
+    }
+    assert translate_removed(earlier) == {
+        "actor": {"optim": {"lr": 1e-6, "eps": 1e-8}},
+        "critic": {"optim": {"eps": 1e-6}, "cliprange_value": 0.2},
+        "rollout": {"engine_options": {"async_scheduling": True}},
+    }
+    with pytest.raises(UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"):
+        translate_removed({"trainer": {"best_mode": "min"}})

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig
+from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig, SimulatedConfig, TrainArgs
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_runs import (
     EXISTING_FOLDER,
@@ -19,7 +19,9 @@ from gcore_runs import (
     Count,
     NonNegative,
     RunArgs,
+    convert_settings,
     doctor_command,
+    extend_recipes,
     logs_command,
     parse,
     parse_arguments,
@@ -36,6 +38,7 @@ RLHF of diffusion and flow-matching models from one command.
 commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
+  simulate train      predict the time of a step of train, on a cluster of modelled devices
   report RUN          write the run's report.html again
   trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
@@ -70,30 +73,36 @@ class SampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE, settings=_settings)
+    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE, settings=_settings, not_resumed=("simulate",))
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
+    """Return the settings of a run from a recipe, a TOML file and the command line, each over the one before."""
+    return convert_settings(parse_train_args(args), DiffusionConfig)
+
+
+def parse_train_args(args: Sequence[str]) -> TrainArgs:
+    """Return the same, and the options that are no settings of a run; see `parse`."""
     description = "Train a diffusion or flow-matching model on a reward."
-    recipes = {**RECIPES, **PUBLISHED}
+    recipes = extend_recipes({**RECIPES, **PUBLISHED}, TrainArgs)
     return parse(args, prog="gcore-diffusion train", recipes=recipes, description=description)
 
 
 def _settings() -> dict[str, type]:
-    return {"train": DiffusionConfig, "sample": SampleArgs}
+    return {"train": TrainArgs, "sample": SampleArgs, "simulate": SimulatedConfig}
 
 
 def _train(args: Sequence[str]) -> None:
-    config = parse_train(args)
-    if config.dry_run:
+    parsed = parse_train_args(args)
+    if parsed.dry_run:
         from gcore_diffusion.planning.dry_run import dry_run
 
-        dry_run(config)
+        dry_run(parsed)
         return
+    config = convert_settings(parsed, DiffusionConfig)
     from gcore_diffusion.training import train
 
-    run_training(config, train, title="held-out prompts", labels=EVALUATED)
+    run_training(config, partial(train, demo=parsed.demo), title="held-out prompts", labels=EVALUATED)
 
 
 def _sample(args: Sequence[str]) -> None:
@@ -106,6 +115,12 @@ def _sample(args: Sequence[str]) -> None:
     print(parsed.out)
 
 
+def _simulate(args: Sequence[str]) -> None:
+    from gcore_diffusion.simulate import run_simulate
+
+    run_simulate(args)
+
+
 def _report(args: Sequence[str]) -> None:
     from gcore_diffusion.training import KINDS
 
@@ -115,6 +130,7 @@ def _report(args: Sequence[str]) -> None:
 _COMMANDS: dict[str, Command] = {
     "train": _train,
     "sample": _sample,
+    "simulate": _simulate,
     "report": _report,
     "trace": partial(trace_command, "gcore-diffusion"),
     "logs": partial(logs_command, "gcore-diffusion"),

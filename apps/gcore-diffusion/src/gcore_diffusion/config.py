@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
+import tyro
+
 from gcore_diffusion.reward_config import DEMO_REWARDS, JudgeConfig, RewardConfig
 from gcore_runs import (
     ABOVE_0,
@@ -322,7 +324,6 @@ class DiffusionConfig(BaseRLConfig):
         *BaseRLConfig.may_change,
         "rollout.max_num_images",
         "trainer.fsdp_size",
-        "dry_run",
         "reward.judge.num_processes",
         "reward.judge.max_num_seqs",
     )
@@ -332,20 +333,14 @@ class DiffusionConfig(BaseRLConfig):
     model: str = ""
     """A local folder of a diffusers pipeline with a flow-matching or DDIM scheduler; empty: a tiny one is made and
     pretrained."""
-    dry_run: bool = False
-    """Print parameters, passes and memory, and whether they fit, by the pipeline's config.json files; start nothing."""
-    dry_run_device: str = ""
-    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: H100."""
-    command: Literal["diffusion"] = "diffusion"
+    command: Annotated[Literal["diffusion", "simulate"], tyro.conf.Suppress] = "diffusion"
     """Which command made the run; for its report."""
-    demo: DemoConfig = field(default_factory=DemoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    sim: SimConfig = field(default_factory=SimConfig)
 
     @property
     def engine_device(self) -> str:
@@ -394,6 +389,32 @@ class DiffusionConfig(BaseRLConfig):
         self.require(
             "reward.kind", not self.model or not of_demo, "a reward that is not the embedded model's with model"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs(DiffusionConfig):
+    """The settings of a run, and options of the command train that are no settings of the run."""
+
+    dry_run: bool = False
+    """Print parameters, passes and memory, and whether they fit, by the pipeline's config.json files; start nothing."""
+    dry_run_device: str = ""
+    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: H100."""
+    demo: DemoConfig = field(default_factory=DemoConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConfig(DiffusionConfig):
+    """The settings of train, and the cluster on which `gcore-diffusion simulate` simulates a run of them."""
+
+    is_simulated: ClassVar[bool] = True
+
+    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
+    """Which command made the run; for its report."""
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sim.check("sim.", self.controllers)
 
 
 def embedded() -> DiffusionConfig:

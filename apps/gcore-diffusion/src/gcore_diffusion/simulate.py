@@ -1,4 +1,4 @@
-"""The runtime sim: the program of `train` in simulated time, on modelled engines and ranks."""
+"""`gcore-diffusion simulate train`: the program of `train` in simulated time, on modelled engines and ranks."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from gcore_controller import DeviceTimers
 from gcore_diffusion.backend import RunRecorder
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import RECIPES, SimulatedConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.modality import Job
+from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.image_sampling import Roles, SamplingRoles
 from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
 from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
+from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
+from gcore_runs.simulation.command import SIMULATE_TRAIN
 from gcore_runs.simulation.services import SimulatedModality, sample_name
 from gcore_trainer import DiffusionSample, StepScores
 
@@ -29,8 +32,22 @@ _NAME_BYTES = 9
 """A name in whole pixels."""
 
 
-def train_simulated(config: DiffusionConfig, display: "Display | None", kinds: "Mapping[str, Kind]") -> "Result":
-    """Run the program of `train` where runtime is sim, in a run folder; see `gcore_diffusion.training.train`."""
+def run_simulate(args: Sequence[str]) -> None:
+    """Run `gcore-diffusion simulate train`."""
+    from gcore_diffusion.training import KINDS
+
+    if args[:1] != ["train"]:
+        raise UserError(f"the first argument of simulate is {args[0] if args else ''!r}; expected train")
+    recipes = extend_recipes({**RECIPES, **PUBLISHED}, SimulatedConfig)
+    config = parse(args[1:], prog="gcore-diffusion simulate train", recipes=recipes, description=SIMULATE_TRAIN)
+    run_training(config, partial(train_simulated, kinds=KINDS), title="simulated")
+
+
+def train_simulated(
+    config: SimulatedConfig, display: "Display | None" = None, *, kinds: "Mapping[str, Kind]"
+) -> "Result":
+    """Run the program of `train` in simulated time, in a run folder; see `gcore_diffusion.training.train`."""
+    config = resolve(config)
     loaded = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
     prompts = PromptSets(train=loaded.train, val=[])
     cluster = SimulatedCluster(
@@ -47,7 +64,7 @@ def train_simulated(config: DiffusionConfig, display: "Display | None", kinds: "
 class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
     """Images that take as many steps as they are denoised in; the pixels of one are its name (see `sample_name`)."""
 
-    def __init__(self, config: DiffusionConfig) -> None:
+    def __init__(self, config: SimulatedConfig) -> None:
         self._pass_flops = 2 * config.sim.parameters * config.sim.tokens
         self.weights_bytes = 2 * config.sim.parameters
 

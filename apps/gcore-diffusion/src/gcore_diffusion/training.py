@@ -1,11 +1,12 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import DemoConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
 from gcore_runs import (
@@ -18,6 +19,7 @@ from gcore_runs import (
     model_folder,
     resolve,
     with_adapter,
+    write_atomically,
 )
 from gcore_trainer import pipeline_component, read_lora_config
 
@@ -51,14 +53,15 @@ _KIND = Kind(
     after_warmup="",
 )
 
-KINDS = {"diffusion": _KIND, "train": _KIND}
+_DEMO = DemoConfig()
+KINDS = {"diffusion": _KIND, "train": _KIND, "simulate": _KIND}
 """The contents of the report of a run, by command."""
 
 
-def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
+def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = _DEMO) -> Result:
     """Train a diffusion model on a reward, or resume the run of this name.
 
-    Without a display, `logging` gets what it would show.
+    Without a display, `logging` gets what it would show. The embedded model of a new run is pretrained as in ``demo``.
 
     Raises:
         UserError: wrong settings or data, found before anything is trained.
@@ -68,10 +71,6 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     from gcore_diffusion.modality import Job
 
     config = resolve(config)
-    if config.runtime == "sim":
-        from gcore_diffusion.simulate import train_simulated
-
-        return train_simulated(config, display, KINDS)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(model_folder(config.model))
@@ -82,17 +81,19 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:
-            if config.model:
-                model = model_folder(config.model)
-            else:
+            model = model_folder(config.model) if config.model else run.model
+            if not model.is_dir():
                 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 
-                model = pretrained_pipeline(config.demo, seed=0, display=supervisor.display)
+                model = pretrained_pipeline(demo, seed=0, display=supervisor.display)
             supervisor.display.say("trying the pipeline and the reward on an image")
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
             # On Ray they are only tried in this process, and need its memory no longer then.
             del rewards
             with supervisor.started(starting) as services:
+                if not config.model and not run.model.is_dir():
+                    # Where the run is resumed from, with whichever options.
+                    write_atomically(run.model, partial(shutil.copytree, model))
                 # Engines start from the pipeline's folder, without adapters.
                 starts_adapted = bool(config.actor.lora_adapter_path)
                 job = Job(config=config, prompts=prompts, is_policy_behind=starts_adapted)

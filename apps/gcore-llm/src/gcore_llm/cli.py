@@ -11,9 +11,9 @@ from gcore_llm.config import (
     DataConfig,
     RolloutConfig,
     TaskConfig,
+    TrainArgs,
     TrainConfig,
     TrainerConfig,
-    WarmupConfig,
 )
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.learning.config import ActorConfig
@@ -26,7 +26,9 @@ from gcore_runs import (
     Count,
     NonNegative,
     RunArgs,
+    convert_settings,
     doctor_command,
+    extend_recipes,
     logs_command,
     parse,
     parse_arguments,
@@ -69,7 +71,6 @@ def embedded() -> TrainConfig:
         # Products of this size gain nothing from a second thread, and one gives the same numbers on every machine.
         threads=1,
         data=DataConfig(train_batch_size=32, max_prompt_length=16, max_response_length=32),
-        warmup=WarmupConfig(max_steps=500),
         rollout=RolloutConfig(n=8, max_num_seqs=512),
         # A rate that falls to 0 gets as far, greedily, in 130 steps as a constant one in 300, whose end is noisy.
         actor=ActorConfig(optim=OptimizerConfig(lr=2e-4, lr_scheduler_type="linear"), ppo_max_token_len=16_384),
@@ -115,8 +116,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
-    return parse(args, prog="gcore-llm train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
+    """Return the settings of a run from a recipe, a TOML file and the command line, each over the one before."""
+    return convert_settings(parse_train_args(args), TrainConfig)
+
+
+def parse_train_args(args: Sequence[str]) -> TrainArgs:
+    """Return the same, and the options that are no settings of a run; see `parse`."""
+    recipes = extend_recipes(RECIPES, TrainArgs)
+    return parse(args, prog="gcore-llm train", recipes=recipes, description="Train by GRPO with dynamic sampling.")
 
 
 def _settings() -> dict[str, type]:
@@ -127,7 +134,7 @@ def _settings() -> dict[str, type]:
     from gcore_runs.simulation.config import SimulateConfig
 
     return {
-        "train": TrainConfig,
+        "train": TrainArgs,
         "sft": SFTRunConfig,
         "reward-model": RewardModelRunConfig,
         "dpo": DPORunConfig,
@@ -141,18 +148,19 @@ def _settings() -> dict[str, type]:
 
 
 def _train(args: Sequence[str]) -> None:
-    config = parse_train(args)
-    if config.dry_run:
+    parsed = parse_train_args(args)
+    if parsed.dry_run:
         from gcore_llm.learning.dry_run import dry_run
 
-        dry_run(config)
+        dry_run(parsed)
         return
+    config = convert_settings(parsed, TrainConfig)
     # Before the libraries of training are imported, which takes seconds.
     config.check_inputs()
     from gcore_llm.training import train
 
     labels = {f"val/{way}/score/mean": way for way in ("greedy", "sampled")}
-    run_training(config, train, title="held-out score", labels=labels)
+    run_training(config, partial(train, warmup=parsed.warmup), title="held-out score", labels=labels)
 
 
 def _sample(args: Sequence[str]) -> None:
@@ -175,7 +183,7 @@ def _eval(args: Sequence[str]) -> None:
 def _simulate(args: Sequence[str]) -> None:
     from gcore_llm.simulate import run_simulate
 
-    run_simulate(args)
+    run_simulate(args, RECIPES)
 
 
 def _from_verl(args: Sequence[str]) -> None:

@@ -1,8 +1,11 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
 
 from gcore_controller import RLHFConfig
 from gcore_llm.data.chat_config import ChatDataConfig
@@ -37,13 +40,15 @@ from gcore_runs import (
     adapter_settings,
     one_of,
     optimizer_settings,
+    override,
 )
-from gcore_runs.engines import EngineConfig, PolicyEngineConfig, SpeculativeConfig
+from gcore_runs.engines import EngineConfig, PolicyEngineConfig
 from gcore_runs.simulation.config import SimConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
     KLControlConfig as KLControlConfig,
+    OptimizerConfig,
     OverlongConfig as OverlongConfig,
     RolloutCorrectionConfig,
     get_advantage_estimator,
@@ -90,7 +95,6 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
 
     weights_dir: str = ""
     """Existing folder that this machine and the servers see under the same path: new weights go through it."""
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     n: Count = 8
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
@@ -121,9 +125,6 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
         super().__post_init__()
         servers = f"rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})"
         self.require("weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}")
-        num_guessed, can_guess = self.speculative.num_speculative_tokens, self.kind.takes_speculative_config
-        guessing = f"rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own for it"
-        self.require("engine", can_guess or not num_guessed, f"'vllm' with {guessing}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +182,7 @@ def _reads_token_rewards(name: str) -> bool:
     return get_advantage_estimator(name).reads_token_rewards
 
 
+_CRITIC_LR = 1e-5
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = "actor.loss.loss_mode"
 _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
@@ -232,7 +234,6 @@ _READ_WITH = (
     ReadWith(
         settings=("critic",), chosen_by={_ESTIMATOR: Bound(_needs_critic, "gae, or PATH.py:function with a critic")}
     ),
-    ReadWith(settings=("critic.loss.max_response_length",), chosen_by={"critic.loss.loss_agg_mode": _DIVISOR}),
     ReadWith(settings=("distillation.coef",), chosen_by={"distillation.teachers": IS_SET}),
     ReadWith(settings=("distillation.source_key",), chosen_by={"distillation.sources": IS_SET}),
     ReadWith(settings=("rollout.short_response_length",), chosen_by={"rollout.tail_batching": IS_TRUE}),
@@ -249,7 +250,6 @@ _READ_WITH = (
     ReadWith(settings=("reward_calls.max_failed_share",), chosen_by={"reward_calls.on_error": one_of("drop")}),
     adapter_settings("actor.", "export_merged"),
     *optimizer_settings("actor.optim"),
-    *optimizer_settings("critic.optim"),
     *BACKEND_SETTINGS,
     BEST_SETTINGS,
 )
@@ -261,9 +261,13 @@ class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
     model_settings: ClassVar[tuple[str, ...]] = (
-        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path", "rollout.speculative.model"),
+        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path"),
         "distillation.teachers",
     )
+    tables: ClassVar[Mapping[str, str]] = {
+        "critic.optim": "critic_optimizer",
+        "trainer.megatron": "trainer.megatron_config",
+    }
     read_with: ClassVar[tuple[ReadWith, ...]] = _READ_WITH
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
@@ -271,6 +275,7 @@ class TrainConfig(BaseRLConfig):
         "trainer.parallel",
         "trainer.megatron",
         "rollout.urls",
+        "rollout.engine_options",
         "rollout.weights_dir",
         "reward_model.judge*.num_processes",
         "reward_model.judge*.urls",
@@ -278,7 +283,6 @@ class TrainConfig(BaseRLConfig):
         "rollout.colocated",
         "rollout.val_kwargs",
         "actor.export_merged",
-        "dry_run",
     )
 
     model: str = ""
@@ -292,20 +296,11 @@ class TrainConfig(BaseRLConfig):
     --reward-kwargs.NAME and a value. In a sum of rewards, each gets those that it has a parameter for."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
-    dry_run: bool = False
-    """Print which role would be on which GPU with how many bytes, and whether it fits; load and start nothing."""
-    dry_run_device: str = ""
-    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: this machine's, or H100 without."""
-    dry_run_nodes: NonNegative = 0
-    """Nodes that a dry run with runtime ray plans for; 0: as many as the processes need."""
-    dry_run_gpus_per_node: NonNegative = 0
-    """GPUs of each; 0: 8 with runtime ray, and otherwise the plan is of the one GPU with the first rank and engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations, of engines and in training; auto: bfloat16 on CUDA, else float32. In
     bfloat16, updates are made to float32 copies of the weights, and checkpoints hold these."""
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     reward_calls: RewardCallsConfig = field(default_factory=RewardCallsConfig)
@@ -314,7 +309,6 @@ class TrainConfig(BaseRLConfig):
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    sim: SimConfig = field(default_factory=SimConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -322,6 +316,8 @@ class TrainConfig(BaseRLConfig):
         self._check_group()
         samples_more = self.rollout.over_sample_rate > 0 or not self.rollout.tail_batching
         self.require("rollout.over_sample_rate", samples_more, "above 0 with rollout.tail_batching")
+        # Raises for an entry that the optimizer does not have.
+        assert self.critic_optimizer
         algorithm, rollout = self.algorithm, self.rollout
         longest, response = self.data.max_length, self.data.max_response_length
         together = f"data.max_prompt_length + data.max_response_length = {longest}"
@@ -341,7 +337,7 @@ class TrainConfig(BaseRLConfig):
         greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
         own = self.trainer
         overlapped = f"trainer.schedule {own.schedule!r}" if own.schedule != "sync" else ""
-        simulated = "runtime 'sim'" if self.runtime == "sim" else ""
+        simulated = "a simulation" if self.is_simulated else ""
         partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
         tail, continued = "rollout.tail_batching", f"{partial} true" if rollout.partial_rollout else ""
         is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
@@ -361,24 +357,22 @@ class TrainConfig(BaseRLConfig):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
-        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, self.runtime)
+        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated)
         self._check_memory_settings()
-        gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
-        self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
-        has_te = own.megatron.transformer_engine is True
+        gathers_late = own.megatron_config.overlap_param_gather and self.actor.lora_rank
+        if gathers_late:
+            raise UserError("trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank")
+        has_te = own.megatron_config.transformer_engine is True
         for other in ("actor.lora_rank" * (self.actor.lora_rank > 0), "device cpu" * (self.device == "cpu")):
-            self.require("trainer.megatron.transformer_engine", not (has_te and other), f"auto or false with {other}")
+            if has_te and other:
+                raise UserError(f"trainer.megatron.transformer_engine is true; expected auto or false with {other}")
         if self.runtime == "ray" and rollout.is_on_servers:
             self._check_servers_on_ray()
-        can_record = rollout.decode_mode != "cuda_graphs" or self.device != "cpu"
-        self.require("rollout.decode_mode", can_record, "None, dynamic or static with device cpu")
         if self.data.image_key:
             self._check_images()
 
     def check_inputs(self) -> None:
         """Raise `UserError` if the model, the prompts or the reward is missing; a task brings them all."""
-        if self.runtime == "sim":
-            return
         self.require("reward_kwargs", bool(self.reward) or not self.reward_kwargs, "none without reward")
         if self.task.name:
             return
@@ -396,6 +390,11 @@ class TrainConfig(BaseRLConfig):
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment that rewards, or algorithm.adv_estimator distillation"
             )
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The critic's optimizer: the actor's with a rate of its own, and with what critic.optim has."""
+        return override(self.actor.optim, {"lr": _CRITIC_LR, **self.critic.optim}, "critic.optim")
 
     @property
     def set_rewards(self) -> dict[str, str]:
@@ -473,9 +472,13 @@ class TrainConfig(BaseRLConfig):
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for optimizers and compilation that do not fit other settings of memory."""
         is_torch = self.trainer.backend == "torch"
-        for role in ("actor", "critic"):
-            holds = is_torch or getattr(self, role).optim.name == "adamw"
-            self.require(f"{role}.optim.name", holds, f"'adamw' with trainer.backend {self.trainer.backend!r}")
+        optimizers = {"actor": self.actor.optim, "critic": self.critic_optimizer}
+        for role in optimizers:
+            name = optimizers[role].name
+            if not is_torch and name != "adamw":
+                raise UserError(
+                    f"{role}.optim.name is {name!r}; expected 'adamw' with trainer.backend {self.trainer.backend!r}"
+                )
         offloads = self.actor.compile and self.actor.activation_offload
         self.require("actor.compile", not offloads, "false with actor.activation_offload, whose hooks are not compiled")
 
@@ -494,3 +497,33 @@ class TrainConfig(BaseRLConfig):
                 f"{found[0]}; expected a vision-language model, torch without context parallelism, the hf or vllm "
                 f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs(TrainConfig):
+    """The settings of a run, and options of the command train that are no settings of the run."""
+
+    dry_run: bool = False
+    """Print which role would be on which GPU with how many bytes, and whether it fits; load and start nothing."""
+    dry_run_device: str = ""
+    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: this machine's, or H100 without."""
+    dry_run_nodes: NonNegative = 0
+    """Nodes that a dry run with runtime ray plans for; 0: as many as the processes need."""
+    dry_run_gpus_per_node: NonNegative = 0
+    """GPUs of each; 0: 8 with runtime ray, and otherwise the plan is of the one GPU with the first rank and engine."""
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConfig(TrainConfig):
+    """The settings of train, and the cluster on which `gcore-llm simulate train` simulates a run of them."""
+
+    is_simulated: ClassVar[bool] = True
+
+    command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
+    """Which command made the run; for its report."""
+    sim: SimConfig = field(default_factory=SimConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sim.check("sim.", self.controllers)

@@ -382,7 +382,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         from gcore_llm.forecast import run_forecast
 
         config = self.job.config
-        if config.runtime == "sim":
+        if config.is_simulated:
             return None
         try:
             return run_forecast(

@@ -62,6 +62,7 @@ def _of_pairs(prefix: str, rewards: str) -> Kind:
 
 KINDS: dict[str, Kind] = {
     "train": _TRAIN,
+    "simulate": _TRAIN,
     "sft": _SFT,
     "reward-model": _of_pairs("rm", "reward"),
     "dpo": _of_pairs("dpo", "implicit reward"),

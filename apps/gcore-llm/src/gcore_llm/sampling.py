@@ -41,7 +41,7 @@ from gcore_rollout import (
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
-from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
+from gcore_runs.engines import DRAFT_MODEL, NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
 
 
 async def start_policy(
@@ -119,9 +119,13 @@ def engine_factory(
     if isinstance(settings, RolloutConfig):
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
-        own["speculative_config"] = settings.speculative.as_vllm_takes_it()
-        own["own_options"] = settings.engine_options
+        own["own_options"] = settings.memory_options
     own["own_options"] = own.get("own_options", {}) | device_options(settings, config)
+    engine_options = dict(settings.engine_options)
+    if settings.draft_model:
+        guessing = engine_options["speculative_config"]
+        draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)
+        engine_options["speculative_config"] = {**guessing, "model": str(draft)}
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
     return factory_of(
@@ -131,6 +135,7 @@ def engine_factory(
         dtype=getattr(torch, config.dtype),
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
+        engine_options=engine_options,
         **own,
     )
 

@@ -1,4 +1,4 @@
-"""The program of `train` in simulated time: as the runtime sim of a run, and as `gcore-llm simulate`."""
+"""`gcore-llm simulate`: the program of `train` in simulated time, with the records of a run or with figures alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -6,16 +6,32 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
+from gcore_llm.config import DataConfig, SimulatedConfig, TrainConfig, TrainerConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge, model_folder
+from gcore_runs import (
+    Display,
+    Result,
+    RunFolder,
+    UserError,
+    build_tokenizer,
+    extend_recipes,
+    merge,
+    model_folder,
+    parse,
+    run_training,
+)
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
-from gcore_runs.simulation.command import parse_options, run_calibrate, run_simulation
+from gcore_runs.simulation.command import (
+    SIMULATE_TRAIN,
+    parse_options,
+    run_calibrate,
+    run_simulation,
+)
 from gcore_runs.simulation.config import SimConfig, SimulateConfig
 from gcore_runs.simulation.fit import MeasuredRun, measured_run
 from gcore_runs.simulation.tokens import (
@@ -50,11 +66,20 @@ def parse_simulate(args: Sequence[str]) -> SimulateConfig:
     return config
 
 
-def run_simulate(args: Sequence[str]) -> None:
-    """Run `gcore-llm simulate`."""
-    if not run_calibrate(args, read_run, prog=_PROG):
+def run_simulate(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainConfig]]) -> None:
+    """Run `gcore-llm simulate`; ``recipes`` are those of train."""
+    if args[:1] == ["train"]:
+        _run_train(args[1:], recipes)
+    elif not run_calibrate(args, read_run, prog=_PROG):
         config = parse_simulate(args)
         run_simulation(config, partial(simulate, config))
+
+
+def _run_train(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainConfig]]) -> None:
+    config = parse(
+        args, prog=f"{_PROG} train", recipes=extend_recipes(recipes, SimulatedConfig), description=SIMULATE_TRAIN
+    )
+    run_training(config, train_simulated, title="simulated")
 
 
 def simulate(
@@ -67,8 +92,11 @@ def simulate(
     return _cluster(train_config(config), replay).simulate(config, stepped)
 
 
-def train_simulated(config: TrainConfig, display: Display | None) -> Result:
-    """Run the program of `train` where runtime is sim, in a run folder; see `gcore_llm.training.train`."""
+def train_simulated(config: SimulatedConfig, display: Display | None = None) -> Result:
+    """Run the program of `train` in simulated time, in a run folder; see `gcore_llm.training.train`."""
+    from gcore_llm.training import resolve_inputs
+
+    config = resolve_inputs(config)
     config.sim.check_unit("sim.", {name: attrgetter(name)(config) for name in _LENGTHS})
     schedule, turns, key = config.trainer.schedule, config.rollout.multi_turn, config.data.image_key
     unfit = {
@@ -76,20 +104,20 @@ def train_simulated(config: TrainConfig, display: Display | None) -> Result:
         "rollout.multi_turn makes several turns": turns.is_used,
         f"data.image_key is {key!r}": bool(key),
     }
-    _refuse(unfit, "the schedule 'sync', single turns and no images with runtime 'sim'")
+    _refuse(unfit, "the schedule 'sync', single turns and no images in a simulation")
     return _cluster(config).train(config, RunRecorder, KINDS, app="gcore-llm", display=display)
 
 
-def train_config(config: SimulateConfig) -> TrainConfig:
+def train_config(config: SimulateConfig) -> SimulatedConfig:
     """Return the settings of the program; `UserError` where `TrainConfig` refuses them."""
     sim = SimConfig(**{field.name: getattr(config, field.name) for field in fields(SimConfig)})
     trainer = TrainerConfig(num_processes=config.devices, total_training_steps=config.steps)
-    base = TrainConfig(runtime="sim", device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
+    base = SimulatedConfig(device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
     values = {path: getattr(config, name) for name, path in _SETTINGS.items()}
     return merge(base, values | {"data.train_batch_size": config.batch_size})
 
 
-def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
+def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
     """Return the cluster of a run, whose program has lengths in units of ``token_unit`` tokens."""
     sim, unit = config.sim, config.sim.token_unit
     workload = coarse_workload(config.model, unit, workload_of)
@@ -110,7 +138,7 @@ def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedClus
     )
 
 
-def make_prompts(config: TrainConfig) -> PromptSets:
+def make_prompts(config: SimulatedConfig) -> PromptSets:
     """Return the prompts of the config's task or files; without any, prompts of drawn lengths. None is held out."""
     data, task = config.data, config.task
     if not (task.name or data.train_files):
@@ -128,7 +156,6 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
     config = folder.load_config(TrainConfig)
     estimator, rollout, epochs = config.algorithm.adv_estimator, config.rollout, config.actor.ppo_epochs
     unfit = {
-        "runtime is 'sim'": config.runtime == "sim",
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
         "rollout.partial_rollout is true": rollout.partial_rollout,
         "rollout.tail_batching is true": rollout.tail_batching,

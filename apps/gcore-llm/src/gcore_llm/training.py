@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import TrainConfig, WarmupConfig
 from gcore_llm.data.loaded import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
@@ -46,7 +46,7 @@ from gcore_runs import (
     resolve,
     with_adapter,
 )
-from gcore_runs.engines import EngineConfig, Instrumentation, device_timers, engines_in_turns
+from gcore_runs.engines import DRAFT_MODEL, EngineConfig, Instrumentation, device_timers, engines_in_turns
 from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:
@@ -54,22 +54,20 @@ if TYPE_CHECKING:
     from gcore_runs.on_ray import ControllerServices, EngineFactory
 
 
-def train(config: TrainConfig, display: Display | None = None) -> Result:
+_WARMUP = WarmupConfig()
+ConfigT = TypeVar("ConfigT", bound=TrainConfig)
+
+
+def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> Result:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
-    Without a display, `logging` gets what it would show.
+    Without a display, `logging` gets what it would show. A new run of the embedded model starts with ``warmup``.
 
     Raises:
         UserError: wrong settings or data, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
-    config = resolve(replace(config, data=data))
-    config = replace(config, actor=with_adapter(config.actor))
-    if config.runtime == "sim":
-        from gcore_llm.simulate import train_simulated
-
-        return train_simulated(config, display)
+    config = resolve_inputs(config)
     config.check_inputs()
     if config.runtime == "inline":
         # On Ray the ranks do so: this machine may have no libraries for training.
@@ -99,7 +97,9 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
             if not config.model and not run.model.is_dir():
                 from gcore_llm.finetune.warmup import make_warm_model
 
-                making = make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
+                making = make_warm_model(
+                    config, run, prompts, tokenizer, rewards.runner, supervisor.display, warmup=warmup
+                )
                 supervisor.run_async(making)
             drop_other_export(run.export, config.actor)
             if supervisor.resume(config.trainer.total_training_steps) is not None:
@@ -128,6 +128,13 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         return supervisor.finish(KINDS)
 
 
+def resolve_inputs(config: ConfigT) -> ConfigT:
+    """Return the settings with the sources of published sets, and of this machine; see `resolve`."""
+    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
+    resolved = resolve(replace(config, data=data))
+    return replace(resolved, actor=with_adapter(resolved.actor))
+
+
 def load_prompts(config: TrainConfig, tokenizer: Any, *, progress: Progress = no_progress) -> PromptSets:
     """Load the prompts that the config names, from a task or from files; see `load_files`."""
     if config.task.name:
@@ -142,11 +149,10 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     if not config.model and rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
     critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
-    folders = {"model": config.model, "critic.model": critic, "rollout.speculative.model": rollout.speculative.model}
+    folders = {"model": config.model, "critic.model": critic, DRAFT_MODEL: rollout.draft_model}
     for setting, folder in folders.items():
         if folder:
-            is_draft = setting == "rollout.speculative.model"
-            check_model(model_folder(folder, setting=setting), setting=setting, may_be_quantized=is_draft)
+            check_model(model_folder(folder, setting=setting), setting=setting, may_be_quantized=setting == DRAFT_MODEL)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     if config.runtime == "inline":

@@ -83,7 +83,9 @@ from .settings.cluster_config import RayConfig as RayConfig
 from .settings.data_config import BaseDataConfig as BaseDataConfig
 from .settings.parsing import (
     as_option as as_option,
+    convert_settings as convert_settings,
     converted as converted,
+    extend_recipes as extend_recipes,
     is_hub_model as is_hub_model,
     merge as merge,
     parse as parse,
@@ -115,4 +117,5 @@ from .settings.run_config import (
     RLTrainerConfig as RLTrainerConfig,
     optimizer_settings as optimizer_settings,
 )
+from .settings.tables import override as override
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

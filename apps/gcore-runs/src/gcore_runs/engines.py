@@ -1,8 +1,7 @@
 """Engines of the policy and of a judge: their settings, and what is recorded and checked of them in a run."""
 
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from gcore_rollout import (
     RequestError,
     SamplingParams,
     ScorePattern,
+    check_engine_options,
     engine_kind,
     engine_names,
 )
@@ -32,6 +32,8 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SLEEP_MODE = "enable_sleep_mode"
 _TENSOR_PARALLEL = "tensor_parallel_size"
 _SERVER_PYTHON = "server_python"
+DRAFT_MODEL = "rollout.engine_options.speculative_config.model"
+"""The setting of a draft model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,11 @@ class LocalEngineConfig(Checked):
     server_python: str = ""
     """Python of an environment with SGLang, such as ~/sglang/bin/python, on every machine with an engine; for
     sglang."""
-    server_args: str = ""
-    """Further options of SGLang's server in one text, such as "--attention-backend fa3"; for sglang."""
+    engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further keyword arguments of the engine: of vllm, fields of its EngineArgs, such as quantization = "fp8",
+    kv_cache_dtype or speculative_config, and seed_per_sample; of sglang, of its ServerArgs; of hf, decode_mode
+    (dynamic, static, cuda_graphs) and kv_cache_bytes; of your own engine, any. On the command line NAME=VALUE, several
+    of them, or JSON."""
 
     @property
     def kind(self) -> EngineKind:
@@ -69,11 +74,20 @@ class LocalEngineConfig(Checked):
         is_taken = self.tensor_parallel_size == 1 or _TENSOR_PARALLEL in self.kind.own_options
         more = "vllm and sglang take more"
         self.require("tensor_parallel_size", is_taken, f"1 with {self.section}.engine {self.engine!r}; {more}")
+        try:
+            check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
+        except RequestError as error:
+            raise UserError(f"{self.section}.{error}") from None
         name, engine = _SERVER_PYTHON, f"with {self.section}.engine {self.engine!r}"
         starts_server = name in self.kind.own_options
         expected = "the Python of an environment with SGLang" if starts_server else "'', as sglang alone takes it,"
         self.require(name, starts_server == bool(self.server_python), f"{expected} {engine}")
-        self.require("server_args", starts_server or not self.server_args, f"'' {engine}")
+
+    @property
+    def draft_model(self) -> str:
+        """Folder or name of the model that guesses in speculative decoding; empty: none does."""
+        speculation = self.engine_options.get("speculative_config")
+        return str(speculation.get("model", "")) if isinstance(speculation, Mapping) else ""
 
     def check_server_python(self) -> None:
         """Raise `UserError` if there is no such file on this machine."""
@@ -137,34 +151,16 @@ class PolicyEngineConfig(EngineConfig):
     ] = None
     """Most tokens that vllm computes in a step; unset: 16384 on a GPU with 70 GiB or more, 8192 on others, and 2048 on
     CPU."""
-    async_scheduling: bool | None = None
-    """Have vllm prepare a step while the one before it runs on the GPU; unset: false."""
-    seed_per_sample: bool | None = None
-    """Give each sample in vllm a seed of its own, so that it is the same in any batch, up to rounding; unset: on CPU,
-    and on a GPU where vLLM's sampling takes seeds at no cost (its second model runner)."""
-
-    enable_expert_parallel: bool | None = None
-    """With rollout.tensor_parallel_size in vllm: each device has whole experts of a mixture of experts, and not a part
-    of each; unset: false."""
-
-    decode_mode: Literal["auto", "dynamic", "static", "cuda_graphs"] | None = None
-    """Shapes of a step of hf: those of the samples that there are, static ones, or static ones as CUDA graphs. auto or
-    unset: dynamic on CPU and for vision-language models; otherwise cuda_graphs, or static for models whose steps cannot
-    be recorded as graphs (experts)."""
-    kv_cache_bytes: Annotated[int | None, Bound(lambda size: size is None or size >= 1, "1 or more, or None")] = None
-    """Most memory that hf takes for keys and values: fewer than max_num_seqs responses are generated at once if they
-    would take more; unset: on a GPU shared with a trainer as much as is left, otherwise no limit."""
 
     @property
-    def engine_options(self) -> dict[str, Any]:
+    def memory_options(self) -> dict[str, Any]:
         """The settings above that are set."""
-        of_vllm = ("gpu_memory_utilization", "max_num_batched_tokens", "async_scheduling", "seed_per_sample")
-        names = (*of_vllm, "enable_expert_parallel", "decode_mode", "kv_cache_bytes")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        values = {name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_batched_tokens")}
+        return {name: value for name, value in values.items() if value is not None}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.engine_options:
+        for name in self.memory_options:
             takers = " or ".join(engine_names(lambda kind, name=name: name in kind.own_options))
             is_taken = name in self.kind.own_options
             self.require(name, is_taken, f"None with {self.section}.engine {self.engine!r}; {takers} takes it")
@@ -213,40 +209,6 @@ class JudgeOptions(LocalEngineConfig):
         if self.low == self.high:
             raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
         return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig(Checked, section="rollout.speculative"):
-    """Speculative decoding in vllm: tokens are guessed and verified together; the samples' distribution stays."""
-
-    num_speculative_tokens: NonNegative = 0
-    """Tokens guessed at a time; 0: none."""
-    model: str = ""
-    """Hugging Face folder of a smaller model with the same tokens, which guesses; empty: guess what followed the last
-    occurrence of the same tokens (ngram)."""
-    prompt_lookup_max: int = 4
-    """Largest number of tokens that such an occurrence must share."""
-    prompt_lookup_min: Count = 2
-    """Smallest number of tokens that such an occurrence must share."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = self.prompt_lookup_min
-        self.require("prompt_lookup_max", self.prompt_lookup_max >= least, f"{least} or more")
-        guesses = self.num_speculative_tokens or not self.model
-        self.require("num_speculative_tokens", guesses, f"1 or more with rollout.speculative.model {self.model!r}")
-
-    def as_vllm_takes_it(self) -> dict[str, object] | None:
-        """Return the setting as vLLM takes it; None: no speculation."""
-        if not self.num_speculative_tokens:
-            return None
-        guess: dict[str, object] = {"num_speculative_tokens": self.num_speculative_tokens}
-        if self.model:
-            from gcore_runs import model_folder
-
-            return guess | {"method": "draft_model", "model": str(model_folder(self.model))}
-        bounds = {"prompt_lookup_max": self.prompt_lookup_max, "prompt_lookup_min": self.prompt_lookup_min}
-        return guess | {"method": "ngram"} | bounds
 
 
 def stage_of(role: str) -> str:
@@ -378,7 +340,7 @@ def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[
     size, takes = settings.tensor_parallel_size, settings.kind.own_options
     options: dict[str, Any] = {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in takes else {}
     if _SERVER_PYTHON in takes:
-        options |= {_SERVER_PYTHON: settings.server_python, "server_args": shlex.split(settings.server_args)}
+        options[_SERVER_PYTHON] = settings.server_python
     return options | ({_TENSOR_PARALLEL: size} if size > 1 else {})
 
 

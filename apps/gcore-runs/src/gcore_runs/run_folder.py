@@ -19,6 +19,7 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
+from gcore_runs.migration.removed_keys import translate_removed
 from gcore_runs.settings.parsing import (
     ConfigT,
     content_fingerprints,
@@ -73,7 +74,7 @@ class RunFolder:
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
         """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
-        values = read_toml(self.config)
+        values = translate_removed(read_toml(self.config))
         base = kind()
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
         if made_by != wanted:

@@ -211,7 +211,7 @@ def _tiers(config: BaseRunConfig, checkpoints: Path) -> "TieredCheckpointer | No
     # Of this run alone: another one of the same name may have been there.
     folder /= f"{config.name}-{run_id(checkpoints.parent)}"
     tiers = [
-        Tier(folder, every=config.local_checkpoints.save_freq, keep=2, replicas=1),
+        Tier(folder, every=1, keep=2, replicas=1),
         Tier(checkpoints, every=config.trainer.save_freq, keep=config.trainer.max_ckpt_to_keep),
     ]
     return TieredCheckpointer(tiers, machine=f"{socket.gethostname()}:{folder}")

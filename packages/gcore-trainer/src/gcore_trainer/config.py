@@ -147,8 +147,6 @@ class OptimizerConfig(Checked):
     lr: AboveZero = 1e-6
     muon_lr: Annotated[float | None, _RATE] = None
     """Muon's rate; none: lr, which fits because its updates are scaled to the size of AdamW's (arXiv 2502.16982)."""
-    muon_momentum: Annotated[float, BELOW_ONE] = 0.95
-    """Decay of Muon's moment."""
     betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.999)
     eps: AboveZero = 1e-8
     weight_decay: NotNegative = 0.0
@@ -162,8 +160,6 @@ class OptimizerConfig(Checked):
     """Fraction of ``lr`` that is left at the end."""
     grad_clip: Annotated[float, _MORE_THAN_0] = 1.0
     """Largest global gradient norm; a larger one is scaled down to it."""
-    max_nonfinite_steps: Count = 10
-    """A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

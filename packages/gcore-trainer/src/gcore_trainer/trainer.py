@@ -24,6 +24,8 @@ from gcore_trainer.state import check_state
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+MAX_NONFINITE_STEPS = 10
+"""A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
 
 
 class Replicas:
@@ -88,13 +90,13 @@ class BaseTrainer:
         for part in self._replicas.gather(sums):
             add_sums(total, part)
         lr = learning_rate(self._config, self.step)
-        grad_norm, limit = self._optimizer.update(lr), self._config.max_nonfinite_steps
+        grad_norm, limit = self._optimizer.update(lr), MAX_NONFINITE_STEPS
         self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
         if count := self._nonfinite_steps:
-            skipped = "step %d: the gradient norm is %s; the update is skipped (%d in a row, max_nonfinite_steps=%d)"
+            skipped = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
             _logger.warning(skipped, self.step, grad_norm, count, limit)
             if count >= limit:
-                times = f"{count} steps in a row (max_nonfinite_steps={limit})"
+                times = f"{count} steps in a row"
                 raise NonFiniteGradientError(f"the gradient norm was {grad_norm} in {times}: try a lower lr")
         self.step += 1
         own = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}

@@ -377,8 +377,7 @@ MISSING = {
     f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": "0.01",
     f"{ACTOR}.megatron.override_transformer_config.fp8": "hybrid",
     f"{ACTOR}.optim.override_optimizer_config.fp8_recipe": "blockwise",
-    f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8",
-    f"{ROLLOUT}.quantization": "fp8",
+    f"{ROLLOUT}.engine_kwargs.vllm.seed": "7",
     "data.sampler.class_name": "CurriculumSampler",
     "actor_rollout_ref.model.override_config.attention_dropout": "0.1",
     "reward.reward_kwargs.max_resp_len": "100",
@@ -393,6 +392,14 @@ UNKNOWN = {
     "algorithm.filter_groups.new_option": "3",
     "trainer.new_option": "3",
 }
+
+
+def test_arguments_of_vllm() -> None:
+    options = ("engine_kwargs.vllm.kv_cache_dtype=fp8", "quantization=fp8", "expert_parallel_size=2")
+    conversion = from_verl(N8, *(f"{ROLLOUT}.{option}" for option in options))
+    expected = {"enable_expert_parallel": True, "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    assert conversion.settings["rollout.engine_options"] == expected
+    assert conversion.result().rollout.engine_options == expected
 
 
 @pytest.mark.parametrize("name", [name for name, value in MISSING.items() if value])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import DiffusionConfig, TrainArgs
 from gcore_diffusion.planning.shapes import (
     GUIDED_IN_TWO_CALLS,
     INPUTS,
@@ -106,7 +106,7 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     return Plan(parameters=parameters, num_trained=trained, inputs=shapes, output=output, memory=memory)
 
 
-def dry_run(config: DiffusionConfig) -> None:
+def dry_run(config: TrainArgs) -> None:
     """Print what a run would take; nothing is loaded or started.
 
     Raises:
@@ -206,7 +206,7 @@ def _print_steps(config: DiffusionConfig) -> None:
     print(f"{trainer.total_training_steps:,} steps: {images * trainer.total_training_steps:,} images")
 
 
-def _device(config: DiffusionConfig) -> Device:
+def _device(config: TrainArgs) -> Device:
     asked: Any = config.dry_run_device or _DEVICE
     if asked.replace(".", "", 1).isdecimal():
         return Device.of_memory(f"a GPU of {asked} GB", float(asked) * _GB)

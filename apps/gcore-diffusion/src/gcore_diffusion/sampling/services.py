@@ -71,6 +71,7 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
         max_num_seqs=judge.max_num_seqs,
         eos_token_ids=[tokenizer.eos_token_id],
         own_options=device_options(judge, config),
+        engine_options=judge.engine_options,
     )
 
 

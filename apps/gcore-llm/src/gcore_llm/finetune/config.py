@@ -39,8 +39,6 @@ class OptimConfig(Checked, section="optim"):
     """Learning rate."""
     muon_lr: float | None = None
     """Muon's rate; none: lr, which fits because its updates are scaled to the size of AdamW's."""
-    muon_momentum: float = 0.95
-    """Decay of Muon's moment."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the moments."""
     weight_decay: float = 0.0

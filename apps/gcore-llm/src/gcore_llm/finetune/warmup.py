@@ -32,6 +32,8 @@ async def make_warm_model(
     tokenizer: Any,
     reward: "RewardRunner",
     display: Display,
+    *,
+    warmup: WarmupConfig,
 ) -> None:
     """Make ``run.model``: the embedded model, trained until it samples enough right answers to held-out prompts."""
     from gcore_llm.evaluation.evaluate import ValSet, evaluate
@@ -39,7 +41,7 @@ async def make_warm_model(
     from gcore_rollout import RolloutRoles
     from gcore_runs.engines import Instrumentation
 
-    worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
+    worked = WORKED_EXAMPLES[config.task.name]
     samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     initial = _initial_model(run, config.seed)
     eos = eos_token_ids(tokenizer, initial)

@@ -68,11 +68,20 @@ class ClusterPlan:
         return max(self.memory.values(), key=lambda plan: max(plan.peaks.values()) / plan.usable_bytes)
 
 
-def plan_cluster(config: TrainConfig, model: Path, device: Device) -> ClusterPlan:
+@dataclass(frozen=True, kw_only=True)
+class AskedCluster:
+    """The machines that a dry run plans for."""
+
+    nodes: int = 0
+    """0: as many as the processes need."""
+    gpus_per_node: int = _GPUS_PER_NODE
+
+
+def plan_cluster(config: TrainConfig, model: Path, device: Device, asked: AskedCluster = AskedCluster()) -> ClusterPlan:
     """Plan a run on a cluster of these devices; `UserError` where its processes have no place."""
     config = replace(config, device="cuda")
     sizes = _role_sizes(config, model)
-    cluster, found = _mapped(config, sizes, device)
+    cluster, found = _mapped(config, sizes, device, asked)
     memory: dict[tuple[MappedRole, ...], DevicePlan] = {}
     for roles in _slots_by_roles(found):
         residents: list[Resident] = [_RESIDENTS[role] for role in roles if role in _RESIDENTS]
@@ -105,17 +114,17 @@ def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
     )
 
 
-def _mapped(config: TrainConfig, sizes: RoleSizes, device: Device) -> tuple[Cluster, DeviceMap]:
+def _mapped(config: TrainConfig, sizes: RoleSizes, device: Device, asked: AskedCluster) -> tuple[Cluster, DeviceMap]:
     """Return the cluster that is asked for, or the smallest one of whole nodes that has enough devices, and the map."""
-    per_node = config.dry_run_gpus_per_node or _GPUS_PER_NODE
+    per_node = asked.gpus_per_node
     engines = sizes.num_engines * sizes.devices_per_engine
     engines += 0 if sizes.judges_in_turns else sizes.num_judges * sizes.devices_per_judge
     ranks = sizes.training.num_ranks
     needed = sizes.num_reward_models + (max(engines, ranks) if sizes.ranks_in_turns else engines + ranks)
     fewest = math.ceil(needed / per_node)
-    asked = 1 if config.runtime != "ray" else config.dry_run_nodes
+    num_nodes = asked.nodes if config.runtime == "ray" else 1
     # Groups that do not divide a node leave some of it free.
-    numbers = [asked] if asked else [*range(fewest, 2 * fewest + 1)]
+    numbers = [num_nodes] if num_nodes else [*range(fewest, 2 * fewest + 1)]
     errors: list[PlacementError] = []
     for nodes in numbers:
         cluster = Cluster(num_devices=nodes * per_node, device=device, devices_per_node=per_node)
@@ -172,7 +181,7 @@ def _predicted(
     )
 
 
-def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device) -> None:
+def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device, asked: AskedCluster) -> None:
     """Print the map, the memory and the predicted step of a run on a cluster.
 
     ``name`` is the model's for users, ``model`` a folder with its shape.
@@ -180,40 +189,43 @@ def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device)
     Raises:
         UserError: a process has no place; or the run does not fit, after the tables are printed.
     """
-    plan = plan_cluster(config, model, device)
+    plan = plan_cluster(config, model, device, asked)
     _print_map(plan, device)
     _print_memory(plan, device)
     if device.flops_per_s > 1:
         _print_step(plan)
     print("fits" if plan.tightest.fits else "does not fit", flush=True)
     if not plan.tightest.fits:
-        check_fits(name, model, plan.tightest, device, list(_larger(config, model, device)))
+        check_fits(name, model, plan.tightest, device, list(_larger(config, model, device, asked)))
 
 
-def _larger(config: TrainConfig, model: Path, device: Device) -> Iterator[str]:
+def _larger(config: TrainConfig, model: Path, device: Device, asked: AskedCluster) -> Iterator[str]:
     """Yield settings of more devices under which a run fits, the smallest of each kind."""
     rollout, trainer = config.rollout, config.trainer
-    per_node = config.dry_run_gpus_per_node or _GPUS_PER_NODE
-    free = replace(config, dry_run_nodes=0)
+    free = replace(asked, nodes=0)
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         size = rollout.tensor_parallel_size * 2**doublings
-        if size <= per_node and "tensor_parallel_size" in rollout.kind.own_options and config.judge[1] is None:
-            larger = replace(free, rollout=replace(rollout, tensor_parallel_size=size))
-            if (peak := _peak(larger, model, device)) is not None:
+        if (
+            size <= asked.gpus_per_node
+            and "tensor_parallel_size" in rollout.kind.own_options
+            and config.judge[1] is None
+        ):
+            larger = replace(config, rollout=replace(rollout, tensor_parallel_size=size))
+            if (peak := _peak(larger, model, device, free)) is not None:
                 yield f"rollout.tensor_parallel_size {size} ({peak / _GB:.1f} GB)"
                 break
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         count = trainer.num_processes * 2**doublings
-        larger = replace(free, trainer=replace(trainer, num_processes=count))
-        if (peak := _peak(larger, model, device)) is not None:
+        larger = replace(config, trainer=replace(trainer, num_processes=count))
+        if (peak := _peak(larger, model, device, free)) is not None:
             yield f"trainer.num_processes {count} ({peak / _GB:.1f} GB)"
             break
 
 
-def _peak(config: TrainConfig, model: Path, device: Device) -> float | None:
+def _peak(config: TrainConfig, model: Path, device: Device, asked: AskedCluster) -> float | None:
     """Return the bytes of the fullest GPU at its peak; None where a run does not fit."""
     try:
-        tightest = plan_cluster(config, model, device).tightest
+        tightest = plan_cluster(config, model, device, asked).tightest
     except UserError:
         return None
     return max(tightest.peaks.values()) if tightest.fits else None

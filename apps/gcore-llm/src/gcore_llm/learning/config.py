@@ -2,9 +2,8 @@
 
 import shutil
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from gcore_runs import (
     AdapterSettings,
@@ -16,8 +15,10 @@ from gcore_runs import (
     NonNegative,
     Positive,
     UserError,
+    above,
 )
 from gcore_trainer import (
+    LossAggMode,
     OptimizerConfig,
     PolicyLossConfig,
     ValueLossConfig,
@@ -68,8 +69,6 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
     """Passes over the batch."""
     ppo_max_token_len: Count = 16_384
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
-    share_prefix: bool = True
-    """Compute a prompt once in a micro-batch that has several of its responses; the result is the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +99,7 @@ class DistillationConfig(Checked, section="distillation"):
             count = len(getattr(self, name))
             self.require(name, count in (0, len(self.teachers)), f"none, or {len(self.teachers)}, one for each teacher")
 
-    def check_with(self, adv_estimator: str, filter_groups: bool, runtime: str) -> None:
+    def check_with(self, adv_estimator: str, filter_groups: bool, *, is_simulated: bool) -> None:
         """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
         if self.teachers and filter_groups:
             raise UserError(
@@ -111,7 +110,7 @@ class DistillationConfig(Checked, section="distillation"):
             raise UserError(
                 "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers"
             )
-        self.require("teachers", not self.teachers or runtime != "sim", "none with runtime 'sim'")
+        self.require("teachers", not (self.teachers and is_simulated), "none in a simulation")
 
     @property
     def read_column(self) -> str:
@@ -141,17 +140,26 @@ class CriticConfig(Checked, section="critic"):
 
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
-    optim: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-5))
-    loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    optim: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of its optimizer in place of actor.optim's, by their names; its lr is 1e-5 unless it is set."""
+    cliprange_value: Annotated[float, above(0, "above 0")] = 0.5
+    """A value moves at most this far from the one before the step's first update."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """Aggregation of token losses, as actor.loss.loss_agg_mode."""
     warmup_steps: NonNegative = 0
     """First steps that train the critic alone."""
+
+    @property
+    def loss(self) -> ValueLossConfig:
+        """The loss of the values."""
+        return ValueLossConfig(cliprange_value=self.cliprange_value, loss_agg_mode=self.loss_agg_mode)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig(Checked, section="warmup"):
     """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
 
-    max_steps: NonNegative = 0
+    max_steps: NonNegative = 500
     """Most updates; 0: no warm-up."""
     batch_size: Count = 128
     """Worked examples an update."""

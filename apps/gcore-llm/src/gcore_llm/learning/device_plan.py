@@ -133,8 +133,8 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
     if "gpu_memory_utilization" in rollout.kind.own_options and rollout.gpu_memory_utilization is None:
         rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
-    if "kv_cache_bytes" in rollout.kind.own_options and rollout.kv_cache_bytes is None:
-        rollout = replace(rollout, kv_cache_bytes=plan.kv_cache_bytes)
+    if "kv_cache_bytes" in rollout.kind.engine_options:
+        rollout = replace(rollout, engine_options={"kv_cache_bytes": plan.kv_cache_bytes, **rollout.engine_options})
     return replace(config, rollout=rollout)
 
 
@@ -272,8 +272,8 @@ def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     trainer, parallel, setting = config.trainer, config.trainer.parallel, config.actor.enable_gradient_checkpointing
     is_checkpointed = policy.num_parameters >= LARGE_MODEL if setting == "auto" else setting
     is_megatron = trainer.backend == "megatron"
-    if is_megatron and trainer.megatron.recompute_granularity != "auto":
-        is_checkpointed = trainer.megatron.recompute_granularity == "full"
+    if is_megatron and trainer.megatron_config.recompute_granularity != "auto":
+        is_checkpointed = trainer.megatron_config.recompute_granularity == "full"
     return TrainingLayout(
         backend=trainer.backend,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size if is_megatron else 1,
@@ -291,7 +291,7 @@ def _state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingS
     adapters = policy.adapter_parameters(actor.lora_rank) if actor.lora_rank else 0
     # float32 gradients of all that is trained.
     is_small = 4 * (adapters or policy.num_parameters) <= SHARE_OF_GRADIENTS * device.memory_bytes
-    optimizers = [actor.optim, *[config.critic.optim] * config.algorithm.estimator.needs_critic]
+    optimizers = [actor.optim, *[config.critic_optimizer] * config.algorithm.estimator.needs_critic]
     names = {own.name for own in optimizers}
     return TrainingState(
         offload=actor.offload,

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from gcore_llm.config import TrainConfig
-from gcore_llm.learning.cluster_plan import dry_run_cluster
+from gcore_llm.config import TrainArgs, TrainConfig
+from gcore_llm.learning.cluster_plan import AskedCluster, dry_run_cluster
 from gcore_llm.learning.device_plan import (
     check_fits,
     check_host_fits,
@@ -30,7 +30,7 @@ _STAND_IN = "H100"
 """Device that a dry run plans for on a machine without a GPU."""
 
 
-def dry_run(config: TrainConfig) -> None:
+def dry_run(options: TrainArgs) -> None:
     """Print which role is where and in how many bytes; nothing is loaded or started.
 
     Raises:
@@ -38,22 +38,25 @@ def dry_run(config: TrainConfig) -> None:
     """
     import torch
 
+    config: TrainConfig = options
     if not config.model:
         raise UserError("model is not set; expected a local Hugging Face folder with dry_run")
-    if config.runtime == "sim" or config.rollout.is_on_servers:
+    if config.rollout.is_on_servers:
         raise UserError(
-            f"dry_run is true with runtime {config.runtime!r} and rollout.engine {config.rollout.engine!r}; expected "
-            "inline or ray, and an engine that the run starts"
+            f"dry_run is true with rollout.engine {config.rollout.engine!r}; expected an engine that the run starts"
         )
-    name, config = config.model, _with_shapes(replace(config, actor=with_adapter(config.actor)))
-    model, device = Path(config.model), _asked_device(config)
+    name = config.model
+    config = _with_shapes(replace(config, actor=with_adapter(config.actor)))
+    model, device = Path(config.model), _asked_device(options)
     if str(model) != str(Path(name)):
         print(f"there is no folder {name!r}: planned by the config.json of a model of this name that gcore-llm brings")
     if config.dtype == "auto":
         # As the run will have it on that GPU, whatever this machine has.
         config = replace(config, dtype="bfloat16")
-    if config.runtime == "ray" or config.dry_run_gpus_per_node:
-        dry_run_cluster(name, config, model, device)
+    if config.runtime == "ray" or options.dry_run_gpus_per_node:
+        per_node = options.dry_run_gpus_per_node or AskedCluster.gpus_per_node
+        asked = AskedCluster(nodes=options.dry_run_nodes, gpus_per_node=per_node)
+        dry_run_cluster(name, config, model, device, asked)
         return
     is_auto = config.actor.enable_gradient_checkpointing == "auto"
     config, plan = fitted(config, model, device)
@@ -62,7 +65,7 @@ def dry_run(config: TrainConfig) -> None:
         print(line)
     print("fits" if plan.fits else "does not fit", flush=True)
     check_fits(name, model, plan, device)
-    if not config.dry_run_device and torch.cuda.is_available():
+    if not options.dry_run_device and torch.cuda.is_available():
         # Otherwise the run will be on another machine.
         check_host_fits(config, plan, available_host_bytes())
 
@@ -122,7 +125,7 @@ def _with_shapes(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _asked_device(config: TrainConfig) -> Device:
+def _asked_device(config: TrainArgs) -> Device:
     """Return the device that a dry run plans for."""
     import torch
 

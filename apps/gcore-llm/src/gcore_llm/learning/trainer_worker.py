@@ -33,7 +33,7 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
 
 def check_libraries(config: TrainConfig) -> None:
     """Raise `gcore_trainer.MissingExtraError` if an optional library that training needs is not installed."""
-    names = {config.actor.optim.name, *[config.critic.optim.name] * has_critic(config)}
+    names = {config.actor.optim.name, *[config.critic_optimizer.name] * has_critic(config)}
     if "adamw_8bit" in names:
         gcore_trainer.check_extras(optimizer_names=names)
 
@@ -124,7 +124,7 @@ def join_ranks(ranks: RanksConfig, device: str) -> "gcore_trainer.TorchParallel 
         return None
     device_type = device.split(":")[0]
     if ranks.backend == "megatron":
-        for name, value in ranks.megatron.environment(ranks.parallel, device_type).items():
+        for name, value in gcore_trainer.MegatronConfig.environment(ranks.parallel, device_type).items():
             os.environ.setdefault(name, value)
     # The reference does not run on Megatron; there it is sharded over all ranks.
     parallel = gcore_trainer.ParallelConfig() if ranks.backend == "megatron" else ranks.parallel
@@ -146,7 +146,6 @@ def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel |
         "checkpointed_layers": config.actor.checkpointed_layers,
         "activation_offload": config.actor.activation_offload,
         "max_length": config.data.max_length,
-        "share_prefix": config.actor.share_prefix,
     }
 
 
@@ -159,7 +158,7 @@ def megatron_config(
     ranks: RanksConfig, setting: "bool | Literal['auto']", device: str
 ) -> "gcore_trainer.MegatronConfig":
     """Return the settings of Megatron-Core, with those of gradient checkpointing where it has none of its own."""
-    own, setting = ranks.megatron, is_checkpointed(setting, device)
+    own, setting = ranks.megatron_config, is_checkpointed(setting, device)
     if own.recompute_granularity != "auto" or setting == "auto":
         return own
     return replace(own, recompute_granularity="full" if setting else "none")
@@ -176,7 +175,8 @@ def _build(
     longest = own.loss.max_response_length or config.data.max_response_length
     objective_class: Any = gcore_trainer.PolicyObjective if is_actor else gcore_trainer.ValueObjective
     objective = objective_class(replace(own.loss, max_response_length=longest))
-    optimizer, actor, batch = own.optim, config.actor, config.data.train_batch_size
+    optimizer = config.actor.optim if is_actor else config.critic_optimizer
+    actor, batch = config.actor, config.data.train_batch_size
     if not optimizer.total_training_steps:
         updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
         optimizer = replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
@@ -188,7 +188,6 @@ def _build(
             optimizer=optimizer,
             objective=objective,
             dtype=getattr(torch, config.dtype),
-            share_prefix=actor.share_prefix,
             megatron=megatron_config(config.trainer, actor.enable_gradient_checkpointing, config.device),
             device=torch.device(config.device),
             temperature=temperature,

@@ -1,7 +1,7 @@
 """A config of another library, the settings that follow from it, and what is said of every key."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -9,7 +9,7 @@ import tomli_w
 
 from gcore_runs import UserError
 from gcore_runs.migration.key import Key, find_key
-from gcore_runs.settings.parsing import merge, setting_types
+from gcore_runs.settings.parsing import merge, nested, setting_types
 from gcore_runs.settings.run_config import BaseRunConfig, TrackerName
 
 NEVER = 1_000_000
@@ -61,7 +61,11 @@ class Conversion:
     @property
     def known(self) -> Collection[str]:
         """The settings of the command."""
-        return setting_types(type(self.config))
+        known = [*setting_types(type(self.config))]
+        for table, attribute in self.config.tables.items():
+            entries = fields(attrgetter(attribute)(self.config))
+            known.extend(f"{table}.{entry.name}" for entry in entries)
+        return known
 
     def get(self, name: str) -> Any:
         """Return the value of a key, or the other library's default."""
@@ -107,13 +111,20 @@ class Conversion:
     def result(self) -> BaseRunConfig:
         """Return the settings as the command's own; `UserError` if it refuses them."""
         # The other library's scripts set, for all algorithms, what only some of them read.
-        return merge(self.config, self.settings, source=f"converted from {self.library}", keep=())
+        return merge(self.config, nested(self.settings), source=f"converted from {self.library}", keep=())
 
     def written(self) -> dict[str, Any]:
         """Return the settings to write: those that were given, and defaults of the other library that differ."""
         result = self.result()
         written: dict[str, Any] = {}
         for setting, value in self.settings.items():
+            table = next((table for table in self.config.tables if setting.startswith(f"{table}.")), None)
+            if table is not None:
+                # An entry is in place of a value that may be another setting's.
+                attribute = self.config.tables[table] + setting.removeprefix(table)
+                if _plain(attrgetter(attribute)(result)) == _plain(value):
+                    written[setting] = value
+                continue
             is_read = _plain(attrgetter(setting)(result)) == _plain(value)
             is_given = any(name in self.given for name in self.sources[setting])
             differs = _plain(attrgetter(setting)(self.config)) != _plain(value)

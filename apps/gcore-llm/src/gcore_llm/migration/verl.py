@@ -8,6 +8,7 @@ from typing import Any
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
+from gcore_rollout import VLLM_RESERVED
 from gcore_runs.migration.key import Key, find_key
 from gcore_runs.migration.verl_keys import VERL
 
@@ -186,8 +187,7 @@ def rollout(c: Conversion) -> None:
     if engine == "vllm":
         c.copy(f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.max_num_batched_tokens")
         c.put("rollout.tensor_parallel_size", size, of)
-        if number_of(c, f"{ROLLOUT}.expert_parallel_size") > 1:
-            c.put("rollout.enable_expert_parallel", True, f"{ROLLOUT}.expert_parallel_size")
+        _engine_options(c)
     is_fully_async = _is_fully_async(c)
     if _world(c) > 1 or is_fully_async:
         section = "rollout" if is_fully_async else "trainer"
@@ -222,6 +222,32 @@ def schedule_fully_async(c: Conversion) -> None:
         c.notes[share] = "a share of the prompts between two updates of the engines in verl, and whole steps here"
     else:
         c.notes[partial] = "of a staleness_threshold above 0"
+
+
+def _engine_options(c: Conversion) -> None:
+    """Convert the arguments of vLLM."""
+    experts, quantization, section = (
+        f"{ROLLOUT}.{name}" for name in ("expert_parallel_size", "quantization", "engine_kwargs.vllm")
+    )
+    options: dict[str, Any] = {}
+    sources: list[str] = []
+    if number_of(c, experts) > 1:
+        options["enable_expert_parallel"] = True
+        sources.append(experts)
+    if c.get(quantization) is not None:
+        options["quantization"] = c.get(quantization)
+        sources.append(quantization)
+    for key in c.given:
+        _, is_vllm, name = key.partition(f"{section}.")
+        if not is_vllm or c.given[key] is None:
+            continue
+        if name in VLLM_RESERVED:
+            c.missing[key] = "gcore gives this argument itself"
+            continue
+        options[name] = c.given[key]
+        sources.append(key)
+    if options:
+        c.put("rollout.engine_options", options, *sources)
 
 
 _ENGINES = "sglang needs rollout.server_python, an environment of its own, and there are no others"

@@ -79,7 +79,7 @@ def qwen3_30b_a3b_gsm8k() -> TrainConfig:
             n=5,
             num_processes=8,
             tensor_parallel_size=4,
-            enable_expert_parallel=True,
+            engine_options={"enable_expert_parallel": True},
             colocated=True,
         ),
         algorithm=AlgorithmConfig(filter_groups=False),

@@ -36,14 +36,15 @@ def compared(
     """
     if not trainer.early_stopping_patience and trainer.export != "best":
         return {}
-    if (name := trainer.best_metric) and score is not None:
+    name = trainer.best_metric.removeprefix("-")
+    if name and score is not None:
         if name not in metrics and "maj@" not in name:
             known = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
             raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {known}")
         score = metrics.get(name)
     earlier = [row for row in read_jsonl(metrics_file) if SINCE_BEST in row]
     best, num_since = (earlier[-1].get(BEST), earlier[-1][SINCE_BEST]) if earlier else (None, -1)
-    sign = -1 if trainer.best_mode == "min" else 1
+    sign = -1 if trainer.best_metric.startswith("-") else 1
     if score is not None and (best is None or sign * score > sign * best):
         return {BEST: score, SINCE_BEST: 0.0}
     return {SINCE_BEST: num_since + 1.0, **({} if best is None else {BEST: best})}

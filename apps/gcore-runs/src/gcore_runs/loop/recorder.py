@@ -344,8 +344,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:
-        local = self.job.config.local_checkpoints
-        return step % self.job.config.trainer.save_freq == 0 or bool(local.folder and step % local.save_freq == 0)
+        is_local = bool(self.job.config.local_checkpoints.folder)
+        return is_local or step % self.job.config.trainer.save_freq == 0
 
     def _record_step(self, event: Stepped) -> None:
         step, spans, devices = event.step, event.spans, event.devices

@@ -116,7 +116,7 @@ class Supervisor:
         display: where progress is shown; None: nowhere, but it is logged.
 
     Raises:
-        UserError: the metrics cannot be served where ``trainer.prometheus_port`` says.
+        UserError: the metrics cannot be served where ``trainer.prometheus`` says.
     """
 
     run: RunFolder
@@ -149,15 +149,17 @@ class Supervisor:
                 from gcore_runs.trackers.registry import check_trackers
 
                 check_trackers(trainer.trackers)
-            runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
-            if trainer.prometheus_port:
+            if trainer.prometheus:
                 from gcore_runs.trackers.prometheus import PrometheusExporter
 
-                name, port, host = self._config.name, trainer.prometheus_port, trainer.prometheus_host
-                server = PrometheusExporter(run=name, port=port, host=host, app=self._app)
+                host, _, port = trainer.prometheus.rpartition(":")
+                server = PrometheusExporter(
+                    run=self._config.name, port=int(port), host=host or "127.0.0.1", app=self._app
+                )
                 self._trackers.append(stack.enter_context(server))
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
-            loop = VirtualTimeLoop if runtime == "sim" else None
+            is_simulated = isinstance(self._config, BaseRLConfig) and self._config.is_simulated
+            loop = VirtualTimeLoop if is_simulated else None
             self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop))
             self._stack = stack.pop_all()
         return self

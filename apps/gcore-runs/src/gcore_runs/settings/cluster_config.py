@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gcore_runs.settings.bounds import Amount, Checked, Count, above
+from gcore_runs.settings.bounds import Amount, Checked, above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class RayConfig(Checked, section="ray"):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCheckpointsConfig(Checked, section="local_checkpoints"):
-    """Checkpoints on the machines, besides those of trainer.save-freq: so frequent that a rank that dies costs a step.
+    """Checkpoints on the machines after each step, besides those of trainer.save-freq: a rank that dies costs a step.
 
     Each machine has a copy of the next one's: of several, any one may be lost with its folder.
     """
@@ -46,5 +46,3 @@ class LocalCheckpointsConfig(Checked, section="local_checkpoints"):
     folder: str = ""
     """Folder that each machine has of its own, such as one on its disk or in /dev/shm, for two checkpoints at a time;
     $NAME stands for a variable of the rank's environment. Empty: none."""
-    save_freq: Count = 1
-    """Steps between them."""

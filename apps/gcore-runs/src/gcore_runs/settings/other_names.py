@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
-from gcore_runs.migration.key import Key, to
+from gcore_runs.migration.key import Key, find_key, to
+from gcore_runs.migration.removed_keys import REMOVED
 from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import MICRO_BATCH, VERL
 
@@ -42,7 +43,7 @@ def other_names() -> Mapping[str, Key]:
             unclear |= set() if is_same else {end}
             found.setdefault(end, key)
     of_actor = {name.removeprefix(_ACTOR_AND_REF): key for name, key in VERL.items()}
-    return {name: key for name, key in found.items() if name not in unclear} | of_actor | VERL | TRL | _SPOKEN
+    return {name: key for name, key in found.items() if name not in unclear} | of_actor | VERL | TRL | _SPOKEN | REMOVED
 
 
 def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:
@@ -50,10 +51,14 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
     name = name.removeprefix(_ACTOR_AND_REF)
     parts = name.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
+    removed = find_key(REMOVED, name)
+    if removed is not None and not removed.ours:
+        return _with_relatives(f"there is no such setting: {removed.why}", parts, known, spelled)
     found: list[str] = [name] if name in known else []
     for key in filter(None, map(other_names().get, ends)):
         if not found:
-            found = [ours for ours in key.ours if ours in known][:1]
+            # Of a table of settings, its entries have names, too.
+            found = [ours for ours in key.ours if ours in known or ours.rpartition(".")[0] in known][:1]
         if not found and not key.ours:
             return _with_relatives(f"there is no such setting: {key.why}", parts, known, spelled)
     last, by_last = parts[-1], {n.rpartition(".")[2]: n for n in known}

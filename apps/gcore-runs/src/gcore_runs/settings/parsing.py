@@ -1,24 +1,26 @@
 """Read a command's settings from its recipe, a TOML file and ``--name value`` options, check them, and write them."""
 
 import dataclasses
+import json
 import math
 import os
 import re
 import tomllib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from gcore_runs.errors import UserError
 from gcore_runs.settings.fingerprints import names_code, take_fingerprints
 from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.settings.tables import cached_adapter, converted as converted, describe_expected
 from gcore_trainer import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
 
-_adapter = cache(TypeAdapter[Any])
-"""Returns a cached adapter: making one takes longer than using it."""
 _HELP = ("-h", "--help")
 _MAX_INT = 2**63 - 1
 _MAX_THREADS = 4096
@@ -55,6 +55,24 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
     return _over(base, options, args, prog=prog, description=description)
 
 
+def extend_recipes(
+    recipes: Mapping[str, Callable[[], BaseRunConfig]], kind: type[ConfigT]
+) -> dict[str, Callable[[], ConfigT]]:
+    """Return recipes as those of a command whose class of settings, ``kind``, has further ones."""
+    return {name: partial(_make_recipe, recipe, kind) for name, recipe in recipes.items()}
+
+
+def _make_recipe(recipe: Callable[[], BaseRunConfig], kind: type[ConfigT]) -> ConfigT:
+    return convert_settings(recipe(), kind)
+
+
+def convert_settings(config: BaseRunConfig, kind: type[ConfigT]) -> ConfigT:
+    """Return the settings as ``kind``: those that both classes have, and the defaults of the others."""
+    shared = {field.name for field in dataclasses.fields(config)} - {"command"}
+    names = [field.name for field in dataclasses.fields(kind) if field.name in shared]
+    return kind(**{name: getattr(config, name) for name in names})
+
+
 def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:
     """Return ``base`` with a TOML file (``--config``) and then the command line over it; raises as `merge`."""
     return _over(base, _options(args, type(base), extra=("config",)), args, prog=prog, description=description)
@@ -74,16 +92,16 @@ def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, de
 
 
 def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str) -> SettingsT:
-    over = _nested(options)
+    over = nested(options)
     over_file = base
     if config := options.pop("config", ""):
-        over = _nested(options)
+        over = nested(options)
         values = read_toml(config)
         # Alone at first, so that its errors name it; what it sets may be read only with the options.
         over_file = merge(base, values, source=config, keep=())
         over = _merged(values, over)
     _help_if_asked(args, type(base), prog=prog, description=description, default=over_file)
-    return merge(base, over, keep=[name for name, _ in _flat(over)])
+    return merge(base, over, keep=[name for name, _ in _flat(over, setting_types(type(base)))])
 
 
 def _help_if_asked(args: Sequence[str], kind: type, *, prog: str, description: str, **default: Any) -> None:
@@ -144,7 +162,12 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
         name = given.replace("-", "_")
         is_entry = name.startswith(tuple(f"{table}." for table in tables))
         if name in tables:
-            raise UserError(f"{as_option(name)} is a table; expected {as_option(name)}.NAME VALUE")
+            pairs = [value] if has_value else []
+            while rest and not rest[0].startswith("--"):
+                pairs.append(rest.popleft())
+            for key, entry in _table_entries(name, pairs).items():
+                options[f"{name}.{key}"] = entry
+            continue
         kind = str if is_entry else types_by_name.get(name)
         if kind is None:
             raise UserError(f"unknown option --{given}; {hint(name, types_by_name, as_option)}")
@@ -165,6 +188,24 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
         else:
             options[name] = None if values[0].lower() == "none" and type(None) in get_args(kind) else values[0]
     return options, positional
+
+
+def _table_entries(name: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of a table that a command line gives as NAME=VALUE or as JSON."""
+    entries: dict[str, Any] = {}
+    for pair in pairs or [""]:
+        key, is_pair, value = pair.partition("=")
+        if pair.startswith("{"):
+            try:
+                entries |= json.loads(pair)
+            except ValueError as error:
+                raise UserError(f"{as_option(name)} is {pair!r}; expected JSON: {error}") from None
+        elif is_pair:
+            entries[key.replace("-", "_")] = _parsed(value)
+        else:
+            option = as_option(name)
+            raise UserError(f"{name} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON")
+    return entries
 
 
 def _parsed(text: str) -> Any:
@@ -207,7 +248,7 @@ def merge(
             values[name] = value
     if keep is not None:
         _reset_unread(type(base), values, keep)
-    return validated(type(base), _nested(values), source=source)
+    return validated(type(base), nested(values), source=source)
 
 
 def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> None:
@@ -260,7 +301,7 @@ def _flat(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str =
             yield prefix + key, value
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by their dotted names as nested tables."""
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -276,7 +317,7 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
     """Make a dataclass from nested values, converted from text where a field has another type; raises as `merge`."""
     where = f"{source}: " if source else ""
     try:
-        made: SettingsT = _adapter(kind).validate_python(values)
+        made: SettingsT = cached_adapter(kind).validate_python(values)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
@@ -288,14 +329,6 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
             if isinstance(number, int) and abs(number) > _MAX_INT:
                 raise UserError(f"{where}{name} is {number}; expected at most {_MAX_INT}")
     return made
-
-
-def converted(field: str, value: object, kind: Any) -> Any:
-    """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates; else `UserError`."""
-    try:
-        return _adapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise UserError(f"{field} is {value!r:.200}; {_expected(error.errors()[0])}") from None
 
 
 def _refused(error: ValidationError) -> str:
@@ -310,15 +343,7 @@ def _refused(error: ValidationError) -> str:
         return f"{field}{'.' if field else ''}{first['msg'].removeprefix('Value error, ')}"
     if first["type"] == "unexpected_keyword_argument":
         return f"unknown field {field}"
-    return f"{field} is {first['input']!r:.200}; {_expected(first)}"
-
-
-def _expected(error: Mapping[str, Any]) -> str:
-    """Return what pydantic would accept, as the second half of an error."""
-    if error["type"] == "dataclass_type":
-        return "expected a table"
-    expected: str = error["msg"].replace("Input should be ", "expected ")
-    return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
+    return f"{field} is {first['input']!r:.200}; {describe_expected(first)}"
 
 
 def read_toml(path: Path | str) -> dict[str, Any]:
@@ -335,7 +360,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 
 def to_toml(config: BaseRunConfig) -> str:
     """Return every field as TOML; unset ones (None) are left out."""
-    return tomli_w.dumps(_nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
+    return tomli_w.dumps(nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
 
 
 def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
@@ -364,7 +389,7 @@ def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
     if any(map(is_hub_model, names)) or any("hf://" in source for own in sources.values() for source in own):
         from gcore_runs.data.hub import pinned
 
-        return merge(resolved, _nested(pinned(models, sources, _resumed(config), is_hub_model)))
+        return merge(resolved, nested(pinned(models, sources, _resumed(config), is_hub_model)))
     return resolved
 
 

@@ -14,11 +14,12 @@ from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegativ
 from gcore_runs.settings.cluster_config import LocalCheckpointsConfig, RayConfig
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.readers import ABOVE_0, ReadWith, check_read, one_of
-from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
+from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas
+from gcore_runs.settings.tables import override
 from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
-_PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
+_ADDRESS = Bound(lambda address: _is_address(address), "HOST:PORT or PORT, from 1 to 65535, or nothing")
 
 
 BACKEND_SETTINGS = (
@@ -30,7 +31,7 @@ BACKEND_SETTINGS = (
 )
 """Settings of one library for training, in commands that have two of them."""
 BEST_SETTINGS = ReadWith(
-    settings=("trainer.best_metric", "trainer.best_mode"),
+    settings=("trainer.best_metric",),
     chosen_by={"trainer.export": one_of("best"), "trainer.early_stopping_patience": ABOVE_0},
 )
 """Settings of the best evaluation, in commands that look for it."""
@@ -43,7 +44,7 @@ def optimizer_settings(section: str, *, has_muon: bool = True) -> tuple[ReadWith
     """
     return (
         ReadWith(
-            settings=(f"{section}.muon_lr", f"{section}.muon_momentum"),
+            settings=(f"{section}.muon_lr",),
             chosen_by={f"{section}.name": one_of("muon") if has_muon else one_of()},
         ),
         ReadWith(
@@ -51,6 +52,11 @@ def optimizer_settings(section: str, *, has_muon: bool = True) -> tuple[ReadWith
             chosen_by={f"{section}.lr_scheduler_type": one_of("linear", "cosine")},
         ),
     )
+
+
+def _is_address(address: str) -> bool:
+    port = address.rpartition(":")[2]
+    return not address or (port.isdecimal() and 1 <= int(port) <= 65_535)
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
@@ -77,10 +83,9 @@ class BaseTrainerConfig(Checked, section="trainer"):
     WANDB_MODE=offline or MLFLOW_TRACKING_URI, apply."""
     project_name: str = "gcore"
     """Project of the trackers that the run belongs to."""
-    prometheus_port: Annotated[int, _PORT] = 0
-    """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
-    prometheus_host: str = "127.0.0.1"
-    """Address to serve them at; 127.0.0.1: to this machine alone."""
+    prometheus: Annotated[str, _ADDRESS] = ""
+    """Serve the metrics for Prometheus at http://HOST:PORT/metrics: HOST:PORT, or PORT for 127.0.0.1, which is this
+    machine alone; empty: do not."""
     heartbeat_timeout_s: Annotated[float, above(0, "above 0")] = 120.0
     """Seconds without a sign of life of a training rank's process, whatever the rank computes, after which the rank
     counts as lost: it was stopped, or its machine hangs."""
@@ -99,10 +104,8 @@ class RLTrainerConfig(BaseTrainerConfig):
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the best evaluation; it is saved at once."""
     best_metric: str = ""
-    """Metric of evaluations that says which is best, such as val/aime24/avg@8; empty: the mean of greedy scores, or of
-    a reward not trained on."""
-    best_mode: Literal["max", "min"] = "max"
-    """max: its highest value is best; min: its lowest."""
+    """Metric of evaluations whose highest value is best, such as val/aime24/avg@8, or with a - before it whose lowest;
+    empty: the mean of greedy scores, or of a reward not trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,10 @@ class RanksConfig(BaseTrainerConfig):
     num_processes: Count = 1
     """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    megatron: dict[str, Any] = field(default_factory=dict[str, Any])
+    """How Megatron-Core computes, by the fields of gcore_trainer.MegatronConfig: recompute_granularity,
+    overlap_grad_reduce, overlap_param_gather, bucket_size, grouped_gemm, transformer_engine and
+    bias_activation_fusion, such as --trainer.megatron.overlap-grad-reduce true."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,10 +131,14 @@ class RanksConfig(BaseTrainerConfig):
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
         try:
-            if self.megatron != MegatronConfig():
-                self.megatron.check()
+            self.megatron_config.check()
         except ConfigError as error:
             raise UserError(f"trainer.megatron.{error}") from None
+
+    @property
+    def megatron_config(self) -> MegatronConfig:
+        """The settings of Megatron-Core."""
+        return override(MegatronConfig(), self.megatron, "trainer.megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +175,7 @@ class BaseRunConfig(Checked):
         "trainer.tensorboard",
         "trainer.trackers",
         "trainer.project_name",
-        "trainer.prometheus_port",
-        "trainer.prometheus_host",
+        "trainer.prometheus",
         "trainer.heartbeat_timeout_s",
         "resume",
         "threads",
@@ -176,6 +185,9 @@ class BaseRunConfig(Checked):
 
     model_settings: ClassVar[tuple[str, ...]] = ("model",)
     """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub; * is each of a table."""
+
+    tables: ClassVar[Mapping[str, str]] = {}
+    """Settings that are tables of a dataclass's fields, and the attribute with the dataclass that follows from each."""
 
     read_with: ClassVar[tuple[ReadWith, ...]] = ()
     """Settings that only some values of others read."""
@@ -229,7 +241,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
         *BaseRunConfig.may_change,
         "runtime",
         "ray",
-        "sim",
         "placement",
         "controllers",
         "rollout.num_processes",
@@ -237,10 +248,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "trainer.log_samples",
     )
 
-    runtime: Literal["inline", "ray", "sim"] = "inline"
+    is_simulated: ClassVar[bool] = False
+    """True if the command simulate runs the program, in simulated time and on modelled engines and ranks."""
+
+    runtime: Literal["inline", "ray"] = "inline"
     """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
-    cluster, and what dies is replaced; sim: all controllers in this process, in simulated time, on the modelled engines
-    and ranks of the section sim, which train nothing: for the times of a step, before there is a cluster."""
+    cluster, and what dies is replaced."""
     controllers: Count = 1
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     data: BaseDataConfig = field(default_factory=BaseDataConfig)
@@ -250,14 +263,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     local_checkpoints: LocalCheckpointsConfig = field(default_factory=LocalCheckpointsConfig)
     rollout: PolicyReplicas
-    sim: Simulated
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runtime == "sim":
-            self.sim.check("sim.", self.controllers)
-        may_save = self.runtime != "sim" or not self.local_checkpoints.folder
-        self.require("local_checkpoints.folder", may_save, "'' with runtime 'sim', which has no models to save")
+        may_save = not (self.is_simulated and self.local_checkpoints.folder)
+        self.require("local_checkpoints.folder", may_save, "'' in a simulation, which has no models to save")
+        self.require("runtime", self.runtime == "inline" or not self.is_simulated, "'inline' in a simulation")
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
@@ -306,7 +317,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
             shuffle_seed=self.data.shuffle_seed,
-            log_samples=0 if self.runtime == "sim" else self.trainer.log_samples,
+            log_samples=0 if self.is_simulated else self.trainer.log_samples,
         )
 
     @property
@@ -421,7 +432,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         strategy, schedule = self.placement.strategy, self.loop.schedule
         has_own = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
         for unfit, why in (
-            (self.runtime == "sim", "runtime 'sim', whose roles have devices of their own"),
+            (self.is_simulated, "a simulation, whose roles have devices of their own"),
             (schedule != "sync", f"trainer.schedule {schedule!r}, whose ranks train while the policy samples"),
             (self.rollout.colocated is True, "rollout.colocated true, where all engines share the devices of ranks"),
             (strategy not in (None, "split"), f"placement.strategy {strategy!r}; 'split' or None take it"),

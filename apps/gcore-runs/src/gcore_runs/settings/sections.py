@@ -3,13 +3,6 @@
 from typing import Literal, Protocol
 
 
-class Simulated(Protocol):
-    """Settings of the simulated cluster, where runtime is sim; see `gcore_runs.simulation.config.BaseSimConfig`."""
-
-    def check(self, section: str, controllers: int) -> None:
-        """Raise `UserError` if the settings contradict each other."""
-
-
 class Replicas(Protocol):
     """Settings of an engine that runs in several processes."""
 

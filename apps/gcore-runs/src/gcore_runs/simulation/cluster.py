@@ -1,4 +1,4 @@
-"""The runtime sim: a job on a simulated cluster, with the records of a run or with the figures of each step alone."""
+"""A job on a simulated cluster, with the records of a run or with the figures of each step alone."""
 
 import asyncio
 import gc
@@ -70,7 +70,7 @@ class Simulation:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCluster(Generic[RequestT, SampleT]):
-    """The runtime sim of a job: its program on modelled services."""
+    """The simulation of a job: its program on modelled services."""
 
     job: RunJob[Any]
     """With the settings of the program."""

@@ -29,6 +29,13 @@ sampling, balancing and preparation are real, on as many controllers as are aske
 
 --config FILE.toml: settings under the same names ([engine] base_s = 0.01); options override them.
 --calibrate RUN [RUN ...]: write such a file from the timings of real runs; see --calibrate --help.
+simulate train [options of train]: simulate a run of these settings, on the cluster of --sim.*; see train --help.
+"""
+
+SIMULATE_TRAIN = """Run the program of train in simulated time, in a run folder with metrics, timeline and report.
+
+The settings are those of train, its prompts among them. The modelled devices of the section sim take the place of the
+processes that these ask for. No model is trained, evaluated or exported, and each run starts in a new folder.
 """
 
 _CALIBRATE = """Fit the costs of the simulation's services to finished runs of train.

@@ -138,7 +138,7 @@ class LearnerModel:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseSimConfig:
-    """Runtime sim: a cluster of modelled devices, on which the run's engines, reward and training take simulated time.
+    """A cluster of modelled devices, on which the run's engines, reward and training take simulated time.
 
     It takes the place of the processes that other settings ask for.
     """

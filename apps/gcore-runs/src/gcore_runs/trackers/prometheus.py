@@ -34,8 +34,7 @@ class PrometheusExporter(Tracker):
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"trainer.prometheus_port is {port} and trainer.prometheus_host {host!r}; expected a free port of "
-                f"an address of this machine ({error})"
+                f"trainer.prometheus is '{host}:{port}'; expected a free port of an address of this machine ({error})"
             ) from None
 
     @property

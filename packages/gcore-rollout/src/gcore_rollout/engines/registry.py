@@ -1,13 +1,21 @@
 """The registry of engines: the kinds that settings name, what each of them needs, and how it is made."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from gcore_rollout.engines.engine_options import (
+    SGLANG_RESERVED,
+    VLLM_RESERVED as VLLM_RESERVED,
+    as_server_args,
+    find_unfit_option,
+    sglang_names,
+    vllm_names,
+)
 from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 from gcore_rollout.rewards.registry import load_function
@@ -40,9 +48,12 @@ class EngineKind:
     takes_device: bool = False
     """Whether it is made with a ``device``; otherwise it is on the first visible one."""
     takes_max_model_len: bool = True
-    takes_speculative_config: bool = False
     own_options: frozenset[str] = frozenset()
     """Further keywords of ``from_pretrained`` that not every kind has."""
+    engine_options: frozenset[str] = frozenset()
+    """Names of engine options of the user that ``from_pretrained`` takes as keywords."""
+    library_options: str = ""
+    """The keyword that takes the user's other options, of the engine's library: engine_args, server_args, or none."""
     takes_images: bool = False
     needs_own_process: bool = False
     """Whether two of them cannot share a process."""
@@ -61,23 +72,21 @@ _KINDS = {
     "hf": EngineKind(
         make="gcore_rollout.engines.hf.engine:HFEngine",
         takes_device=True,
-        own_options=frozenset(("decode_mode", "kv_cache_bytes")),
+        engine_options=frozenset(("decode_mode", "kv_cache_bytes")),
         takes_images=True,
     ),
     "vllm": EngineKind(
         make="gcore_rollout.engines.vllm.engine:VLLMEngine",
-        takes_speculative_config=True,
         own_options=frozenset(
+            ("gpu_memory_utilization", "max_num_batched_tokens", "enable_sleep_mode", "tensor_parallel_size")
+        ),
+        engine_options=frozenset(
             (
-                "gpu_memory_utilization",
-                "max_num_batched_tokens",
-                "async_scheduling",
-                "seed_per_sample",
-                "enable_sleep_mode",
-                "tensor_parallel_size",
-                "enable_expert_parallel",
+                *("async_scheduling", "seed_per_sample", "enable_expert_parallel", "speculative_config"),
+                *("enforce_eager", "kv_cache_memory_bytes", "recompute_kv"),
             )
         ),
+        library_options="engine_args",
         takes_images=True,
         needs_own_process=True,
         preload=PRELOAD_VLLM,
@@ -85,9 +94,8 @@ _KINDS = {
     "sglang": EngineKind(
         make="gcore_rollout.engines.servers.sglang_engine:SGLangEngine",
         takes_device=True,
-        own_options=frozenset(
-            ("server_python", "server_args", "gpu_memory_utilization", "enable_sleep_mode", "tensor_parallel_size")
-        ),
+        own_options=frozenset(("server_python", "gpu_memory_utilization", "enable_sleep_mode", "tensor_parallel_size")),
+        library_options="server_args",
         has_rope_of_batch=True,
     ),
     "vllm_server": EngineKind(make="gcore_rollout.engines.servers.vllm:VLLMServerEngine", is_server=True),
@@ -124,8 +132,8 @@ def engine_factory(
     *,
     device: str,
     max_model_len: int | None = None,
-    speculative_config: dict[str, Any] | None = None,
     own_options: Mapping[str, Any] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[], Engine]:
     """Return what makes an engine with the weights of a model folder, in this process or, pickled, in another.
@@ -134,8 +142,8 @@ def engine_factory(
         name: of the kind of engine, which is no server.
         device: such as cpu or cuda:0, for kinds that take one.
         max_model_len: longest prompt and completion in tokens, for kinds that take it; None: the kind's default.
-        speculative_config: see `VLLMEngine.from_pretrained`; None: no speculation.
         own_options: options of this kind alone, see `EngineKind.own_options`.
+        engine_options: the user's options of the engine, see `check_engine_options`.
         options: for any kind, such as dtype, max_num_seqs and eos_token_ids.
 
     Raises:
@@ -146,15 +154,51 @@ def engine_factory(
         known = ", ".join(sorted(kind.own_options)) or "none"
         raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {known}")
     options |= own_options or {}
+    options |= _engine_keywords(kind, engine_options or {})
     if kind.takes_device:
         options["device"] = device
     if kind.takes_max_model_len and max_model_len is not None:
         options["max_model_len"] = max_model_len
-    if kind.takes_speculative_config and speculative_config is not None:
-        options["speculative_config"] = speculative_config
     if kind.is_own:
         return partial(_engine_of_file, str(Path(name).absolute()), model, **options)
     return partial(kind.load().from_pretrained, model, **options)
+
+
+def check_engine_options(name: str, engine_options: Mapping[str, Any], *, server_python: str = "") -> None:
+    """Check the user's options of an engine: of `hf` and of a user's own, its keywords; of others, of its library too.
+
+    Where the library is installed, names that it does not have are refused. ``server_python`` is that of SGLang.
+
+    Raises:
+        RequestError: gcore gives an option itself, or there is none of this name; begins with ``engine_options``.
+    """
+    kind = engine_kind(name)
+    others = [option for option in engine_options if option not in kind.engine_options]
+    reserved: Collection[str] = ()
+    known: Collection[str] | None = None
+    if kind.library_options == "engine_args":
+        reserved, known = VLLM_RESERVED, vllm_names()
+    elif kind.library_options == "server_args":
+        reserved, known = SGLANG_RESERVED, sglang_names(server_python)
+    elif kind.is_own:
+        reserved = ("device", "dtype", "max_num_seqs", "eos_token_ids")
+    elif others:
+        some = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
+        raise RequestError(f"engine_options has {others[0]!r}; expected some of {some} with engine {name!r}")
+    if (unfit := find_unfit_option(others, reserved=reserved, known=known)) is not None:
+        option, expected = unfit
+        raise RequestError(f"engine_options has {option!r}; expected {expected} with engine {name!r}")
+
+
+def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's options as keywords of ``from_pretrained``."""
+    if kind.is_own:
+        return dict(engine_options)
+    keywords = {name: value for name, value in engine_options.items() if name in kind.engine_options}
+    others = {name: value for name, value in engine_options.items() if name not in kind.engine_options}
+    if others:
+        keywords[kind.library_options] = as_server_args(others) if kind.library_options == "server_args" else others
+    return keywords
 
 
 def _engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:

@@ -18,6 +18,8 @@ _SMALLEST = 4096
 _PIECE = 1 << 26
 """Most values of a call: the kernels count them in 32 bits, and on CPU they make float32 copies."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MUON_MOMENTUM = 0.95
+"""Decay of Muon's moment."""
 
 
 def make_adamw(
@@ -298,7 +300,7 @@ class MuonAdamW(MasterAdamW):
         self._num_updates += 1
         rate = lr * (self._config.muon_lr or self._config.lr) / self._config.lr
         for name, momentum in self._momentum.items():
-            master, decay = self._masters[name], self._config.muon_momentum
+            master, decay = self._masters[name], _MUON_MOMENTUM
             assert master.grad is not None
             momentum.lerp_(master.grad, 1 - decay)
             direction = whole(master.grad.lerp(momentum, decay))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -128,6 +128,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> Self:
         """Load a local Hugging Face folder. The devices are the first ones visible to this process.
 
@@ -159,6 +160,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 Samples are drawn from the same distribution and greedy ones are the same, but the same seed gives
                 other samples than without. A draft model keeps its weights: the further the policy moves, the fewer
                 guesses are right.
+            engine_args: further fields of vLLM's ``EngineArgs``, such as ``{"quantization": "fp8"}``, which go over
+                those that are set here; see `check_engine_options`.
 
         Raises:
             MissingExtraError: vLLM is not installed.
@@ -199,21 +202,23 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             )
             if speculative_config is not None and on_cpu:
                 process.repair_rejection_sampler()
-            args = EngineArgs(
-                model=str(path),
-                dtype=cast(Any, dtype),
-                max_model_len=cast(Any, max_model_len),
-                max_num_seqs=max_num_seqs,
-                speculative_config=None if speculative_config is None else dict(speculative_config),
+            arguments: dict[str, Any] = {
+                "model": str(path),
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs,
+                "speculative_config": None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
-                skip_tokenizer_init=vision is None,
+                "skip_tokenizer_init": vision is None,
                 **({} if vision is None else translation.options_for_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
-                generation_config="vllm",
-                logprobs_mode="processed_logprobs",
+                "generation_config": "vllm",
+                "logprobs_mode": "processed_logprobs",
                 **of_device,
                 **of_ranks,
-            )
+                **(engine_args or {}),
+            }
+            args = EngineArgs(**arguments)
             try:
                 config = args.create_engine_config(options.usage_context(on_cpu=on_cpu))
             except ValueError as error:
