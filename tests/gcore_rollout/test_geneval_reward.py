@@ -190,9 +190,13 @@ def test_colours_are_named_by_clip(yolos: Path, clip: Path) -> None:
         read = model.get_text_features(**tokens).pooler_output
         mean = (read / read.norm(dim=1, keepdim=True)).mean(0)
         classifiers.append(mean / mean.norm())
-    expected = [colours[i] for i in (seen @ torch.stack(classifiers).T).argmax(1)]
+    similarities = seen / seen.norm(dim=1, keepdim=True) @ torch.stack(classifiers).T
     reward: Any = GenEvalReward(yolos, clip=clip)
-    assert reward._named(NOISE[0], {}, "cat", tuple(boxes)) == expected
+    names = reward._named(NOISE[0], {}, "cat", tuple(boxes))
+    assert len(names) == len(boxes)
+    for similarity, name in zip(similarities, names, strict=True):
+        # A random model's colours are nearly alike.
+        assert similarity[colours.index(name)] >= similarity.max() - 1e-5
     # A box without an area is a pixel.
     assert len(reward._named(NOISE[0], {}, "cat", ((4.0, 4.0, 4.0, 4.0),))) == 1
 
@@ -239,7 +243,7 @@ def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
         quality = (shares * inside).sum((1, 2)) / (inside.sum((1, 2)) + 1e-6)
         best = (classes * quality[:, None]).flatten()[classes.flatten().topk(10).indices]
         expected = sorted((score for score in best.tolist() if score > 0.3), reverse=True)
-        assert [one.score for one in objects] == pytest.approx(expected, abs=1e-5)
+        assert [one.score for one in objects] == pytest.approx(expected, abs=1e-4)
         for one in objects:
             assert one.mask is not None
             left, top, right, bottom = map(int, one.box)

@@ -20,7 +20,7 @@ from gcore_trainer import (
     LoRAConfig,
     OptimizerConfig,
     pipeline_component,
-    read_lora_config,
+    read_component_lora_config,
 )
 
 
@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("file", ["lora", "lora/pytorch_lora_weights.safetensors", "old names/any.safetensors"])
 def test_training_starts_from_adapters_of_diffusers(saved: Path, file: str) -> None:
-    lora = read_lora_config(saved / file, component="transformer")
+    lora = read_component_lora_config(saved / file, component="transformer")
     assert (lora.rank, lora.alpha) == (2, 6)
     merged = load_file(saved / "merged/diffusion_pytorch_model.safetensors")
     for name, tensor in Denoiser.from_pretrained(saved / "pipeline", lora=lora).weights():
@@ -108,7 +108,7 @@ def test_training_starts_from_adapters_of_diffusers(saved: Path, file: str) -> N
 
 def test_the_initial_policy_keeps_the_adapters_that_training_starts_from(saved: Path) -> None:
     denoiser = Denoiser.from_pretrained(
-        saved / "pipeline", lora=read_lora_config(saved / "lora", component="transformer")
+        saved / "pipeline", lora=read_component_lora_config(saved / "lora", component="transformer")
     )
     initial = denoiser.initial()
     before = {name: p.clone() for name, p in denoiser.trained_parameters().items()}
@@ -152,18 +152,18 @@ def test_other_files_are_refused(
     saved: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], metadata: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
-        read_lora_config(change(saved, tmp_path, changes, **metadata), component="transformer")
+        read_component_lora_config(change(saved, tmp_path, changes, **metadata), component="transformer")
 
 
 def test_adapters_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
     other = change(saved, tmp_path, {f"{LAYER}.lora_A.weight": torch.ones(2, 4)})
     with pytest.raises(ConfigError, match=r"expected adapters of this model, where .*to_q.*has shape"):
-        trainer_of(saved / "pipeline", read_lora_config(other, component="transformer"))
+        trainer_of(saved / "pipeline", read_component_lora_config(other, component="transformer"))
     other = change(saved, tmp_path, {f"{LAYER}.lora_B.weight": None})
     with pytest.raises(ConfigError, match="expected adapters of this model, for 1 of whose tensors there is none"):
-        trainer_of(saved / "pipeline", read_lora_config(other, component="transformer"))
+        trainer_of(saved / "pipeline", read_component_lora_config(other, component="transformer"))
     with pytest.raises(ConfigError, match="expected adapters of diffusers, a safetensors file or a folder with"):
-        read_lora_config(tmp_path / "none", component="transformer")
+        read_component_lora_config(tmp_path / "none", component="transformer")
     (tmp_path / "damaged.safetensors").write_bytes(b"1234567890")
     with pytest.raises(ConfigError, match="does not load; expected a safetensors file"):
-        read_lora_config(tmp_path / "damaged.safetensors", component="transformer")
+        read_component_lora_config(tmp_path / "damaged.safetensors", component="transformer")

@@ -307,7 +307,8 @@ def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> 
 class Apart(Denoiser):
     """Its copies are models of their own, adapters or not."""
 
-    def copied(self) -> Denoiser:
+    def copied(self, name: str = "old") -> Denoiser:
+        del name
         twin = Denoiser.from_pretrained(Path(self.model.config._name_or_path).parent, lora=self.lora)
         twin.model.requires_grad_(False)
         return twin

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from acceptance.memory_table import MODELS, shape_of, table
 
-from gcore_llm import TrainConfig
+from gcore_llm.config import TrainArgs
 
 PAGE = Path(__file__).parents[2] / "docs/on-one-gpu.md"
 
@@ -19,7 +19,7 @@ def test_settings_exist() -> None:
     options = re.findall(r"`--([a-z-]+)", text)
     assert len(names) > 6
     for name in [*names, *(option.replace("-", "_") for option in options)]:
-        value: Any = TrainConfig()
+        value: Any = TrainArgs()
         for part in name.split("."):
             assert part in {field.name for field in dataclasses.fields(value)}, name
             value = getattr(value, part)

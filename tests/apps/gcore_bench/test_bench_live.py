@@ -113,7 +113,7 @@ def test_settings_of_a_run_name_its_engines(tmp_path: Path) -> None:
 def test_runs_are_alike_if_each_step_is() -> None:
     metrics = ("sampling/waves", "response_length/mean", "response_length/max", "actor/pg_loss", "actor/grad_norm")
     scores = ("critic/score/mean", "critic/score/min", "critic/score/max")
-    step = dict.fromkeys((*metrics, *scores), 2.0)
+    step: dict[str, float] = dict.fromkeys((*metrics, *scores), 2.0)
     assert are_alike([step, step], [step, step])
     assert are_alike([step], [step | {"actor/grad_norm": 2.0001}])
     assert not are_alike([step], [step | {"actor/grad_norm": 2.001}])

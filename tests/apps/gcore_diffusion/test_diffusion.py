@@ -510,7 +510,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--trainer.fsdp-size", "3", "--trainer.num-processes", "2"],
         "trainer.fsdp_size is 3; expected auto, 0, or a divisor of trainer.num_processes=2",
     ),
-    "ranks by another name": (lambda _: ["--n-gpus-per-node", "2"], "did you mean --trainer.num-processes?"),
+    "ranks by another name": (lambda _: ["--trainer.n-gpus-per-node", "2"], "did you mean --trainer.num-processes?"),
     "one side": (lambda _: ["--rollout.size", "8"], "rollout.size is ['8']; expected more values"),
     "guidance below none": (
         lambda _: ["--rollout.guidance-scale", "-1"],

@@ -338,14 +338,15 @@ def _make_warmed_up(task: Task) -> None:
     from gcore_runs.run_folder import RunFolder
 
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
-    config = replace(resolve(train_config(task)), warmup=warmup)
+    config = resolve(train_config(task))
     folder = RunFolder(task.model.with_name(f"{task.model.name}-run"))
     tokenizer = tiny_tokenizer()
     prompts = load_train_prompts(config, tokenizer)
     judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
     with Display() as display:
         reward = RewardRunner(reward_function(config), config.reward_calls.runner)
-        asyncio.run(make_warm_model(config, folder, judged, tokenizer, reward, display))
+        making = make_warm_model(config, folder, judged, tokenizer, reward, display, warmup=warmup)
+        asyncio.run(making)
     folder.model.rename(task.model)
     shutil.rmtree(folder.path)
 
@@ -430,12 +431,12 @@ def run_gcore(task: Task) -> list[Step]:
     from gcore_llm.learning.trainer_worker import start_trainer
     from gcore_llm.modality import Job, Roles, SamplingRoles
     from gcore_llm.sampling import reward_function, start_policy
-    from gcore_rollout import Completion, Request, RewardRunner, WrappedEngine
+    from gcore_rollout import Completion, InstrumentedEngine, Request, RewardRunner
     from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
     lengths: list[int] = []
 
-    class WatchedEngine(WrappedEngine):
+    class WatchedEngine(InstrumentedEngine[Request, Completion]):
         """Records the lengths of its completions."""
 
         async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
@@ -460,7 +461,7 @@ def run_gcore(task: Task) -> list[Step]:
     # No checkpoint is saved in this run.
     learner = start_trainer(config, task.model, task.model.parent / "checkpoints")
     recorder = StepRecorder(reward_function(config))
-    engine = WatchedEngine(policy)
+    engine = WatchedEngine(policy, name="engine")
     job = Job(
         config=config,
         prompts=load_train_prompts(config, tokenizer),

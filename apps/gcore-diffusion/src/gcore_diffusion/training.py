@@ -21,7 +21,6 @@ from gcore_runs import (
     with_adapter,
     write_atomically,
 )
-from gcore_trainer import pipeline_component, read_lora_config
 
 if TYPE_CHECKING:
     from gcore_runs import Display
@@ -113,10 +112,12 @@ def with_initial_lora(config: DiffusionConfig, pipeline: Path | None) -> Diffusi
     """
     if not config.actor.lora_adapter_path:
         return config
+    from gcore_trainer import pipeline_component, read_component_lora_config
+
     component = "transformer"
     if pipeline is not None:
         component, _ = pipeline_component(pipeline, config.actor.component)
-    read = partial(read_lora_config, component=component)
+    read = partial(read_component_lora_config, component=component)
     return replace(config, actor=with_adapter(config.actor, read))
 
 

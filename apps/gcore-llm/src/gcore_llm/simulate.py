@@ -25,6 +25,7 @@ from gcore_runs import (
     parse,
     run_training,
 )
+from gcore_runs.settings.parsing import read_toml
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.command import (
     SIMULATE_TRAIN,
@@ -153,7 +154,8 @@ def make_prompts(config: SimulatedConfig) -> PromptSets:
 def read_run(path: str, max_steps: int) -> MeasuredRun:
     """Read the last ``max_steps`` steps of a run of `gcore-llm train`; `UserError` where they cannot be simulated."""
     folder = RunFolder.existing(path)
-    config = folder.load_config(TrainConfig)
+    is_simulated = read_toml(folder.config).get("command") == "simulate"
+    config = folder.load_config(SimulatedConfig if is_simulated else TrainConfig)
     estimator, rollout, epochs = config.algorithm.adv_estimator, config.rollout, config.actor.ppo_epochs
     unfit = {
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),

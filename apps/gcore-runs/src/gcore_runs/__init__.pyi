@@ -75,7 +75,6 @@ from .settings.bounds import (
     Positive as Positive,
     above as above,
     at_least as at_least,
-    check_bounds as check_bounds,
     multiple_of as multiple_of,
     within as within,
 )
@@ -95,7 +94,6 @@ from .settings.parsing import (
     resolve as resolve,
     setting_types as setting_types,
     to_toml as to_toml,
-    validated as validated,
 )
 from .settings.readers import (
     ABOVE_0 as ABOVE_0,

@@ -8,7 +8,6 @@ from .context import (
     StageTimer as StageTimer,
     merge_spans as merge_spans,
     on_wall_clock as on_wall_clock,
-    rank_name as rank_name,
     seconds_by_stage as seconds_by_stage,
 )
 from .errors import (

@@ -85,7 +85,6 @@ from .errors import (
     EpisodeError as EpisodeError,
     MissingExtraError as MissingExtraError,
     NoScoreError as NoScoreError,
-    NotApplicableError as NotApplicableError,
     RequestError as RequestError,
     RewardConfigError as RewardConfigError,
     RewardError as RewardError,
@@ -99,7 +98,6 @@ from .errors import (
 )
 from .generation import (
     Generation as Generation,
-    GroupComparison as GroupComparison,
     RolloutRoles as RolloutRoles,
 )
 from .groups import (
@@ -237,7 +235,11 @@ from .sandbox.sandbox import (
     SandboxLimits as SandboxLimits,
     SandboxResult as SandboxResult,
 )
-from .weight_sync.digests import DigestedWeights as DigestedWeights, all_digests as all_digests
+from .weight_sync.digests import (
+    DigestedWeights as DigestedWeights,
+    UnmergedWeights as UnmergedWeights,
+    all_digests as all_digests,
+)
 from .weight_sync.history import DeltaSender as DeltaSender, WeightHistory as WeightHistory
 from .weight_sync.parts import divide_weights as divide_weights, write_part as write_part
 from .weight_sync.shared_weights import (
@@ -248,7 +250,6 @@ from .weight_sync.shared_weights import (
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,
     FullWeights as FullWeights,
-    UnmergedWeights as UnmergedWeights,
     WeightDelta as WeightDelta,
     WeightMirror as WeightMirror,
     apply_delta as apply_delta,

@@ -59,6 +59,7 @@ from .diffusion.config import (
     NFTConfig as NFTConfig,
 )
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
+from .diffusion.lora_file import read_component_lora_config as read_component_lora_config
 from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess, NoiseProcess as NoiseProcess
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
@@ -102,7 +103,6 @@ from .objectives.policy import (
     PolicyLoss as PolicyLoss,
     PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
-    clipped_surrogate as clipped_surrogate,
     kl_penalty as kl_penalty,
     policy_loss as policy_loss,
     policy_loss_function as policy_loss_function,

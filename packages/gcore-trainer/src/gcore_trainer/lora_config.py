@@ -45,7 +45,7 @@ class LoRAConfig(Checked):
 
     @property
     def is_of_diffusers(self) -> bool:
-        """Whether ``path`` is a LoRA of diffusers, and not a folder of peft."""
+        """True if ``path`` is a LoRA of diffusers, and not a folder of peft."""
         return bool(self.component) and not (Path(self.path) / ADAPTER_CONFIG).is_file()
 
     @property
@@ -54,24 +54,15 @@ class LoRAConfig(Checked):
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-def read_lora_config(path: str | Path, *, component: str = "") -> LoRAConfig:
+def read_lora_config(path: str | Path) -> LoRAConfig:
     """Return the settings of the adapters in a folder of peft, from its ``adapter_config.json``.
 
     A dropout is left out: adapters are trained without.
-
-    Args:
-        component: name of a model of a diffusers pipeline, such as transformer, for which ``path`` may also be a LoRA
-            of diffusers: a safetensors file, or a folder with ``pytorch_lora_weights.safetensors``.
 
     Raises:
         ConfigError: the folder has no adapters, or some that compute something else.
     """
     folder = Path(path)
-    if LoRAConfig(path=str(path), component=component).is_of_diffusers:
-        from gcore_trainer.diffusion.lora_file import read_lora_file
-
-        settings, _ = read_lora_file(path, component)
-        return settings
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"path is {str(path)!r}; expected a folder of peft, with {name}")

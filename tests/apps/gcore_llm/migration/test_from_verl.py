@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from command_line import Cli, metrics_of, write_rows
 
+from gcore_llm.config import TrainConfig
 from gcore_llm.migration.inputs import read_config
 from gcore_runs.migration.key import find_key
 from gcore_runs.migration.verl_keys import VERL
@@ -399,7 +400,9 @@ def test_arguments_of_vllm() -> None:
     conversion = from_verl(N8, *(f"{ROLLOUT}.{option}" for option in options))
     expected = {"enable_expert_parallel": True, "quantization": "fp8", "kv_cache_dtype": "fp8"}
     assert conversion.settings["rollout.engine_options"] == expected
-    assert conversion.result().rollout.engine_options == expected
+    converted = conversion.result()
+    assert isinstance(converted, TrainConfig)
+    assert converted.rollout.engine_options == expected
 
 
 @pytest.mark.parametrize("name", [name for name, value in MISSING.items() if value])

@@ -50,7 +50,7 @@ class PacedEngine(HFEngine):
     step_s = 0.0
     swap_s = 0.0
     most_tokens: MostTokens = None
-    _is_asleep = False
+    _is_swapped_out = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -82,14 +82,14 @@ class PacedEngine(HFEngine):
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         await super().sleep(keep_weights=keep_weights)
-        if not self._is_asleep:
+        if not self._is_swapped_out:
             await asyncio.sleep(self.swap_s)
-        self._is_asleep = True
+        self._is_swapped_out = True
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        if weights and self._is_asleep:
+        if weights and self._is_swapped_out:
             await asyncio.sleep(self.swap_s)
-            self._is_asleep = False
+            self._is_swapped_out = False
         await super().wake(weights=weights, cache=cache)
 
     def _start_pass(self, *_: Any) -> None:

@@ -44,7 +44,7 @@ COLUMNS = {
 }
 
 _ENGINE = ["decode", "prefill", "memory", "decode_step_s", "decode_sequence_s"]
-_UPPER_BOUNDS = dict.fromkeys(("training", "attention", "decode", "prefill", "memory", "links"), 1.0)
+_UPPER_BOUNDS: Constants = dict.fromkeys(("training", "attention", "decode", "prefill", "memory", "links"), 1.0)
 """These constants are shares of the device's rates."""
 
 Law: TypeAlias = Callable[[SmallRun, Efficiency], float]
@@ -178,7 +178,7 @@ def _fit(runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law:
         predicted = [law(run, efficiency) for run in runs]
         return np.log(predicted / expected)
 
-    first = {name: float(getattr(start, name)) for name in names}
+    first: Constants = {name: float(getattr(start, name)) for name in names}
     return replace(start, **fit_constants(first, compute_residuals, _UPPER_BOUNDS))
 
 

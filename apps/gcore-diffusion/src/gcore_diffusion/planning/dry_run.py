@@ -40,6 +40,8 @@ class Plan:
     parameters: Mapping[str, tuple[str, int]]
     """Class and number of parameters of each part, by name."""
     num_trained: int
+    lora_rank: int
+    """Rank of the adapters that are trained; 0: all parameters are."""
     inputs: Mapping[str, tuple[int, ...]]
     """Shapes of a pass of the engine's denoiser."""
     output: tuple[int, ...]
@@ -59,6 +61,7 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     """
     if not (folder / "model_index.json").is_file():
         raise UserError(f"model is {config.model!r}; expected a folder of a diffusers pipeline, with model_index.json")
+    config = with_initial_lora(config, folder)
     classes, rollout, actor = part_classes(folder), config.rollout, config.actor
     kind = classes.get("transformer", ("", "unet"))[1]
     if kind not in INPUTS:
@@ -103,7 +106,14 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     }
     parameters = {name: (classes[name][1], count) for name, count in counts.items()}
     memory = {"engine": engine, "training rank": rank}
-    return Plan(parameters=parameters, num_trained=trained, inputs=shapes, output=output, memory=memory)
+    return Plan(
+        parameters=parameters,
+        num_trained=trained,
+        lora_rank=actor.lora_rank,
+        inputs=shapes,
+        output=output,
+        memory=memory,
+    )
 
 
 def dry_run(config: TrainArgs) -> None:
@@ -122,11 +132,10 @@ def dry_run(config: TrainArgs) -> None:
             f"there is no folder {config.model!r}: planned by the config.json files of a pipeline of this name that "
             "gcore-diffusion brings"
         )
-    config = with_initial_lora(config, folder)
     found = plan(config, folder)
     rows = [[name, kind, f"{count:,}"] for name, (kind, count) in found.parameters.items()]
     print_table(f"{config.model} for {_pixels(config)}", ["part", "class", "parameters"], [rows])
-    adapters = f" in adapters of rank {config.actor.lora_rank}" if config.actor.lora_rank else ""
+    adapters = f" in adapters of rank {found.lora_rank}" if found.lora_rank else ""
     print(f"trained: {found.num_trained:,} parameters{adapters}")
     inputs = ", ".join(f"{name} {list(shape)}" for name, shape in found.inputs.items())
     print(f"a pass of an engine: {inputs}; its output {list(found.output)}")

@@ -14,7 +14,7 @@ _MODELS = ("actor", "critic")
 _CRITIC_LR = 1e-5
 
 
-REMOVED: Mapping[str, Key] = {
+REMOVED: dict[str, Key] = {
     "sim.*": nothing("simulate train has the section sim"),
     **dict.fromkeys(("dry_run", "dry_run_device", "dry_run_nodes", "dry_run_gpus_per_node"), nothing(_COMMAND)),
     **dict.fromkeys(("warmup.*", "demo.*"), nothing(_COMMAND)),

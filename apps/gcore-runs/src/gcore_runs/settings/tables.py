@@ -32,7 +32,7 @@ def override(base: ConfigT, table: Mapping[str, Any], section: str) -> ConfigT:
             raise UserError(f"unknown field {section}.{name}; {hint(f'{section}.{name}', known)}")
         values[name] = converted(f"{section}.{name}", value, types[name])
     try:
-        return replace(base, **values)  # pyright: ignore[reportType]  # a dataclass
+        return replace(base, **values)  # pyright: ignore[reportArgumentType]  # a dataclass
     except ConfigError as error:
         raise UserError(f"{section}.{error}") from None
 

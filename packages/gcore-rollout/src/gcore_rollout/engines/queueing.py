@@ -147,7 +147,7 @@ SampleFilter = Callable[[Sample[RequestT, SampleT]], bool]
 
 @dataclass(kw_only=True)
 class TokenLimits:
-    """What requests the engine of a language model takes."""
+    """The limits of the requests that the engine of a language model takes."""
 
     max_length: int
     """Largest number of tokens of prompt and completion."""
@@ -394,7 +394,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         return not (self._is_paused or self._is_asleep) and bool(self._waiting or self._num_running())
 
     def _start(self) -> None:
-        """Start to work on samples, unless that is going on."""
+        """Start to work on samples, unless a task works on them already."""
         if self._has_work() and (self._driver is None or self._driver.done()):
             self._driver = asyncio.create_task(self._drive())
 

@@ -8,6 +8,7 @@ changed word always changes the digest. This module imports torch only where it 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
 if TYPE_CHECKING:
     import torch
 
-    from gcore_rollout.weight_sync.updates import UnmergedWeights
 
 _WORD_BYTES = 8
 _BLOCK_WORDS = 1 << 16
@@ -122,6 +122,18 @@ def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = 
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnmergedWeights:
+    """Frozen weights, and adapters that are to be merged into them; see `AdapterWeights`.
+
+    Both are made when they are iterated over, by all ranks in this order.
+    """
+
+    frozen: Callable[[], Iterable[tuple[str, "torch.Tensor"]]]
+    adapters: Callable[[], Iterable[tuple[str, "torch.Tensor"]]]
+    scaling: float
+
+
 class DigestedWeights:
     """Weights for engines, with a digest of every tensor that has been iterated over, made before anything is copied.
 
@@ -141,7 +153,7 @@ class DigestedWeights:
         *,
         dtypes: Sequence["torch.dtype"] | None = None,
         digests: Digests | None = None,
-        unmerged: "UnmergedWeights | None" = None,
+        unmerged: UnmergedWeights | None = None,
     ) -> None:
         import torch
 

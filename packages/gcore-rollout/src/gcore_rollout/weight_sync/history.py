@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from gcore_rollout.engines.protocol import Digest, Digests
-from gcore_rollout.weight_sync.digests import digests_of
+from gcore_rollout.weight_sync.digests import UnmergedWeights, digests_of
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy
 from gcore_rollout.weight_sync.updates import (
     A_OF,
@@ -22,7 +22,6 @@ from gcore_rollout.weight_sync.updates import (
     AdapterWeights,
     FullWeights,
     SparseValues,
-    UnmergedWeights,
     WeightDelta,
     WeightMirror,
     WeightUpdate,

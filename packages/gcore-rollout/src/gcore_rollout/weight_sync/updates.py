@@ -48,18 +48,6 @@ class AdapterWeights:
         return frozenset(name.removesuffix(A_OF).removesuffix(B_OF) for name in self.tensors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnmergedWeights:
-    """Frozen weights, and adapters that are to be merged into them; see `AdapterWeights`.
-
-    Both are made when they are iterated over, by all ranks in this order.
-    """
-
-    frozen: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    adapters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    scaling: float
-
-
 def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> None:
     """Refuse adapters that these weights cannot be merged with, by a `ValueError`."""
     for name in adapters.tensors:

@@ -9,13 +9,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.lora_config import ADAPTER_CONFIG, LoRAConfig, check_settings
+from gcore_trainer.lora_config import ADAPTER_CONFIG, LoRAConfig, check_settings, read_lora_config
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """The file that ``pipeline.load_lora_weights`` of diffusers looks for in a folder."""
 _MATRIX = re.compile(r"(?P<layer>.+)\.(?:lora_(?P<letter>[AB])|lora\.(?P<direction>down|up))\.weight")
 _LETTERS = {"down": "A", "up": "B"}
 """The matrices by their older names."""
+
+
+def read_component_lora_config(path: str | Path, component: str) -> LoRAConfig:
+    """Return the settings of the adapters of a pipeline's model: in a folder of peft, or in a LoRA of diffusers.
+
+    Raises:
+        ConfigError: see `read_lora_config` and `read_lora_file`.
+    """
+    if not LoRAConfig(path=str(path), component=component).is_of_diffusers:
+        return read_lora_config(path)
+    config, _ = read_lora_file(path, component)
+    return config
 
 
 def read_lora_file(path: str | Path, component: str) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
