@@ -8,7 +8,7 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from house import DISTRIBUTIONS, Distribution, parse
@@ -133,13 +133,12 @@ def _is_abstract(node: ast.ClassDef) -> bool:
     return not names.isdisjoint({"Protocol", "ABC"})
 
 
-def count_all(distributions: Iterable[Distribution]) -> Counter[str]:
-    """Count the files of distributions together, with their public names."""
-    counts: Counter[str] = Counter()
-    for distribution in distributions:
-        for path in distribution.files():
-            counts += count_file(path)
-        counts["public names"] += len(distribution.exports())
+@cache
+def count_distribution(distribution: Distribution) -> Counter[str]:
+    """Count the files of a distribution together, and its public names."""
+    counts = Counter({"public names": len(distribution.exports())})
+    for path in distribution.files():
+        counts += count_file(path)
     return counts
 
 
@@ -177,19 +176,25 @@ def repeated_classes() -> dict[str, list[str]]:
 
 def density() -> dict[str, float]:
     """Return the figures of the whole repository."""
-    counts = count_all(DISTRIBUTIONS)
-    apps = count_all(d for d in DISTRIBUTIONS if not d.is_package)
-    bench = count_all(d for d in DISTRIBUTIONS if d.name == "gcore-bench")
+    counts: Counter[str] = Counter()
+    nodes: dict[str, int] = {}
+    num_app_nodes = 0
+    for distribution in DISTRIBUTIONS:
+        counts += count_distribution(distribution)
+        num_nodes = count_distribution(distribution)["nodes"]
+        nodes[distribution.name] = num_nodes
+        if not distribution.is_package:
+            num_app_nodes += num_nodes
     figures = rates(counts)
-    figures["nodes of gcore-bench"] = bench["nodes"]
-    figures["nodes of apps in 100"] = 100 * apps["nodes"] / counts["nodes"]
+    figures["nodes of gcore-bench"] = nodes["gcore-bench"]
+    figures["nodes of apps in 100"] = 100 * num_app_nodes / counts["nodes"]
     figures["repeated class names"] = len(repeated_classes())
     return figures
 
 
 def main() -> None:
     for distribution in DISTRIBUTIONS:
-        print(distribution.name, _as_text(rates(count_all([distribution]))))
+        print(distribution.name, _as_text(rates(count_distribution(distribution))))
     print("all", _as_text(density()))
     for name, modules in repeated_classes().items():
         print(f"class {name}: {', '.join(modules)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_families import FAMILIES
 from tiny_pipelines import flow_pipeline
 
@@ -103,6 +104,23 @@ def test_own_pipelines_are_planned(
     ):
         with pytest.raises(UserError, match=re.escape(expected)):
             dry_run(parse_train_args([*args, *options]))
+
+
+def test_adapters_of_diffusers_are_planned_as_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flow_pipeline(tmp_path, with_vae=True)
+    denoiser = Denoiser.from_pretrained(tmp_path / "flow", lora=LoRAConfig(rank=2, alpha=2))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in denoiser.trained_parameters().items():
+        tensors[f"transformer.{name.replace('.default.', '.')}"] = parameter.detach()
+    save_file(tensors, tmp_path / "any.safetensors")
+    args = ["--dry-run", "true", "--model", str(tmp_path / "flow"), "--data.train-files", "train.txt"]
+    args += ["--reward.kind", "jpeg_compressibility", "--rollout.size", "8", "8", "--rollout.max-sequence-length", "4"]
+    capsys.readouterr()
+    dry_run(parse_train_args([*args, "--actor.lora-adapter-path", str(tmp_path / "any.safetensors")]))
+    of_file = capsys.readouterr().out
+    dry_run(parse_train_args([*args, "--actor.lora-rank", "2"]))
+    assert of_file == capsys.readouterr().out
+    assert "in adapters of rank 2" in of_file
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

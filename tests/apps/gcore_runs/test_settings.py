@@ -19,11 +19,10 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
-from gcore_runs.migration.removed_keys import translate_removed
 from gcore_runs.migration.trl_keys import TRL
 from gcore_runs.migration.verl_keys import VERL
 from gcore_runs.settings.other_names import hint, other_names
-from gcore_runs.settings.parsing import as_option, merge, parse, setting_types
+from gcore_runs.settings.parsing import as_option, merge, parse, setting_types, translate_removed
 from gcore_runs.settings.run_config import PlacementConfig
 from gcore_runs.simulation.config import SimulateConfig
 

@@ -46,16 +46,13 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         self._has_adapters = config.actor.lora is not None
         self._component, _ = pipeline_component(model, config.actor.component)
         self.engine_dtype = config.rollout.dtype
-        lora = config.actor.lora
-        if lora is not None:
-            lora = replace(lora, component=self._component)
         denoiser = Denoiser.from_pretrained(
             model,
             component=config.actor.component,
             variant=weight_variant(model / self._component),
             device=config.device,
             compute_dtype=getattr(torch, config.actor.dtype),
-            lora=lora,
+            lora=config.actor.lora,
             gradient_checkpointing=config.actor.enable_gradient_checkpointing,
         )
         scheduler = _scheduler(model)

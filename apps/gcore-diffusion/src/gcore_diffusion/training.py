@@ -71,16 +71,17 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
 
     config = resolve(config)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
-        if config.model:
-            check_pipeline(model_folder(config.model))
-        config = with_initial_lora(config, model_folder(config.model) if config.model else None)
+        pipeline = model_folder(config.model) if config.model else None
+        if pipeline is not None:
+            check_pipeline(pipeline)
+        config = with_initial_lora(config, pipeline)
         prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:
-            model = model_folder(config.model) if config.model else run.model
+            model = pipeline or run.model
             if not model.is_dir():
                 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 

@@ -19,7 +19,6 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
-from gcore_runs.migration.removed_keys import translate_removed
 from gcore_runs.settings.parsing import (
     ConfigT,
     content_fingerprints,
@@ -29,6 +28,7 @@ from gcore_runs.settings.parsing import (
     read_toml,
     resolve,
     to_toml,
+    translate_removed,
 )
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of

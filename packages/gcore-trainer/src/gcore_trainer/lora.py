@@ -110,12 +110,12 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
 
     file = Path(config.path) / ADAPTER_WEIGHTS
     try:
-        if config.is_of_diffusers:
+        if file.is_file():
+            tensors = load_file(file)
+        else:
             from gcore_trainer.diffusion.lora_file import read_lora_file
 
-            _, tensors = read_lora_file(config.path, config.component)
-        else:
-            tensors = load_file(file)
+            _, tensors = read_lora_file(config.path)
         return {own(name): tensor for name, tensor in tensors.items()}
     except SafetensorError as error:
         raise ConfigError(f"path is {config.path!r}; expected adapters that load: {file.name}: {error}") from None

@@ -38,15 +38,8 @@ class LoRAConfig(Checked):
     use_rslora: bool = False
     """An adapter's output is scaled by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     path: str = ""
-    """A folder of peft whose adapters training starts from; empty: new ones, which change nothing at first."""
-    component: str = ""
-    """Name of the model in its pipeline of diffusers; with it, ``path`` may be a LoRA of diffusers (`read_lora_file`).
-    """
-
-    @property
-    def is_of_diffusers(self) -> bool:
-        """True if ``path`` is a LoRA of diffusers, and not a folder of peft."""
-        return bool(self.component) and not (Path(self.path) / ADAPTER_CONFIG).is_file()
+    """A folder of peft, or for image models also a LoRA of diffusers (`read_component_lora_config`), whose adapters
+    training starts from; empty: new ones, which change nothing at first."""
 
     @property
     def scaling(self) -> float:

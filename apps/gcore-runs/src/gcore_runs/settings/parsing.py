@@ -17,6 +17,8 @@ import tomli_w
 from pydantic import ValidationError
 
 from gcore_runs.errors import UserError
+from gcore_runs.migration.key import find_key
+from gcore_runs.migration.removed_keys import ENGINE_OPTIONS, REMOVED
 from gcore_runs.settings.fingerprints import names_code, take_fingerprints
 from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
@@ -31,6 +33,8 @@ SettingsT = TypeVar("SettingsT")
 
 _HELP = ("-h", "--help")
 _MAX_INT = 2**63 - 1
+_OLD_CRITIC_LR = 1e-5
+"""Rate of the critic in earlier versions, where it was not set."""
 _MAX_THREADS = 4096
 _HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[^\s:]+)?")
 
@@ -356,6 +360,39 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise UserError(f"config is {path}: not TOML: {error}") from None
     except RecursionError:
         raise UserError(f"config is {path}: not TOML: more brackets in each other than can be read") from None
+
+
+def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a run folder under their present names, nested, without those that have no effect now.
+
+    Raises:
+        UserError: a setting that is a constant now has another value.
+    """
+    translated: dict[str, Any] = {}
+    for name, value in _flat(values):
+        key = find_key(REMOVED, name)
+        if key is None:
+            translated[name] = value
+        elif key.ours:
+            target = key.ours[0]
+            if target == ENGINE_OPTIONS:
+                target += f".{name.rpartition('.')[2]}"
+            translated[target] = value
+        elif key.off is not None and value not in key.off:
+            raise UserError(f"{name} is {value!r}; expected {key.off[-1]!r}: {key.why}")
+    tables = nested(translated)
+    _drop_inherited(tables)
+    return tables
+
+
+def _drop_inherited(values: dict[str, Any]) -> None:
+    """Leave out what a table of settings had of its own, in earlier versions, and would follow from others now."""
+    actor = values.get("actor", {}).get("optim", {})
+    critic = values.get("critic", {}).get("optim", {})
+    inherited = {**actor, "lr": _OLD_CRITIC_LR}
+    for name, value in list(critic.items()):
+        if inherited.get(name) == value:
+            del critic[name]
 
 
 def to_toml(config: BaseRunConfig) -> str:

@@ -18,8 +18,14 @@ from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas
 from gcore_runs.settings.tables import override
 from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
 
+
+def _is_address(address: str) -> bool:
+    port = address.rpartition(":")[2]
+    return not address or (port.isdecimal() and 1 <= int(port) <= 65_535)
+
+
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
-_ADDRESS = Bound(lambda address: _is_address(address), "HOST:PORT or PORT, from 1 to 65535, or nothing")
+_ADDRESS = Bound(_is_address, "HOST:PORT or PORT, from 1 to 65535, or nothing")
 
 
 BACKEND_SETTINGS = (
@@ -52,11 +58,6 @@ def optimizer_settings(section: str, *, has_muon: bool = True) -> tuple[ReadWith
             chosen_by={f"{section}.lr_scheduler_type": one_of("linear", "cosine")},
         ),
     )
-
-
-def _is_address(address: str) -> bool:
-    port = address.rpartition(":")[2]
-    return not address or (port.isdecimal() and 1 <= int(port) <= 65_535)
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]

@@ -410,7 +410,10 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
             self._fail(error)
 
     def _step(self) -> None:
-        """Start waiting samples (`_pop_groups`), sample a token of each running one, and hand over finished ones."""
+        """Start waiting samples (`_pop_groups`), sample a token of each running one, and hand over finished ones.
+
+        An engine with a `_drive` of its own, such as that of a server, has no steps.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -24,20 +24,20 @@ def read_component_lora_config(path: str | Path, component: str) -> LoRAConfig:
     Raises:
         ConfigError: see `read_lora_config` and `read_lora_file`.
     """
-    if not LoRAConfig(path=str(path), component=component).is_of_diffusers:
+    if (Path(path) / ADAPTER_CONFIG).is_file():
         return read_lora_config(path)
     config, _ = read_lora_file(path, component)
     return config
 
 
-def read_lora_file(path: str | Path, component: str) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
+def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
     """Return the settings of the adapters in a file of diffusers, and their matrices by peft's names of them.
 
     The scale is that of the file's alphas, or of the settings of peft in its header; without either it is 1.
 
     Args:
         path: a safetensors file, or a folder with ``pytorch_lora_weights.safetensors``.
-        component: the pipeline's model that has the adapters, such as transformer.
+        component: the pipeline's model that has the adapters, such as transformer; None: the one of the first name.
 
     Raises:
         ConfigError: there is no such file, or it holds more than adapters of this model, all of one rank and scale.
@@ -48,7 +48,13 @@ def read_lora_file(path: str | Path, component: str) -> tuple[LoRAConfig, dict[s
             f"path is {str(path)!r}; expected adapters of diffusers, a safetensors file or a folder with {FILE_NAME}, "
             f"or a folder of peft, with {ADAPTER_CONFIG}"
         )
-    settings, tensors = _load(file, component)
+    metadata, tensors = _load(file)
+    if component is None:
+        component = next(iter(tensors), "").partition(".")[0]
+    settings: dict[str, Any] = {}
+    for name, value in metadata.items():
+        settings[name.removeprefix(f"{component}.")] = value
+    check_settings(settings, str(file))
     matrices: dict[str, torch.Tensor] = {}
     alphas: set[float] = set()
     for name, tensor in tensors.items():
@@ -80,22 +86,16 @@ def read_lora_file(path: str | Path, component: str) -> tuple[LoRAConfig, dict[s
         target_modules=tuple(sorted(layers)),
         use_rslora=bool(settings.get("use_rslora")),
         path=str(path),
-        component=component,
     )
     return config, matrices
 
 
-def _load(file: Path, component: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _load(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the settings of peft in a file's header, if there are any, and its tensors."""
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-        everything = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        return json.loads(metadata.get("lora_adapter_metadata", "{}")), tensors
     except (SafetensorError, ValueError) as error:
         raise ConfigError(f"{file} does not load; expected a safetensors file ({error})") from None
-    settings: dict[str, Any] = {}
-    for name, value in everything.items():
-        settings[name.removeprefix(f"{component}.")] = value
-    check_settings(settings, str(file))
-    return settings, tensors
