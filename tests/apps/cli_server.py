@@ -4,13 +4,17 @@ The heavy imports are done once, so that a command costs what it does and not wh
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 import traceback
 from pathlib import Path
+
+from ray_forks import SOCKET, RayForks
 
 from gcore_rollout import import_reasoning_gym
 
@@ -77,13 +81,25 @@ def serve() -> None:
     for module in HEAVY[APP]:
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle, which then closes stdin
-    for line in sys.stdin:
-        folder, cwd, argv = json.loads(line)
-        reap()
-        pid = os.fork()
-        if pid == 0:
-            child(Path(folder), cwd, argv)
-        print(pid, flush=True)
+    gc.freeze()
+    forks = RayForks(Path(os.environ[SOCKET]))
+    while True:
+        ready, _, _ = select.select([sys.stdin, *forks.sources()], [], [], 0.1)
+        forks.reap()
+        for source in ready:
+            if source is not sys.stdin:
+                forks.handle(source)
+                continue
+            line = sys.stdin.readline()
+            if not line:
+                return
+            folder, cwd, argv = json.loads(line)
+            reap()
+            pid = os.fork()
+            if pid == 0:
+                forks.close()
+                child(Path(folder), cwd, argv)
+            print(pid, flush=True)
 
 
 if __name__ == "__main__":

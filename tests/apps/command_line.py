@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import pytest
 from process_tree import grandchildren, is_running
+from ray_forks import SOCKET
 
 TIMEOUT_S = 900.0
 
@@ -97,13 +98,14 @@ _ENVIRONMENT = {
 
 @contextmanager
 def served(app: str, logs: Path) -> Generator[Server]:
-    """A server of an app's commands, such as gcore_llm's."""
+    """A server of an app's commands, such as gcore_llm's, and of the Ray workers that they and tests have."""
+    forks = Path(os.environ[SOCKET]).with_name(app)
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("cli_server.py"), app],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | _ENVIRONMENT,
+        env=os.environ | _ENVIRONMENT | {SOCKET: str(forks)},
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from ray_forks import parent_of
+
 
 def grandchildren(pid: int) -> list[int]:
     """Engine processes or training ranks of a `gcore-llm`: children of its fork server."""
@@ -54,4 +56,5 @@ def _parents() -> Iterable[tuple[int, int]]:
             text = stat.read_text()
         except OSError:
             continue  # it has just ended
-        yield int(stat.parent.name), int(text.rpartition(")")[2].split()[1])
+        pid = int(stat.parent.name)
+        yield pid, parent_of(pid) or int(text.rpartition(")")[2].split()[1])

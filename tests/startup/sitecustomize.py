@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import FrameType
@@ -35,3 +36,8 @@ class _NotForPeft:
 
 importlib.util.find_spec = _find_without_extras
 sys.meta_path.insert(0, _NotForPeft())  # pyright: ignore[reportArgumentType]  # a finder needs no more
+
+if "GCORE_TESTS_RAY_FORKS" in os.environ and len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith("/default_worker.py"):
+    import ray_forks
+
+    ray_forks.become_a_fork(sys.orig_argv[1:])

@@ -62,6 +62,7 @@ from gcore_rollout import HFEngine
 def make(model, *, dtype, **options):
     with Path("made.jsonl").open("a") as file:
         print(json.dumps(options), file=file)
+    del options["mine"]
     return HFEngine.from_pretrained(model, dtype=dtype, **options)
 """
 
