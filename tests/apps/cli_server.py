@@ -1,9 +1,9 @@
 """Run by `served`: forks a process of an app, `gcore_llm` or another, per request line and answers its pid.
 
-The heavy imports are done once, so that a command costs what it does and not what it imports.
+It also forks the heavy processes that commands start; see `forks.py`. Imports are done once, so that a process takes the
+time of its work alone.
 """
 
-import contextlib
 import gc
 import importlib
 import json
@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from ray_forks import SOCKET, RayForks
+from forks import SOCKET, Forks
 
 from gcore_rollout import import_reasoning_gym
 
@@ -68,11 +68,11 @@ def child(folder: Path, cwd: str, argv: list[str]) -> None:
     os._exit(code)
 
 
-def reap() -> None:
+def reap(commands: set[int]) -> None:
     """Forget the dead: not before the next request, so that the test that asked for them could still open them."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    for pid in list(commands):
+        ended, _ = os.waitpid(pid, os.WNOHANG)
+        commands.discard(ended)
 
 
 def serve() -> None:
@@ -82,7 +82,8 @@ def serve() -> None:
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle, which then closes stdin
     gc.freeze()
-    forks = RayForks(Path(os.environ[SOCKET]))
+    forks = Forks(Path(os.environ[SOCKET]))
+    commands: set[int] = set()
     while True:
         ready, _, _ = select.select([sys.stdin, *forks.sources()], [], [], 0.1)
         forks.reap()
@@ -94,11 +95,12 @@ def serve() -> None:
             if not line:
                 return
             folder, cwd, argv = json.loads(line)
-            reap()
+            reap(commands)
             pid = os.fork()
             if pid == 0:
                 forks.close()
                 child(Path(folder), cwd, argv)
+            commands.add(pid)
             print(pid, flush=True)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from forks import SOCKET
 from process_tree import grandchildren, is_running
-from ray_forks import SOCKET
 
 TIMEOUT_S = 900.0
 
@@ -98,7 +98,7 @@ _ENVIRONMENT = {
 
 @contextmanager
 def served(app: str, logs: Path) -> Generator[Server]:
-    """A server of an app's commands, such as gcore_llm's, and of the Ray workers that they and tests have."""
+    """A server of an app's commands, such as gcore_llm's, and of the forks that `forks.py` asks for."""
     forks = Path(os.environ[SOCKET]).with_name(app)
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("cli_server.py"), app],

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, Server, served
-from ray_forks import SOCKET
+from forks import SOCKET
 from tiny_jobs import make_chatty_model, own_job
 
 from gcore_llm.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ray_forks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Ray's workers are forks of `server`, once that has started."""
+def forks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Heavy processes are forks of `server`, once that has started."""
     os.environ[SOCKET] = str(tmp_path_factory.mktemp("forks") / "gcore_llm")
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ray_forks import parent_of
+from forks import parent_of
 
 
 def grandchildren(pid: int) -> list[int]:

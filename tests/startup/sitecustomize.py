@@ -12,7 +12,7 @@ from types import FrameType
 gc.set_threshold(10_000, 50, 100)
 
 _find_spec = importlib.util.find_spec
-_UNSEEN = {"bitsandbytes", "sklearn"}
+_UNSEEN = {"bitsandbytes", "boto3", "scipy", "sklearn"}
 """What libraries import where they find it, for features that are not used here; it takes seconds."""
 
 
@@ -37,7 +37,8 @@ class _NotForPeft:
 importlib.util.find_spec = _find_without_extras
 sys.meta_path.insert(0, _NotForPeft())  # pyright: ignore[reportArgumentType]  # a finder needs no more
 
-if "GCORE_TESTS_RAY_FORKS" in os.environ and len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith("/default_worker.py"):
-    import ray_forks
+if "GCORE_TESTS_FORKS" in os.environ:
+    import forks
 
-    ray_forks.become_a_fork(sys.orig_argv[1:])
+    if forks.is_heavy(sys.orig_argv[1:]):
+        forks.run_in_a_fork(sys.orig_argv[1:])

@@ -1,0 +1,170 @@
+"""Processes of a test as forks of one that has imported torch and transformers, which takes 5 CPU seconds or more.
+
+Ray starts a process for each of its workers, and gcore a fork server for the engines and ranks of a run. Such a process
+asks the server of an app's commands, `tests/apps/cli_server.py`, for a fork that runs in its place, and ends with it.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+SOCKET = "GCORE_TESTS_FORKS"
+"""The variable with the path of the server's socket; next to it, `parent_of` finds whose place a fork has."""
+
+
+def is_heavy(command: list[str]) -> bool:
+    """Whether a Python with these arguments is worth a fork: a worker of Ray, or a fork server."""
+    match command:
+        case ["-c", code]:
+            return code.startswith("from multiprocessing.forkserver import ")
+        case [path, *_]:
+            return path.endswith("/default_worker.py")
+        case _:
+            return False
+
+
+def run_in_a_fork(command: list[str]) -> None:
+    """Have these arguments of Python run in a fork with our files and environment, and end as it ends.
+
+    Returns if no server is there.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(os.environ[SOCKET])
+        except OSError:
+            return
+        files = _open_files()
+        files.remove(connection.fileno())
+        request = {
+            "command": command,
+            "environment": dict(os.environ),
+            "folder": str(Path.cwd()),
+            "parent": os.getppid(),
+            "files": files,
+        }
+        socket.send_fds(connection, [b"0"], files)
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        code = connection.makefile().readline()
+    os._exit(int(code or 1))
+
+
+def _open_files() -> list[int]:
+    files = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    # Without the listing itself, which is closed now.
+    return [fd for fd in files if Path(f"/proc/self/fd/{fd}").exists()]
+
+
+class Forks:
+    """In the server: a fork for each connection, at whose other end a process waits for it to end."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._connections: dict[int, socket.socket] = {}
+
+    def sources(self) -> list[socket.socket]:
+        """Return what to wait for: one that can be read goes to `handle`."""
+        return [self._listener, *self._connections.values()]
+
+    def handle(self, source: socket.socket) -> None:
+        """Start a fork, or end the one whose place in the tree of processes is gone."""
+        if source is self._listener:
+            connection, _ = self._listener.accept()
+            self._start(connection)
+            return
+        for pid, connection in self._connections.items():
+            if connection is source:
+                os.kill(pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Report the forks that have ended."""
+        for pid, connection in list(self._connections.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            _parent_file(self._folder, pid).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{os.waitstatus_to_exitcode(status) & 0xFF}\n".encode())
+            connection.close()
+            del self._connections[pid]
+
+    def close(self) -> None:
+        """Close what a fork does not need."""
+        for source in self.sources():
+            source.close()
+
+    def _start(self, connection: socket.socket) -> None:
+        _, files, _, _ = socket.recv_fds(connection, 1, 64)
+        request = json.loads(connection.makefile().readline())
+        pid = os.fork()
+        if pid == 0:
+            _parent_file(self._folder, os.getpid()).write_text(str(request["parent"]))
+            self.close()
+            connection.close()
+            _run(request, files)
+        for fd in files:
+            os.close(fd)
+        self._connections[pid] = connection
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent of the process whose place a fork has; None: it is no fork."""
+    try:
+        return int(_parent_file(Path(os.environ[SOCKET]).parent, pid).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _parent_file(folder: Path, pid: int) -> Path:
+    return folder / f"parent-of-{pid}"
+
+
+def _run(request: dict[str, Any], files: list[int]) -> None:
+    """Be the process that asks: with its files under the numbers that they have there."""
+    _place(dict(zip(request["files"], files, strict=True)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    flag, *rest = request["command"]
+    code = 1
+    try:
+        if flag == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path[0] = ""
+            exec(rest[0], {"__name__": "__main__"})
+        else:
+            sys.argv = [flag, *rest]
+            sys.path[0] = str(Path(flag).parent)
+            runpy.run_path(flag, run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _place(file_of: dict[int, int]) -> None:
+    """Give every file its number. First all are copied above those numbers, so that none takes another's place."""
+    above = max([*file_of, *file_of.values()]) + 1
+    copies: dict[int, int] = {}
+    for number, fd in file_of.items():
+        copies[number] = fcntl.fcntl(fd, fcntl.F_DUPFD, above)
+        os.close(fd)
+    for number, fd in copies.items():
+        os.dup2(fd, number)
+        os.close(fd)
