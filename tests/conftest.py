@@ -1,9 +1,12 @@
 import gc
 import os
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import Server, served
+from forks import SOCKET
 from hypothesis import HealthCheck, settings
 
 # No deadline: a slow example only shows that the machine is busy. Each run has the same examples, so that a change is
@@ -65,6 +68,24 @@ LONGEST_FIRST = (
     "workspace/test_wheels.py",
 )
 """The longest files of either command. A worker runs whole files, so the longest must not start last."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Heavy processes are forks of the server of gcore_llm's commands, once a test has started that."""
+    os.environ[SOCKET] = str(tmp_path_factory.mktemp("forks") / "gcore_llm")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served("gcore_llm", tmp_path_factory.mktemp("logs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def diffusion_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served("gcore_diffusion", tmp_path_factory.mktemp("diffusion-logs")) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

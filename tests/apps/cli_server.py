@@ -1,7 +1,7 @@
 """Run by `served`: forks a process of an app, `gcore_llm` or another, per request line and answers its pid.
 
-It also forks the heavy processes that commands start; see `forks.py`. Imports are done once, so that a process takes the
-time of its work alone.
+It also forks the heavy processes that commands start; see `forks.py`. Imports are done once, so that a process takes
+the time of its work alone.
 """
 
 import gc

@@ -1,33 +1,12 @@
 """The command line in processes of its own, and tiny runs for it."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Cli, Server, served
-from forks import SOCKET
+from command_line import Cli, Server
 from tiny_jobs import make_chatty_model, own_job
 
 from gcore_llm.tiny_model import make_tiny_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Heavy processes are forks of `server`, once that has started."""
-    os.environ[SOCKET] = str(tmp_path_factory.mktemp("forks") / "gcore_llm")
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served("gcore_llm", tmp_path_factory.mktemp("logs")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def diffusion_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served("gcore_diffusion", tmp_path_factory.mktemp("diffusion-logs")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import Cli, Server, served
+from command_line import Cli, Server
 from house import DOCUMENTS, READMES, ROOT, fenced_blocks, names_of_tests, relative
 
 READ_ON = (
@@ -252,14 +251,10 @@ def test_shell_commands_are_all_checked(document: Path) -> None:
     assert not unknown, "\n".join(unknown)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+@pytest.fixture
+def servers(server: Server, diffusion_server: Server) -> dict[str, Server]:
     """Both apps, imported once for the commands of all documents."""
-    with ExitStack() as stack:
-        yield {
-            app: stack.enter_context(served(app.replace("-", "_"), tmp_path_factory.mktemp(app)))
-            for app in ("gcore-llm", "gcore-diffusion")
-        }
+    return {"gcore-llm": server, "gcore-diffusion": diffusion_server}
 
 
 @pytest.mark.slow
