@@ -20,10 +20,10 @@ SOCKET = "GCORE_TESTS_FORKS"
 
 
 def is_heavy(command: list[str]) -> bool:
-    """Whether a Python with these arguments is worth a fork: a worker of Ray, or a fork server."""
+    """Whether a Python with these arguments is worth a fork: a worker of Ray, a fork server, a rank of vLLM."""
     match command:
-        case ["-c", code]:
-            return code.startswith("from multiprocessing.forkserver import ")
+        case ["-c", code, *_]:
+            return code.startswith(("from multiprocessing.forkserver import ", "from multiprocessing.spawn import "))
         case [path, *_]:
             return path.endswith("/default_worker.py")
         case _:
@@ -149,8 +149,8 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
