@@ -85,12 +85,13 @@ def serve() -> None:
     forks = Forks(Path(os.environ[SOCKET]))
     commands: set[int] = set()
     while True:
-        ready, _, _ = select.select([sys.stdin, *forks.sources()], [], [], 0.1)
+        sources = forks.sources()
+        ready, _, _ = select.select([sys.stdin, *sources], [], [], 0.1)
         forks.reap()
-        for source in ready:
-            if source is not sys.stdin:
+        for source in sources:
+            if source in ready:
                 forks.handle(source)
-                continue
+        if sys.stdin in ready:
             line = sys.stdin.readline()
             if not line:
                 return

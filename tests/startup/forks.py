@@ -20,10 +20,10 @@ SOCKET = "GCORE_TESTS_FORKS"
 
 
 def is_heavy(command: list[str]) -> bool:
-    """Whether a Python with these arguments is worth a fork: a worker of Ray, a fork server, a rank of vLLM."""
+    """Whether a Python with these arguments is worth a fork: a worker of Ray or a fork server."""
     match command:
-        case ["-c", code, *_]:
-            return code.startswith(("from multiprocessing.forkserver import ", "from multiprocessing.spawn import "))
+        case ["-c", code]:
+            return code.startswith("from multiprocessing.forkserver import ")
         case [path, *_]:
             return path.endswith("/default_worker.py")
         case _:
@@ -51,8 +51,10 @@ def run_in_a_fork(command: list[str]) -> None:
         }
         socket.send_fds(connection, [b"0"], files)
         connection.sendall(json.dumps(request).encode() + b"\n")
-        code = connection.makefile().readline()
-    os._exit(int(code or 1))
+        code = int(connection.makefile().readline() or 1)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _open_files() -> list[int]:
@@ -93,7 +95,7 @@ class Forks:
                 continue
             _parent_file(self._folder, pid).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                connection.sendall(f"{os.waitstatus_to_exitcode(status) & 0xFF}\n".encode())
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
             connection.close()
             del self._connections[pid]
 
@@ -130,8 +132,12 @@ def _parent_file(folder: Path, pid: int) -> Path:
 
 def _run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that asks: with its files under the numbers that they have there."""
+    import setproctitle  # not in every process that looks at this module
+
     _place(dict(zip(request["files"], files, strict=True)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # It looks for the arguments, which titles overwrite, next to the environment as it was at the start.
+    setproctitle.getproctitle()
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
