@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "apps"))
+sys.path[:0] = [str(ROOT / "tests" / "apps"), str(ROOT / "tests" / "startup")]
 
 NUM_STEPS = 4
 PARTS = {"start": "from the command line to the first step", "step": "one GRPO step"}
