@@ -31,7 +31,7 @@ from gcore_rollout import (
     load_reward,
     score,
 )
-from gcore_rollout.rewards import slow_calls
+from gcore_rollout.rewards import reward as rewards_module
 
 LONG_S = 600.0
 
@@ -253,8 +253,8 @@ async def test_math_verify_survives_a_tower_of_powers() -> None:
 async def test_a_slow_call_is_named_while_it_runs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slow_calls, "SLOW_S", 0.05)
-    monkeypatch.setattr(slow_calls, "CHECK_S", 0.01)
+    monkeypatch.setattr(rewards_module, "SLOW_S", 0.05)
+    monkeypatch.setattr(rewards_module, "CHECK_S", 0.01)
 
     def slow(*_: object) -> float:
         for _attempt in range(1000):

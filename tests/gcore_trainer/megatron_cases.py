@@ -26,7 +26,7 @@ from gcore_trainer import (
     PolicyObjective,
     TrainerError,
 )
-from gcore_trainer.objectives.fields import check_fields
+from gcore_trainer.objectives.objective import check_fields
 
 Layout = Mapping[str, Any]
 Steps = list[list[list[MicroBatch]]]

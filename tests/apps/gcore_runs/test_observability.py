@@ -39,7 +39,7 @@ from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
-from gcore_rollout.rewards.slow_calls import warn_of_slow_call
+from gcore_rollout.rewards.reward import warn_of_slow_call
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError, one_line, printable

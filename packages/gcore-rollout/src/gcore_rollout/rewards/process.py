@@ -16,9 +16,17 @@ from typing import Any
 from gcore_rollout.engines.remote import session
 from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess, pack_frame, read_frame
 from gcore_rollout.errors import RewardError, require
-from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, describe_call, exit_error, name_of
+from gcore_rollout.rewards.reward import (
+    SLOW_S,
+    RewardFunction,
+    Scored,
+    check_row,
+    describe_call,
+    exit_error,
+    name_of,
+    warn_of_slow_call,
+)
 from gcore_rollout.rewards.runner import is_async, pause_time_limit
-from gcore_rollout.rewards.slow_calls import SLOW_S, warn_of_slow_call
 
 _SERVE = "gcore_rollout.rewards.process:serve_function"
 _logger = logging.getLogger(__name__)

@@ -3,12 +3,14 @@
 import asyncio
 import contextvars
 import inspect
+import itertools
 import logging
 import math
 import numbers
 import queue
 import statistics
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
@@ -19,10 +21,13 @@ from functools import partial
 from typing import Any, Self
 
 from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, RolloutError, require
-from gcore_rollout.rewards.slow_calls import slow_calls
 
 _MAX_KINDS = 100
 """Most kinds of failures that are distinguished."""
+SLOW_S = 5.0
+"""Seconds after which a call is named."""
+CHECK_S = 1.0
+"""Seconds between two looks at the calls that run."""
 _logger = logging.getLogger(__name__)
 
 
@@ -285,3 +290,50 @@ def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
     if everything:
         metrics["reward/failed_fraction"] = (len(everything) - len(scored)) / len(everything)
     return metrics
+
+
+def warn_of_slow_call(call: str) -> None:
+    """Log that a call has been running for ``SLOW_S``."""
+    _logger.warning("%s has been running for %g s", call, SLOW_S)
+
+
+class SlowCalls:
+    """The synchronous calls that run now. One thread looks at all of them: a timer for each would take longer than most
+    rewards do."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[float, Callable[[], str]]] = {}
+        self._numbers = itertools.count()
+        self._has_calls = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watch(self, describe: Callable[[], str]) -> Generator[None]:
+        """Name the call of this block, by ``describe()``, if it takes longer than ``SLOW_S``."""
+        if self._thread is None or not self._thread.is_alive():
+            # A fork of this process has the object without the thread.
+            self._thread = threading.Thread(target=self._check, name="slow-rewards", daemon=True)
+            self._thread.start()
+        number = next(self._numbers)
+        self._running[number] = (time.monotonic(), describe)
+        self._has_calls.set()
+        try:
+            yield
+        finally:
+            del self._running[number]
+
+    def _check(self) -> None:
+        reported = -1
+        while True:
+            self._has_calls.wait()
+            time.sleep(CHECK_S)
+            self._has_calls.clear()
+            for number, (start_s, describe) in list(self._running.items()):
+                self._has_calls.set()
+                if number > reported and time.monotonic() - start_s >= SLOW_S:
+                    reported = number
+                    warn_of_slow_call(describe())
+
+
+slow_calls = SlowCalls()
+"""The calls of this process."""

@@ -32,8 +32,8 @@ from gcore_rollout.rewards.reward import (
     located,
     may_pass,
     name_of,
+    slow_calls,
 )
-from gcore_rollout.rewards.slow_calls import slow_calls
 
 OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""

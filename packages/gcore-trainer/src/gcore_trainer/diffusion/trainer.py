@@ -17,8 +17,7 @@ from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, Trans
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
-from gcore_trainer.objectives.fields import check_finite
-from gcore_trainer.objectives.objective import add_sums
+from gcore_trainer.objectives.objective import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas

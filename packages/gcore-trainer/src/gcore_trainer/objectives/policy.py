@@ -11,8 +11,16 @@ from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_token
 from gcore_trainer.advantages.reward_shaping import MAX_K3
 from gcore_trainer.config import POLICY_LOSSES, KLPenalty, PolicyLossConfig, has_dual_clip, require
 from gcore_trainer.errors import BatchError
-from gcore_trainer.objectives.fields import check_fields, field_of, mask_of, token_weights
-from gcore_trainer.objectives.objective import BatchTotals, Objective, PartialLoss, TokenScores
+from gcore_trainer.objectives.objective import (
+    BatchTotals,
+    Objective,
+    PartialLoss,
+    TokenScores,
+    check_fields,
+    field_of,
+    mask_of,
+    token_weights,
+)
 from gcore_trainer.sample import MicroBatch, Sample
 
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")

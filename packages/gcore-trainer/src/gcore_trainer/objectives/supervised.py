@@ -12,8 +12,16 @@ from torch.nn.functional import logsigmoid
 
 from gcore_trainer.config import DPOConfig, DPOLossType, RewardModelConfig
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.objectives.fields import check_fields, field_of, mask_of, token_weights
-from gcore_trainer.objectives.objective import BatchTotals, Objective, PartialLoss, TokenScores
+from gcore_trainer.objectives.objective import (
+    BatchTotals,
+    Objective,
+    PartialLoss,
+    TokenScores,
+    check_fields,
+    field_of,
+    mask_of,
+    token_weights,
+)
 from gcore_trainer.sample import MicroBatch, Sample
 
 

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.objectives.fields import check_fields, field_of, mask_of, token_weights
-from gcore_trainer.objectives.objective import BatchTotals, Objective, PartialLoss
+from gcore_trainer.objectives.objective import (
+    BatchTotals,
+    Objective,
+    PartialLoss,
+    check_fields,
+    field_of,
+    mask_of,
+    token_weights,
+)
 from gcore_trainer.sample import MicroBatch
 
 

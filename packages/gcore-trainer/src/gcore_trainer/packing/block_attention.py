@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.layout import Span
 
 _aten = torch.ops.aten

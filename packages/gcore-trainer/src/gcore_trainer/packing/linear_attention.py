@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.layout import PackedBatch, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 

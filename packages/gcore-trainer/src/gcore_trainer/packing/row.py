@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, sum_over_ranks
 from gcore_trainer.errors import BatchError, UnsupportedModelError
-from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.layout import PackedBatch, Segment, pack, rounded_length
 from gcore_trainer.packing.router_replay import routing_of_row

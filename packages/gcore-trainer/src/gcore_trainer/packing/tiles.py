@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import (
     AttentionKind,
     Places,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
-from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.layout import PackedBatch
 from gcore_trainer.sample import Images, MicroBatch
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import (
     VarlenLengths,
     attend_varlen,
