@@ -1,6 +1,7 @@
 """Servers of other projects, started for tests."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,9 +15,12 @@ _SERVE_SGLANG = Path(__file__).parents[2] / "scripts" / "sglang-cpu" / "serve"
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port for a server that binds it much later: below those that connections get meanwhile."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("found no free port from 20000 to 31999")
 
 
 @contextmanager
