@@ -13,11 +13,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_rows, step_rows, val_rows
 from process_tree import left_after
+from server_processes import free_port, served
 from waiting import wait_until
-
-# The servers of gcore_rollout's tests are started in the same way.
-sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
-from server_processes import free_port, served  # pyright: ignore[reportMissingImports]
 
 SERVED = ("--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.weights-dir", "x")
 ON_RAY = (*SERVED, "--runtime", "ray")

@@ -3,17 +3,17 @@
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import ray
+from server_processes import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,8 @@ def started(**changes: str) -> Generator[Head]:
         home = Path(folder, "home")
         (home / ".ray").mkdir(parents=True)
         (home / ".ray/auth_token").write_text(TOKEN)
-        port, client_port = free_ports(2)
+        port = free_port()
+        client_port = free_port()
         command = [BIN / "ray", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/ray"]
         options = [f"--ray-client-server-port={client_port}", "--object-store-memory=80000000", "--disable-usage-stats"]
         with subprocess.Popen(
@@ -112,14 +113,6 @@ def started(**changes: str) -> Generator[Head]:
                 raise AssertionError("".join(seen))
             yield Head(f"127.0.0.1:{port}", home)
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def environment(**changes: str) -> dict[str, str]:

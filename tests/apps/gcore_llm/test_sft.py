@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,10 +16,7 @@ import torch
 from command_line import Cli, metrics_of, option_set, write_rows
 from finetune_cases import TEMPLATE, causal_lm, finished, interrupt_and_resume, with_template
 from prometheus_client.parser import text_string_to_metric_families
-
-# As gcore_rollout's tests find one.
-sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
-from server_processes import free_port  # pyright: ignore[reportMissingImports]
+from server_processes import free_port
 
 from gcore_llm.finetune.data import sft_tokens
 from gcore_llm.finetune.tokens import Encoder
