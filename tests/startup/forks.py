@@ -132,12 +132,9 @@ def _parent_file(folder: Path, pid: int) -> Path:
 
 def _run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that asks: with its files under the numbers that they have there."""
-    import setproctitle  # not in every process that looks at this module
 
     _place(dict(zip(request["files"], files, strict=True)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # It looks for the arguments, which titles overwrite, next to the environment as it was at the start.
-    setproctitle.getproctitle()
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
