@@ -117,7 +117,9 @@ class DeviceMap:
 
         It is Megatron's order, and that of the torch backend, which has CP and DP alone.
         """
-        layout, found, rest = self.sizes.training, dict[str, int](), rank
+        layout = self.sizes.training
+        found = dict[str, int]()
+        rest = rank
         for name, size in (
             ("TP", layout.tensor_model_parallel_size),
             ("CP", layout.context_parallel_size),
@@ -138,7 +140,8 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
     Raises:
         PlacementError: a process or a group that has no place; it names the field, and what would fit.
     """
-    layout, per_node = sizes.training, cluster.devices_per_node
+    layout = sizes.training
+    per_node = cluster.devices_per_node
     together = layout.tensor_model_parallel_size * layout.context_parallel_size
     for name in ("tensor_model_parallel_size", "context_parallel_size"):
         _check_node(name, getattr(layout, name), per_node)

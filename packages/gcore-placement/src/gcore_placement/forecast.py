@@ -126,7 +126,8 @@ class Job(Checked):
     @cached_property
     def training_pairs(self) -> float:
         """Pairs of a query token and a key token it attends to; see `TransformerWorkload.group_flops`."""
-        prompts, responses = self.prompt_lengths, self.response_lengths
+        prompts = self.prompt_lengths
+        responses = self.response_lengths
         in_prompt = (prompts.mean_square + prompts.mean) / 2
         in_response = prompts.mean * responses.mean + (responses.mean_square + responses.mean) / 2
         return self.train_batch_size * (in_prompt + self.n * in_response)
@@ -187,7 +188,8 @@ def predict_step(
         judging = seconds("reward", "reward", reward_devices, costs.reward)
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
-    tokens, pairs = job.training_tokens, job.training_pairs
+    tokens = job.training_tokens
+    pairs = job.training_pairs
     preparation_s, training_s = map(float, training_seconds(costs.training, tokens, pairs, num_devices))
     return StepTime(
         generation_s=float(job.wave_chances @ generation[:, 0]),
@@ -227,11 +229,13 @@ def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage
     """
     _, read, written = job.engine_role(stage)
     # The policy reads a prompt once for a group, the judge for each response.
-    num_reads, prompt_mean = 1 if stage == "generation" else job.n, read.mean
+    num_reads = 1 if stage == "generation" else job.n
+    prompt_mean = read.mean
     context_tokens = prompt_mean * written.mean + (written.mean_square + written.mean) / 2
     rows: list[Floats] = []
     for prompts in job.wave_prompts.tolist():
-        num_sequences, read_tokens = prompts * job.n, prompts * num_reads * prompt_mean
+        num_sequences = prompts * job.n
+        read_tokens = prompts * num_reads * prompt_mean
         each = np.maximum(num_sequences / num_replicas, min(1.0, num_sequences))
         steps = np.full(each.shape, written.expected_longest(num_sequences))
         waiting = each > engine.max_num_seqs
@@ -318,7 +322,8 @@ class Correction(Checked):
 
     def training(self, costs: Training) -> Training:
         """Return the laws of training and preparation times their factors."""
-        training, preparation = self.factor("training"), self.factor("preparation")
+        training = self.factor("training")
+        preparation = self.factor("preparation")
         return replace(times(costs, training), forward_share=costs.forward_share * (preparation / training))
 
     def state(self) -> dict[str, Any]:
@@ -377,9 +382,12 @@ class Forecast:
             train_batch_size=round(groups),
             acceptance=min(1.0, max(metrics["sampling/acceptance"], 1e-3)),
         )
-        law, predicted_s, measured_s = self.predict(job), 0.0, 0.0
+        law = self.predict(job)
+        predicted_s = 0.0
+        measured_s = 0.0
         for stage, name in _MEASURED.items():
-            law_s, took_s = getattr(law, f"{stage}_s"), metrics.get(name, 0.0)
+            law_s = getattr(law, f"{stage}_s")
+            took_s = metrics.get(name, 0.0)
             if law_s > 0 and took_s > 0:
                 predicted_s += law_s * self.correction.factor(stage)
                 measured_s += took_s

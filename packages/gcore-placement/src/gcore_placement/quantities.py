@@ -175,7 +175,8 @@ class Lengths:
 
 def lengths_of(mean: float, longest: float, *, count: float) -> Lengths:
     """Return log-normal lengths of this mean; the longest of `count` of them is about `longest`."""
-    mean, longest = max(1.0, mean), max(1.0, longest)
+    mean = max(1.0, mean)
+    longest = max(1.0, longest)
     deviations = NormalDist().inv_cdf(1 - 1 / (count + 1)) if count > 1 else 0.0
     # ln(longest / mean) = sigma * deviations - sigma^2 / 2
     sigma = deviations - math.sqrt(max(0.0, deviations**2 - 2 * math.log(max(1.0, longest / mean))))
@@ -292,7 +293,8 @@ class TransformerWorkload:
     @property
     def attention_matrices(self) -> list[tuple[int, int]]:
         """Inputs and outputs of the matrices of a layer's attention."""
-        h, heads = self.hidden_size, self.num_attention_heads
+        h = self.hidden_size
+        heads = self.num_attention_heads
         if not self.is_latent:
             key_size = self.key_value_size // 2
             return [(h, self.query_size), (h, key_size), (h, key_size), (self.value_size, h)]

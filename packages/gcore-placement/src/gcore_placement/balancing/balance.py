@@ -82,7 +82,8 @@ def balance(
     company = len(falling) // num_parts - 1 if equal_count else 0
     lower_bound = max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
     if sizes is None:
-        sizes, most_weight = np.ones(len(falling)), float(most)
+        sizes = np.ones(len(falling))
+        most_weight = float(most)
         start = longest_first(falling, num_parts, max_count=most)
         # A bound that folding keeps, and that the rule was never seen to break.
         if sum_per_part(start, falling, num_parts).max() > falling.sum() / num_parts + falling[0]:
@@ -151,7 +152,8 @@ def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: 
     by_weight = np.argsort(-weights, kind="stable")
     # Even weights leave most capacity to exchange items in.
     packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
-    fullest, total = float(sum_per_part(packed, weights[by_weight], num_parts).max()), float(weights.sum())
+    fullest = float(sum_per_part(packed, weights[by_weight], num_parts).max())
+    total = float(weights.sum())
     if fullest > capacity:
         packed = best_fit_decreasing(weights[by_weight], capacity=capacity)
         if packed.max() >= num_parts:
@@ -200,7 +202,8 @@ def micro_batches(
     if num_multiple == 1 and tokens.sum() <= max_tokens:
         return [np.arange(len(tokens))]
     order = np.lexsort((-tokens, -work))
-    tokens, work = tokens[order], work[order]
+    tokens = tokens[order]
+    work = work[order]
     by_tokens, num_parts = _fewest(tokens, max_tokens=max_tokens, num_multiple=num_multiple)
     by_work = longest_first_within(work, tokens, num_parts, capacity=max_tokens)
     starts = [by_tokens] if by_work is None else [by_work, by_tokens]
@@ -229,7 +232,8 @@ def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints
         for part, items in enumerate(balance(tokens, middle * num_multiple)):
             tried[items] = part
         if sum_per_part(tried, tokens, middle * num_multiple).max() <= max_tokens:
-            fewest, enough = tried, middle
+            fewest = tried
+            enough = middle
         else:
             below = middle
     return fewest, enough * num_multiple
@@ -252,7 +256,8 @@ def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: b
     until = np.concatenate([[0.0], np.cumsum(costs)])
     depth = max(1, -(-(len(costs) // num_parts - _SINGLE_ROUNDS) // _SINGLE_ROUNDS))
     part_of = np.empty(len(costs), dtype=np.intp)
-    loads, counts = np.zeros(num_parts), np.zeros(num_parts, dtype=np.intp)
+    loads = np.zeros(num_parts)
+    counts = np.zeros(num_parts, dtype=np.intp)
     num_dealt = num_rounds = 0
     while num_left := len(costs) - num_dealt:
         parts = np.flatnonzero(counts < max_count)
@@ -312,7 +317,8 @@ def best_fit_decreasing(weights: Floats, *, capacity: float) -> Ints:
         if fit < len(free):
             left, part = free.pop(fit)
         else:
-            left, part = capacity, num_parts
+            left = capacity
+            part = num_parts
             num_parts += 1
         part_of[item] = part
         insort(free, (left - weight, part))

@@ -69,13 +69,15 @@ class Assignment:
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
         items = np.sort(order[rank % stride == first % stride])
         sampled = replace(self, costs=self.costs[items], weights=self.weights[items], part_of=self.part_of[items])
-        sampled.loads, sampled.filled = self.loads, self.filled
+        sampled.loads = self.loads
+        sampled.filled = self.filled
         return sampled, items
 
     def apply(self, exchanges: "Exchanges") -> None:
         """Carry out exchanges; no part may occur in two of them."""
         heavy, light, given, taken = exchanges
-        shift, weight_shift = _shift(self.costs, given, taken), _shift(self.weights, given, taken)
+        shift = _shift(self.costs, given, taken)
+        weight_shift = _shift(self.weights, given, taken)
         swapped = taken != NOTHING
         self.part_of[given] = light[:, None]
         self.part_of[taken[swapped]] = np.broadcast_to(heavy[:, None], taken.shape)[swapped]
@@ -90,7 +92,8 @@ class Assignment:
         Items are [..., num_items], all else and the result [...]
         """
         half_gap = (self.loads[heavy] - self.loads[light]) / 2
-        shift, weight_shift = _shift(self.costs, given, taken), _shift(self.weights, given, taken)
+        shift = _shift(self.costs, given, taken)
+        weight_shift = _shift(self.weights, given, taken)
         fits = self.filled[light] + weight_shift <= self.capacity
         fits &= self.filled[heavy] - weight_shift <= self.capacity
         helps = (shift > 0) & (shift < 2 * half_gap)
@@ -124,7 +127,8 @@ class ExchangeSearch:
         keys = self._sort_by_part_then_cost()
         counts = np.bincount(state.part_of, minlength=state.num_parts)
         uneven = (state.loads[heavy] > state.loads[light]) & (counts[heavy] > 0)
-        heavy, light = heavy[uneven], light[uneven]
+        heavy = heavy[uneven]
+        light = light[uneven]
         ends = np.cumsum(counts)
         starts = ends - counts
 
@@ -132,7 +136,8 @@ class ExchangeSearch:
         sizes = counts[heavy]
         first_query = np.cumsum(sizes) - sizes
         pair = np.repeat(np.arange(len(heavy)), sizes)
-        heavy, light = heavy[pair], light[pair]
+        heavy = heavy[pair]
+        light = light[pair]
         given = self._order[starts[heavy] + np.arange(len(pair)) - first_query[pair]]
 
         half_gap = (state.loads[heavy] - state.loads[light]) / 2
@@ -163,7 +168,8 @@ class ExchangeSearch:
 
 MAX_SUMS = 1 << 16
 """Sums of two items that a round looks at, on either side."""
-FEWEST_ITEMS, MOST_ITEMS = 12, 64
+FEWEST_ITEMS = 12
+MOST_ITEMS = 64
 """Least and most items of a part to try."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, without their whole part, are spread evenly over [0, 1]."""
@@ -179,7 +185,8 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
     order, counts, starts = by_part(assignment.part_of, assignment.num_parts)
     chosen = assignment.loads[heavy] > np.maximum(target, assignment.loads[light])
     chosen &= np.minimum(counts[heavy], counts[light]) >= 2
-    heavy, light = heavy[chosen], light[chosen]
+    heavy = heavy[chosen]
+    light = light[chosen]
     if not len(heavy):
         return
     size = int(np.clip(np.sqrt(2 * MAX_SUMS / len(heavy)), FEWEST_ITEMS, MOST_ITEMS))
@@ -206,7 +213,8 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
     above -= pair * len(one)
 
     best_miss = np.full(len(heavy), np.inf)
-    best_given, best_taken = given[:, 0], taken[:, 0]
+    best_given = given[:, 0]
+    best_taken = taken[:, 0]
     for position in (above - 1, above):
         inside = (position >= 0) & (position < len(one))
         partner = by_sum[pair, np.where(inside, position, 0)]
@@ -223,10 +231,12 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
 
 
 MAX_ROUNDS = 200
-CLOSE_ENOUGH, CLOSE_FOR_FEW = 2e-10, 1e-8
+CLOSE_ENOUGH = 2e-10
+CLOSE_FOR_FEW = 1e-8
 """Relative distances from the lower bound at which another round is worth less than its own time: in general, and where
 a round would try all of very many items."""
-FEW_PER_PART, SAMPLES = 64, 8
+FEW_PER_PART = 64
+SAMPLES = 8
 """Items of a part that are enough to choose from, most of the time, and the most samples of so few to try."""
 WORTHWHILE = 0.5
 """Share of the distance from the lower bound that may remain after a round that is followed by another of its kind."""

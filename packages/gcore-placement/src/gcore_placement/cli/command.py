@@ -29,7 +29,9 @@ from gcore_placement.workload.model_shape import ModelShape
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import Trace
 
-_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_NO_READER = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +179,8 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _read_model(path: str) -> ModelShape:
     """Read the shape of the model in a Hugging Face folder or `config.json`."""
-    accepted, content = "a Hugging Face folder or its config.json", "a Hugging Face config.json"
+    accepted = "a Hugging Face folder or its config.json"
+    content = "a Hugging Face config.json"
     return ModelShape.from_config(read_json("model", path, "config.json", accepted=accepted, content=content))
 
 
@@ -233,7 +236,8 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
         return None if arguments.trace is None else Trace.load(arguments.trace)
     try:
         config = tomllib.loads((folder / "config.toml").read_text())
-        n, longest = int(config["rollout"]["n"]), float(config["reward_model"]["judge"]["max_response_length"])
+        n = int(config["rollout"]["n"])
+        longest = float(config["reward_model"]["judge"]["max_response_length"])
     except (OSError, KeyError, ValueError) as error:
         raise PlacementError(
             f"--from-run is {str(folder)!r}; expected a gcore-llm run, with config.toml and metrics.jsonl ({error!r})"

@@ -31,7 +31,8 @@ svg { display: block; width: 100%; height: auto; margin: .5rem 0 1rem; }
 svg text { font: 12px system-ui, sans-serif; fill: #333; }
 .key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; }
 """
-_WIDTH, _LABEL = 1000, 110
+_WIDTH = 1000
+_LABEL = 110
 _LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "clairvoyant": "#3fa06b"}
 
 
@@ -84,7 +85,8 @@ def _bars(runs: Sequence[StrategyRun]) -> str:
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
     for row, run in enumerate(runs):
-        y, x = 4 + 30 * row, float(_LABEL)
+        y = 4 + 30 * row
+        x = float(_LABEL)
         shapes.append(f'<text x="0" y="{y + 16}">{run.strategy}</text>')
         for name in (*WORK, *IDLE):
             width = run.share(name) * run.seconds / longest * (_WIDTH - _LABEL)
@@ -102,7 +104,8 @@ def _bars(runs: Sequence[StrategyRun]) -> str:
 
 def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
     """Draw values over steps, from 0 up; `unit` formats them."""
-    height, left = 180, 80
+    height = 180
+    left = 80
     most = top or max(float(values.max()) for _, values in lines)
     shapes = [
         f'<line x1="{left}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
@@ -128,7 +131,8 @@ def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
         moments = np.linspace(0, end, 400)
         busy = np.searchsorted(np.sort(run.busy_from), moments, side="right")
         busy = busy - np.searchsorted(np.sort(run.busy_to), moments, side="right")
-        base, most = 70 + 75 * row, max(1, int(busy.max()))
+        base = 70 + 75 * row
+        most = max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)
         points = " ".join(f"{a:.1f},{base - 60 * b / most:.1f}" for a, b in zip(x, busy, strict=True))
         shapes.append(f'<text x="0" y="{base - 36}">{name}</text><text x="0" y="{base - 20}">{most:,} replicas</text>')

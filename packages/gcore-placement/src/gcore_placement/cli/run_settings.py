@@ -31,7 +31,8 @@ def run_settings(plan: Plan, job: Job, *, model: str, judge: str) -> str:
 
 
 def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
-    policy, training = plan.policy, plan.training
+    policy = plan.policy
+    training = plan.training
     nodes = math.ceil(plan.num_devices / plan.cluster.devices_per_node)
     found: dict[str, str | int | float | bool | Settings] = {
         "model": _folder(model),

@@ -25,7 +25,8 @@ _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that noth
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
     """Print the shares of each role's device time, and of all: work, then causes of idleness, where there is any."""
-    console, shares = _console(), (*ledger.device_ns, None)
+    console = _console()
+    shares = (*ledger.device_ns, None)
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
     console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle\n", soft_wrap=True)
@@ -53,7 +54,8 @@ def print_plan(plan: Plan) -> None:
     )
     console.print(Text(text), soft_wrap=True)
     if plan.whole_training_bytes > plan.usable_bytes:
-        least, peak = gigabytes(plan.whole_training_bytes), gigabytes(sum(plan.memory["training"].values()))
+        least = gigabytes(plan.whole_training_bytes)
+        peak = gigabytes(sum(plan.memory["training"].values()))
         instead = (
             f"LoRA of rank {plan.lora_rank} trains {plan.trained_parameters / 1e6:,.1f} million parameters in {peak}"
         )

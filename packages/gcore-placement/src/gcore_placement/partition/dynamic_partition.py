@@ -73,7 +73,8 @@ class DynamicPartition:
         if len(loads) != num_roles:
             raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
         self._history.add(loads, self.partition.devices, size)
-        before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
+        before = self._followed
+        move_s = self.config.move_within_s if is_within_step else self.config.move_s
         latest = self._history.latest(size)
         # Where the slowest role is as fast, others count.
         seconds = self._mean_seconds(latest, self._history.error()) + _OTHERS * self._sum_of_roles(latest[0])
@@ -111,7 +112,8 @@ class DynamicPartition:
         """Continue from a `state()`; PlacementError where a cluster that has changed has no such partition."""
         index, followed = (self.space.index(_partition(state[name])) for name in ("partition", "followed"))
         self._safeguard.load_state(state["safeguard"])
-        self._index, self._followed = index, followed
+        self._index = index
+        self._followed = followed
         self._history.rows = [[list(map(float, entry)) for entry in row] for row in state["history"]]
 
     def _seconds(self, load: Load) -> Floats:
@@ -126,7 +128,8 @@ class DynamicPartition:
         return expected_max(seconds_PRK, NORMAL_WEIGHTS)
 
     def _follow(self, move_s: float, *, is_within_step: bool) -> None:
-        config, now = self.config, self._followed
+        config = self.config
+        now = self._followed
         is_far = self._history.deviation() > config.far
         target = self._least_regret() if is_far else self._towards_best()
         seconds = self._seconds(self._history.latest() if is_far else self._history.settled())
@@ -136,7 +139,9 @@ class DynamicPartition:
 
     def _towards_best(self) -> int:
         """Return the partition on the way to the best one that pays even if the settled load is off by noise."""
-        config, now, (work, floor) = self.config, self._followed, self._history.settled()
+        config = self.config
+        now = self._followed
+        work, floor = self._history.settled()
         seconds = self._seconds((work, floor))
         best = self._nearest_best(seconds, now, work)
         if seconds[now] - seconds[best] <= config.min_gain * seconds[now]:
@@ -154,7 +159,8 @@ class DynamicPartition:
 
     def _least_regret(self) -> int:
         """Return the partition of least regret under two cases: the settled load, and that of the last round."""
-        config, now = self.config, self._followed
+        config = self.config
+        now = self._followed
         seconds = np.stack([self._seconds(load) for load in (self._history.settled(), self._history.latest())])
         least = seconds.min(axis=1, keepdims=True)
         regret = np.divide(seconds, least, out=np.ones_like(seconds), where=least > 0).max(axis=0)
@@ -175,7 +181,8 @@ class DynamicPartition:
 
 def _partition(state: Mapping[str, Any]) -> Partition:
     """Return a partition of a `state()`, in which JSON has made lists of tuples."""
-    replicas, devices = tuple(state["replicas"]), tuple(state["devices"])
+    replicas = tuple(state["replicas"])
+    devices = tuple(state["devices"])
     return Partition(replicas=replicas, devices=devices, unassigned_devices=state["unassigned_devices"])
 
 

@@ -68,7 +68,8 @@ class LendChoice:
             return self.lends
         if self._before_s is not None:
             ratio = median(self._unit_s) / self._before_s
-            self._ratio, self._before_s = (ratio if self.lends else 1 / ratio), None
+            self._ratio = ratio if self.lends else 1 / ratio
+            self._before_s = None
         if (self.gain_s > 0) is not self.lends:
             self._before_s = median(self._unit_s)
             self.lends = not self.lends

@@ -21,7 +21,8 @@ class _Queue:
         if not waiting:
             self.since_s = None
         elif self.since_s is None:
-            self.since_s, self.finished_before = now_s, finished
+            self.since_s = now_s
+            self.finished_before = finished
         elif finished > self.finished_before and now_s > self.since_s:
             self.device_rate = (finished - self.finished_before) / (now_s - self.since_s) / serving
 
@@ -127,4 +128,5 @@ class LendingRule:
     def lent(self, seconds: float) -> None:
         """Take in how long the loan of a device took."""
         check_amounts("seconds", seconds)
-        self.lending_s, self._is_measured = seconds, True
+        self.lending_s = seconds
+        self._is_measured = True

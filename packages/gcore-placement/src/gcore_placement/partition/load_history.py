@@ -21,7 +21,8 @@ NUM_ROUNDS = 21
 _MAX_CORRECTION = 16.0
 _TREND_ROUNDS = 9
 """Rounds from which on there may be a trend."""
-_STRAIGHT, _EVIDENT = 1.5, 4.0
+_STRAIGHT = 1.5
+_EVIDENT = 4.0
 """A trend is evident where rounds are off its line by fewer deviations of the noise than the first, in the median, and
 the line rises by more than the second, from the first round to the last."""
 _ERROR_ROUNDS = 3
@@ -44,7 +45,8 @@ class LoadHistory:
     """The last rounds of R roles. A round counts by its size: a handful of prompts decides nothing."""
 
     def __init__(self, config: DynamicPartitionConfig, num_roles: int) -> None:
-        self._config, self._num_roles = config, num_roles
+        self._config = config
+        self._num_roles = num_roles
         self.rows: list[list[list[float]]] = []
         """As they are saved; replaced with each round, never changed."""
         self._array_of: tuple[list[list[list[float]]], Floats] = self.rows, np.empty(0)
@@ -55,7 +57,8 @@ class LoadHistory:
         if self._config.is_corrected:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
         corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION)
-        work_s, floors = np.array([load.work_device_s for load in loads]), [load.floor_s for load in loads]
+        work_s = np.array([load.work_device_s for load in loads])
+        floors = [load.floor_s for load in loads]
         error = -1.0
         if not any(load.lent_devices for load in loads):
             seconds = (floors + work_s / np.array(devices)) * corrections
@@ -84,10 +87,12 @@ class LoadHistory:
         Evident is a line that rises by much more than noise and that rounds are off by no more than noise: not after a
         jump, nor where the load swings within the last rounds.
         """
-        work, size = self._array()[:, _WORK], self._sizes()
+        work = self._array()[:, _WORK]
+        size = self._sizes()
         if len(work) < _TREND_ROUNDS or not work.all():
             return np.zeros(self._num_roles)
-        at, noise = (np.cumsum(size) - size / 2) / self._usual_size(), self.noise()
+        at = (np.cumsum(size) - size / 2) / self._usual_size()
+        noise = self.noise()
         slope, off = np.array([median_line(at, logs, size) for logs in np.log(work).T]).T
         is_line = off / NORMAL_MEDIAN < _STRAIGHT * noise
         return np.where(is_line & (np.abs(slope) * (at[-1] - at[0]) > _EVIDENT * noise), slope, 0.0)
@@ -95,7 +100,8 @@ class LoadHistory:
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
         rows = self._array()
-        work, size = rows[:, _WORK], self._sizes()
+        work = rows[:, _WORK]
+        size = self._sizes()
         # The error of a model may differ between partitions, and is not noise.
         has_stayed = (np.diff(rows[:, _DEVICES], axis=0) == 0).all(axis=1)
         if not has_stayed.any() or not work.all():
@@ -109,14 +115,16 @@ class LoadHistory:
 
     def error(self) -> float:
         """Return the error of the law in the last rounds in which it can be seen; at least the configured one."""
-        errors, size = self._array()[:, _ERROR, 0], self._sizes()
+        errors = self._array()[:, _ERROR, 0]
+        size = self._sizes()
         seen = np.flatnonzero(errors >= 0)[-_ERROR_ROUNDS:]
         least = self._config.law_error
         return max(least, weighted_median(errors[seen], size[seen])) if seen.size else least
 
     def deviation(self) -> float:
         """Return how far the last round's work is off the settled one, in standard deviations; the largest role."""
-        last, settled = self._array()[-1, _WORK], self._medians(_WORK)
+        last = self._array()[-1, _WORK]
+        settled = self._medians(_WORK)
         if not (last.all() and settled.all()):
             return float("inf") if (last != settled).any() else 0.0
         noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / self._sizes()[-1]))
@@ -140,7 +148,9 @@ class LoadHistory:
 
     def _medians(self, entry: int, growth: Floats | float = 0.0) -> Floats:
         """Return medians over `window` rounds of usual size, each grown to the next round: [R]."""
-        rows, size, usual = self._array()[::-1], self._sizes()[::-1], self._usual_size()
+        rows = self._array()[::-1]
+        size = self._sizes()[::-1]
+        usual = self._usual_size()
         after = np.cumsum(size) - size
         weights = np.clip(self._config.window * usual - after, 0.0, size)
         until_next = (after + size / 2) / usual + 0.5

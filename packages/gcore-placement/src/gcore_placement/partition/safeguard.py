@@ -45,7 +45,8 @@ class Safeguard:
     """
 
     def __init__(self, role_devices: Floats, start: int, tolerance: float) -> None:
-        self._role_devices, self._tolerance = role_devices, tolerance
+        self._role_devices = role_devices
+        self._tolerance = tolerance
         self._spent_P = np.zeros(len(role_devices))
         """Seconds of all rounds on each partition."""
         self._fixed = start
@@ -75,7 +76,8 @@ class Safeguard:
             is_within_step: whether the next round belongs to the same step: the choice then stays.
         """
         self._spent_P += seconds_P
-        following_s, fixed_s = float(seconds_P[before]), float(seconds_P[self._fixed])
+        following_s = float(seconds_P[before])
+        fixed_s = float(seconds_P[self._fixed])
         following_s += self._late_s(before, after, move_s)
         best = int(self._spent_P.argmin())
         least_s = float(seconds_P.min())
@@ -87,7 +89,8 @@ class Safeguard:
             fixed_s += self._late_s(self._fixed, best, move_s)
             gained_R = self._role_devices[best] - self._role_devices[self._fixed]
             self._num_turns += float(gained_R @ self._gained_R) < 0
-            self._fixed, self._gained_R = best, gained_R
+            self._fixed = best
+            self._gained_R = gained_R
         won = (fixed_s - following_s) / usual_s
         allowed = self._tolerance * least_s / usual_s
         self._won += won if self.follows_load else 0.0
@@ -96,12 +99,14 @@ class Safeguard:
         to_start = max(WON, self._most_won - self._won) * 2 ** (max(0.0, -self._won) / LOST)
         threshold = LOST + move_s / usual_s if self.follows_load else to_start
         if self._evidence > threshold and not is_within_step:
-            self.follows_load, self._evidence = not self.follows_load, 0.0
+            self.follows_load = not self.follows_load
+            self._evidence = 0.0
         return after if self.follows_load else self._fixed
 
     def _late_s(self, before: int, after: int, move_s: float) -> float:
         """Return the seconds that a move adds: a role that waits for a share of its devices is late by that share."""
-        had, has = self._role_devices[before], self._role_devices[after]
+        had = self._role_devices[before]
+        has = self._role_devices[after]
         return move_s * float((1 - had / has).max())
 
     def state(self) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class StrategyChoice:
         check_amounts("switch_s", switch_s)
         self.strategy: Strategy = start
         self.switch_s = switch_s
-        self._space, self._horizon_steps = space, horizon_steps
+        self._space = space
+        self._horizon_steps = horizon_steps
         self._steps: list[tuple[float, float]] = []
         """Seconds since the last change: measured of the present strategy, and by the law of the other one."""
         self._corrections: dict[Strategy, float] = {name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live}
@@ -66,8 +67,10 @@ class StrategyChoice:
             self._promised_s = None
         saved_s = measured_s - law_s * self._corrections[other]
         if saved_s > _MIN_GAIN * measured_s and saved_s * self._horizon_steps > self.switch_s:
-            self.strategy, self._steps = other, []
-            self._promised_s, self._left_s = law_s, measured_s
+            self.strategy = other
+            self._steps = []
+            self._promised_s = law_s
+            self._left_s = measured_s
         return self.strategy
 
     def state(self) -> dict[str, Any]:
@@ -85,10 +88,12 @@ class StrategyChoice:
         self.strategy = state["strategy"]
         self._steps = [(measured_s, law_s) for measured_s, law_s in state["steps"]]
         self._corrections = dict(state["corrections"])
-        self._promised_s, self._left_s = state["promised_s"], state["left_s"]
+        self._promised_s = state["promised_s"]
+        self._left_s = state["left_s"]
 
     def _law(self, strategy: Strategy, loads: Sequence[RoleLoad], swap_s: float) -> float:
-        work, floor = [load.work_device_s for load in loads], [load.floor_s for load in loads]
+        work = [load.work_device_s for load in loads]
+        floor = [load.floor_s for load in loads]
         if STRATEGIES[strategy].is_time_shared:
             return sum(work) / self._space.num_devices + sum(floor) + swap_s
         return float(stage_seconds(work, floor, self._space.role_devices).min())

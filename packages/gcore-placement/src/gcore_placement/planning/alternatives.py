@@ -57,7 +57,8 @@ def _strategies(known: Candidates, chosen: Candidate) -> Iterator[Alternative]:
     for strategy in PLANNED:
         if strategy == chosen.strategy:
             continue
-        best, against = inf, "there is no judge to share the devices with"
+        best = inf
+        against = "there is no judge to share the devices with"
         if known.judge is not None:
             best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
             against = "does not fit" if best == inf else ""
@@ -85,7 +86,8 @@ def _engines(known: Candidates, same_strategy: list[Candidate], chosen: Candidat
 
 def _unfit_engine(known: Candidates, options: EngineOptions, role: str, tp: int, chosen: Candidate) -> str:
     """Return why there are no engines over so many devices."""
-    job, usable = known.setting.job, known.setting.usable_bytes
+    job = known.setting.job
+    usable = known.setting.usable_bytes
     model = job.policy if role == "policy" or job.judge is None else job.judge
     if tp > chosen.num_devices:
         return f"needs {tp} devices, of {chosen.num_devices}"
@@ -111,7 +113,8 @@ def _unfit_engine(known: Candidates, options: EngineOptions, role: str, tp: int,
 
 def _training(known: Candidates, chosen: Candidate) -> Iterator[Alternative]:
     """Yield other sizes and backends, each with its best micro-batches and recomputation; and no recomputation."""
-    options, usable = known.training(chosen.num_devices), known.setting.usable_bytes
+    options = known.training(chosen.num_devices)
+    usable = known.setting.usable_bytes
     layouts = options.layouts
     own = layouts[chosen.training.layout]
     seconds = options.seconds + (options.moving_s if chosen.training.offload else 0.0)
@@ -161,14 +164,16 @@ def _not_written(known: Candidates, chosen: Candidate) -> Iterator[Alternative]:
 
 def _adapters(known: Candidates, chosen: Candidate) -> Iterator[Alternative]:
     """Yield adapters in the place of all parameters, or all parameters in the place of adapters."""
-    policy, usable = known.setting.job.policy, known.setting.usable_bytes
+    policy = known.setting.job.policy
+    usable = known.setting.usable_bytes
     has_adapters = bool(known.setting.state.adapter_parameters)
     adapters = policy.adapter_parameters(LORA_RANK)
     state = TrainingState() if has_adapters else TrainingState(adapter_parameters=adapters)
     options = TrainingOptions(replace(known.setting, state=state), chosen.num_devices)
     fits = options.total_bytes <= usable
     seconds = np.where(fits, options.seconds + options.moving_s, inf)
-    least, against = float(seconds.min()), ""
+    least = float(seconds.min())
+    against = ""
     if not fits.any():
         against = _over(float(options.total_bytes.min()), usable)
     elif not has_adapters:

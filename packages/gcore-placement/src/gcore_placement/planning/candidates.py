@@ -41,7 +41,9 @@ class Candidates:
     @cached_property
     def work_s(self) -> float:
         """A lower bound of a step's device-seconds: the matrix products of its tokens at the rate that is reached."""
-        job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
+        job = self.setting.job
+        reached = self.setting.efficiency
+        factor = self.setting.correction.factor
         products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
         if self.setting.state.adapter_parameters:
             # Frozen weights have no gradients.
@@ -99,7 +101,8 @@ class Candidates:
         self, num_devices: int, strategy: Strategy, policy: Engines, judge: Engines | None
     ) -> tuple[float, int, int] | None:
         """Return the least seconds of sampling, and the replicas of policy and judge; None where both do not fit."""
-        policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
+        policy_replicas = np.array([num_devices // policy.tp])
+        judge_replicas = np.array([0])
         if judge is not None and STRATEGIES[strategy].is_time_shared:
             judge_replicas = np.array([num_devices // judge.tp])
         elif judge is not None:
@@ -109,7 +112,8 @@ class Candidates:
             return None
         waves_s = policy.waves_s[:, policy_replicas - 1]
         if judge is not None:
-            judging, last_s = judge.waves_s[:, judge_replicas - 1], judge.last_s[judge_replicas - 1]
+            judging = judge.waves_s[:, judge_replicas - 1]
+            last_s = judge.last_s[judge_replicas - 1]
             waves_s = waves_s + added_by_reward(waves_s, judging, strategy=strategy, last_s=last_s)
         sampling_s = self.setting.job.wave_chances @ waves_s
         best = int(sampling_s.argmin())

@@ -151,7 +151,8 @@ def training_layouts(
 
 def divides_heads(model: ModelShape, tp: int) -> bool:
     """Return whether ``tp`` ranks share the heads evenly; key-value heads may be copied if fewer than ranks."""
-    heads, kv_heads = model.workload.num_attention_heads, model.workload.num_key_value_heads
+    heads = model.workload.num_attention_heads
+    kv_heads = model.workload.num_key_value_heads
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
@@ -255,7 +256,8 @@ def training_memory(
 
     A micro-batch has N tokens in a mean step, or, with ``fills_budget``, at most in any step.
     """
-    ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
+    ranks = layouts.dp * layouts.cp
+    compute_bytes = job.compute_bytes
     is_gathered = layouts.sharded & (ranks > 1)
     replica_tokens = job.training_tokens / job.num_updates / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
@@ -269,7 +271,8 @@ def training_memory(
     # Where products are in float32, weights are their own masters.
     master_bytes = MASTER_BYTES if compute_bytes != MASTER_BYTES else 0
     optimizer = np.zeros(len(layouts))
-    weights, gradients = list[Floats](), list[Floats]()
+    weights = list[Floats]()
+    gradients = list[Floats]()
     gathered: list[Floats] = []
     unsynced: list[Floats] = []
     waits = is_gathered & (micro_batches > 1) & (state.gradient_sync == "update")
@@ -278,17 +281,21 @@ def training_memory(
     of_shard = np.where(layouts.sharded, sharing, 1.0)
     for number, model in enumerate(job.trained):
         # Experts that are divided over more ranks are on fewer that share their moments.
-        trained, stepped, held = held_parameters(model, layouts), _divided(model, layouts), 0.0
+        trained = held_parameters(model, layouts)
+        stepped = _divided(model, layouts)
+        held = 0.0
         if state.adapter_parameters and not number:
             # Adapters, which experts have none of, are weights besides the frozen ones.
-            held, trained = trained, stepped * (state.adapter_parameters / model.num_parameters)
+            held = trained
+            trained = stepped * (state.adapter_parameters / model.num_parameters)
             stepped = trained
         held = held + trained
         weights.append(compute_bytes * held / of_shard)
         gradients.append(MASTER_BYTES * trained / of_shard)
         unsynced.append(np.where(waits, MASTER_BYTES * trained, 0.0))
         optimizer = optimizer + (state.moment_bytes(model) + master_bytes) * stepped / sharing
-        layer, outer = model.num_layer_parameters, model.num_outer_parameters
+        layer = model.num_layer_parameters
+        outer = model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
         gathered.append(np.where(is_gathered, together, 0.0))
         layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
@@ -313,7 +320,8 @@ def training_memory(
     # The model at work has its weights and gradients on the device, those of the others are on the host.
     in_memory = np.max if state.offload == "all" else np.sum
     if state.offload == "all":
-        reference, teachers = np.zeros(len(layouts)), np.zeros(len(layouts))
+        reference = np.zeros(len(layouts))
+        teachers = np.zeros(len(layouts))
     # One model computes at a time.
     return {
         "weights": in_memory(weights, axis=0),

@@ -173,7 +173,8 @@ class _Planner:
     def remedies(self) -> list[Remedy]:
         """Return the changes that help alone; if none does, the fewest of the first ones that help together."""
         found: list[Remedy] = []
-        together, names = self, list[str]()
+        together = self
+        names = list[str]()
         for name, change in REMEDIES.items():
             if (alone := change(self)) == self:
                 continue
@@ -187,7 +188,8 @@ class _Planner:
         return alone or found[:1]
 
     def _planned(self, *, takes_turns: bool) -> DevicePlan:
-        job, usable = self.job, self.device.memory_bytes * self.efficiency.free_memory
+        job = self.job
+        usable = self.device.memory_bytes * self.efficiency.free_memory
         parts, own = (self._training_parts(each, self.state) for each in (job, replace(job, critic=None)))
         resident = sum(parts[name] for name in (*_STATE, *_FROZEN))
         others = sum(self.others.values())
@@ -200,7 +202,8 @@ class _Planner:
         each = (sum(policy.values()), sum(judge.values()))
         engines = max(each) if self.engine.judge_takes_turns else sum(each)
         # Weights pass from one to the other a tensor at a time, the largest of which is the embedding, or all at once.
-        copied, has_adapters = self.engine.copies_weights, bool(self.state.adapter_parameters)
+        copied = self.engine.copies_weights
+        has_adapters = bool(self.state.adapter_parameters)
         # An engine that keeps its old weights until it has seen all new ones takes those all at once.
         is_whole = copied == "all" or (has_adapters and (copied == "merged" or not takes_turns))
         embedding = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
@@ -236,10 +239,13 @@ class _Planner:
 
     def _host(self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool) -> dict[str, float]:
         """Return the bytes in the host's memory: what is offloaded, and what sleeps; gradients are not kept."""
-        job, offload, layout = self.job, self.state.offload, self.layout
+        job = self.job
+        offload = self.state.offload
+        layout = self.layout
         whole = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
         has_others = job.critic is not None or job.reference or job.teachers
-        states, models = whole["optimizer"] if takes_turns else 0.0, 0.0
+        states = whole["optimizer"] if takes_turns else 0.0
+        models = 0.0
         sleeps = takes_turns or (self.engine.judge_takes_turns and len([each for each in engines if each]) > 1)
         if offload != "none" and "trainer" in self.residents:
             # Master weights and a gradient in float32, and two moments.
@@ -288,7 +294,8 @@ class _Planner:
         return found.get("generation", {}), found.get("reward", {})
 
     def _fixed(self, stage: EngineStage) -> dict[str, float]:
-        roofline, w = self._roofline(stage), self.job.engine_role(stage)[0].workload
+        roofline = self._roofline(stage)
+        w = self.job.engine_role(stage)[0].workload
         share = self.engine.max_num_batched_tokens / 8192
         # Logits of the running sequences in float32, and their probabilities.
         sampling = 2.0 * 4 * self.engine.max_num_seqs * w.vocab_size

@@ -175,7 +175,8 @@ class EngineOptions:
         They are powers of two that divide the heads, in a node or, where the plan need not be runnable, over whole
         ones; or the one that the setting names.
         """
-        node, only = self._setting.cluster.devices_per_node, self._setting.engine_devices
+        node = self._setting.cluster.devices_per_node
+        only = self._setting.engine_devices
         most = min(num_devices, self._model.workload.num_attention_heads)
         if self._setting.runnable:
             most = min(most, node)
@@ -198,7 +199,9 @@ class EngineOptions:
         return self._read.longest + self._written.longest
 
     def _engines(self, tp: int, memory_steps: int) -> Engines | None:
-        job, cluster, roofline = self._setting.job, self._setting.cluster, self._roofline(tp=tp)
+        job = self._setting.job
+        cluster = self._setting.cluster
+        roofline = self._roofline(tp=tp)
         free_bytes = memory_steps / _MEMORY_STEPS * cluster.device.memory_bytes
         held = roofline.sequence_bytes(self._read, self._written)
         free_for_kv = free_bytes - roofline.weights_bytes - roofline.workspace_bytes
@@ -262,12 +265,17 @@ def training_laws(
     scatter and AdamW's traffic are left to the adapters. An optimizer in the host's memory gets all gradients and gives
     the weights back over the link to the host, and updates at `Efficiency.host_update_s`.
     """
-    tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
+    tp = layouts.tp
+    pp = layouts.pp
+    cp = layouts.cp
+    ranks = layouts.dp * layouts.cp
+    num_devices = layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
-    updates, replica_tokens = job.num_updates, job.training_tokens / job.num_updates / layouts.dp
+    updates = job.num_updates
+    replica_tokens = job.training_tokens / job.num_updates / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     rank_tokens = replica_tokens / micro_batches / cp
     bubble = 1 + (pp - 1) / micro_batches
@@ -348,7 +356,10 @@ class TrainingOptions:
 
     def __init__(self, setting: Setting, num_devices: int) -> None:
         self._setting = setting
-        job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
+        job = setting.job
+        cluster = setting.cluster
+        efficiency = setting.efficiency
+        correction = setting.correction
         backends: tuple[Backend, ...] = ("torch",) if setting.runnable else ("torch", "megatron")
         self.layouts = training_layouts(job, cluster, num_devices, backends=backends)
         # A run meets steps with more than the mean work.

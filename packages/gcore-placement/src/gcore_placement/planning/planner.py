@@ -129,7 +129,8 @@ def _fastest(known: Candidates, strategy: Strategy | None) -> Candidate | None:
 
 
 def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, lora_rank: int) -> Plan:
-    options, index = known.training(chosen.num_devices), chosen.training.layout
+    options = known.training(chosen.num_devices)
+    index = chosen.training.layout
     moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
     costs = JobCosts(
         policy=chosen.policy.laws.costs(chosen.policy_replicas - 1),
@@ -137,7 +138,8 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, l
         training=options.laws.costs(index, sync_s=known.sync_s(chosen.policy, chosen.num_devices), moving_s=moving_s),
         swap=known.swap_costs(chosen.policy, chosen.judge),
     )
-    policy, judge = chosen.policy.plan(chosen.policy_replicas), None
+    policy = chosen.policy.plan(chosen.policy_replicas)
+    judge = None
     state = {"training state": 0.0 if chosen.training.offload else chosen.training.state_bytes}
     memory = {
         "training": parts_at(options.memory, index),

@@ -30,7 +30,8 @@ def settings_to_try(setting: Setting, lora_rank: int | None) -> list[Setting]:
     if not setting.runnable and lora_rank is None:
         return [setting]
     adapters = setting.job.policy.adapter_parameters(lora_rank or LORA_RANK)
-    whole, lora = TrainingState(), TrainingState(adapter_parameters=adapters)
+    whole = TrainingState()
+    lora = TrainingState(adapter_parameters=adapters)
     states = [lora] if lora_rank else [whole, TrainingState(offload="optimizer")]
     if lora_rank is None:
         states.append(lora)
@@ -44,11 +45,13 @@ def least_training_bytes(setting: Setting, num_devices: int) -> float:
 
 def nothing_fits(settings: Sequence[Setting], strategy: Strategy | None) -> PlacementError:
     """Return the error of a job that fits in none of its settings: what is too large, and what would fit."""
-    cluster, usable = settings[0].cluster, settings[0].usable_bytes
+    cluster = settings[0].cluster
+    usable = settings[0].usable_bytes
     host = gigabytes(cluster.host_memory_bytes)
     lines = [*_too_large(settings)] or [f"roles do not fit on the same devices, nor states into {host} of the host"]
     fits = ", or ".join(_what_would_fit(settings, strategy)) or "nothing that was tried"
-    memory, free = gigabytes(cluster.device.memory_bytes), gigabytes(usable)
+    memory = gigabytes(cluster.device.memory_bytes)
+    free = gigabytes(usable)
     return PlacementError(
         f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {memory} {free} are usable: "
         f"{'; '.join(lines)}. Would fit: {fits}"
@@ -64,7 +67,8 @@ def form_of(state: TrainingState) -> str:
 
 def _too_large(settings: Sequence[Setting]) -> Iterator[str]:
     known = [Candidates(setting) for setting in settings]
-    cluster, usable = settings[0].cluster, settings[0].usable_bytes
+    cluster = settings[0].cluster
+    usable = settings[0].usable_bytes
     size = next(size for size in cluster.sizes() if len(known[0].training(size).layouts))
     for each in known:
         options = each.training(size)
@@ -76,7 +80,8 @@ def _too_large(settings: Sequence[Setting]) -> Iterator[str]:
                 for policy in each.policy.of(size, usable)
             ]
             if synced and min(synced) > usable:
-                needs, form = gigabytes(min(synced)), form_of(each.setting.state)
+                needs = gigabytes(min(synced))
+                form = form_of(each.setting.state)
                 yield f"with {form} weights pass to the engine in {needs}, both of them on the device"
             continue
         needs = gigabytes(options.total_bytes[smallest])
@@ -102,7 +107,8 @@ def _what_would_fit(settings: Sequence[Setting], strategy: Strategy | None) -> I
                 return f" ({form_of(setting.state)})" if setting is not settings[0] else ""
         return None
 
-    cluster, job = settings[0].cluster, settings[0].job
+    cluster = settings[0].cluster
+    job = settings[0].job
     if count := _fewest_devices(cluster, fitting):
         form = fitting(cluster=replace(cluster, num_devices=count))
         yield f"{count} devices{form}"

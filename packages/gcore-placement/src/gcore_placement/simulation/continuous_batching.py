@@ -98,7 +98,9 @@ class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
     def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
-        self._costs, self._requests, self._order = costs, requests, order
+        self._costs = costs
+        self._requests = requests
+        self._order = order
         # After the last request stands one that never arrives.
         self._arrival = np.append(requests.arrival[order], np.inf)
         self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
@@ -122,7 +124,8 @@ class _Batch:
         self._slot_item = np.zeros((num_replicas, self._num_slots), dtype=np.int32)
         self._first = np.zeros(num_replicas, dtype=np.intp)
         """The slot whose sequence ends next."""
-        self._begin, self._finish = np.empty(len(order)), np.empty(len(order))
+        self._begin = np.empty(len(order))
+        self._finish = np.empty(len(order))
         """Seconds at which requests start and are done."""
         self._busy_since = np.zeros(num_replicas)
         self._stretches: list[tuple[Ints, Floats, Floats]] = []
@@ -131,7 +134,8 @@ class _Batch:
         """Advance until no request is unfinished."""
         while self._num_unfinished:
             self._advance()
-        start, finish = np.empty_like(self._finish), np.empty_like(self._finish)
+        start = np.empty_like(self._finish)
+        finish = np.empty_like(self._finish)
         start[self._order], finish[self._order] = self._begin, self._finish
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
         return EngineRun(
@@ -162,7 +166,8 @@ class _Batch:
             self._start(started, arrival[started])
 
     def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
-        running, slot = self._running[replicas], self._first[replicas]
+        running = self._running[replicas]
+        slot = self._first[replicas]
         time = self._time[replicas] + duration
         self._time[replicas] = time
         self._steps[replicas] = self._slot_end[replicas, slot]
@@ -179,7 +184,8 @@ class _Batch:
         self._num_unfinished -= len(replicas)
 
         is_empty = running == 1
-        empty, time = replicas[is_empty], time[is_empty]
+        empty = replicas[is_empty]
+        time = time[is_empty]
         # Small counts are exact ones.
         self._steps[empty] = self._held[empty] = 0.0
         after = self._next[empty]
@@ -187,12 +193,15 @@ class _Batch:
         self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
 
     def _start(self, replicas: Ints, arrival: Floats) -> None:
-        slot, held, time = self._running[replicas], self._held[replicas], self._time[replicas]
+        slot = self._running[replicas]
+        held = self._held[replicas]
+        time = self._time[replicas]
         running = slot.astype(np.float64)
         was_idle = (slot == 0) & (arrival >= time)
         self._busy_since[replicas[was_idle]] = arrival[was_idle]
         passed = np.where(slot > 0, np.maximum(arrival - time, 0.0), 0.0)
-        steps, has_passed = np.zeros_like(passed), passed > 0
+        steps = np.zeros_like(passed)
+        has_passed = passed > 0
         steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held[has_passed])
 
         item = self._next[replicas]

@@ -98,7 +98,8 @@ class Replica(Generic[SequenceT]):
         """Take out the sequences that end next; ``now_s`` is `next_end_s`."""
         end = self._running[0][0]
         self._count(end - self._steps)
-        self._steps, self._since_s = end, now_s
+        self._steps = end
+        self._since_s = now_s
         ended: list[SequenceT] = []
         while self._running and self._running[0][0] <= end:
             ended.append(heappop(self._running)[3])
@@ -177,7 +178,9 @@ class RunningLedger:
     def __init__(
         self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
     ) -> None:
-        self._num_devices, self._num_reward_devices, self._clock = num_devices, num_reward_devices, clock
+        self._num_devices = num_devices
+        self._num_reward_devices = num_reward_devices
+        self._clock = clock
         self._num_busy = {"generation": 0, "reward": 0}
         self._stages: list[str | None] = [None] * num_controllers
         self._num_in: Counter[str | None] = Counter(self._stages)
@@ -213,12 +216,14 @@ class RunningLedger:
     def cut(self) -> dict[str, float]:
         """Return the device-seconds of each of WORK and IDLE since the last call."""
         self._advance()
-        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         return seconds
 
     def _advance(self) -> None:
         now_s = self._clock()
-        passed_s, self._since_s = now_s - self._since_s, now_s
+        passed_s = now_s - self._since_s
+        self._since_s = now_s
         if not passed_s:
             return
         seconds = self._seconds

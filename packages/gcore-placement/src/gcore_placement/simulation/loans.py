@@ -13,7 +13,8 @@ from gcore_placement.quantities import Floats
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests
 from gcore_placement.simulation.live import Replica, ReplicaRequest
 
-_POLLS_PER_LOAN, _POLLS_PER_WAVE = 8, 64
+_POLLS_PER_LOAN = 8
+_POLLS_PER_WAVE = 64
 """Observations of the rule in the time that a loan takes, or, where that is rarer, in the time of generation."""
 
 
@@ -74,7 +75,8 @@ class Lender:
     def __init__(self, costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun) -> None:
         assert costs.reward is not None
         num_engines, num_judges = replicas
-        per_engine, self._per_judge = costs.policy.devices_per_replica, costs.reward.devices_per_replica
+        per_engine = costs.policy.devices_per_replica
+        self._per_judge = costs.reward.devices_per_replica
         self._unit = lcm(per_engine, self._per_judge)
         self._engines_per_unit = self._unit // per_engine
         self._most = (num_engines - 1) // self._engines_per_unit
@@ -93,8 +95,10 @@ class Lender:
 
     def observe(self, num_waiting: int, num_finished: int) -> None:
         """Observe judgements at `now_s`, lend what the rule lends, and set the next time."""
-        now_s, unit = self.now_s, self._unit
-        num_lent, num_arrived = self._num_lent(np.inf), self._num_lent(now_s)
+        now_s = self.now_s
+        unit = self._unit
+        num_lent = self._num_lent(np.inf)
+        num_arrived = self._num_lent(now_s)
         num_idle = int(np.searchsorted(self._done_s, now_s, "right")) // self._engines_per_unit
         found = self._rule.observe(
             now_s,
@@ -125,7 +129,8 @@ class Judges:
 
     def __init__(self, costs: JobCosts, requests: Requests, num_judges: int) -> None:
         assert costs.reward is not None
-        self._costs, self._requests = costs.reward, requests
+        self._costs = costs.reward
+        self._requests = requests
         values = zip(requests.length.tolist(), requests.prefill.tolist(), requests.context.tolist(), strict=True)
         self._judgements = [
             _Judgement(length=length, prefill_s=tokens * self._costs.prefill_per_token_s, context=context, index=index)
@@ -222,7 +227,8 @@ class Judges:
 
     def _fill(self, index: int, now_s: float, at_most: float = np.inf) -> None:
         """Start waiting judgements on a replica, and note when its next sequence ends."""
-        replica, queue = self._replicas[index], self._queues[index]
+        replica = self._replicas[index]
+        queue = self._queues[index]
         count = int(min(self._places(index), len(queue), at_most))
         if count and not replica.num_running:
             self._busy_since[index] = now_s

@@ -135,7 +135,8 @@ _STILL = replace(_STEADY, name="no_change", num_steps=80, judge_median=steady(85
 
 def _swinging(name: str, *, is_shuffled: bool = False, **course: Any) -> TraceRecipe:
     """Return a recipe whose load goes from one role to the other: long responses, then judgements that reason."""
-    response, judge = Drift(first=4000, last=1000, **course), Drift(first=300, last=2400, **course)
+    response = Drift(first=4000, last=1000, **course)
+    judge = Drift(first=300, last=2400, **course)
     return replace(_STILL, name=name, response_median=response, judge_median=judge, is_shuffled=is_shuffled)
 
 
@@ -205,7 +206,8 @@ def scenario(
     known_names = (*recipes, *PUBLISHED)
     for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
         check_known(field, key, known)
-    costs, size = costs or JOBS[job], SCALES[num_devices]
+    costs = costs or JOBS[job]
+    size = SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)
     elif trace is None:

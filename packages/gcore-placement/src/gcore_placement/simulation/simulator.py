@@ -144,7 +144,9 @@ class Simulator:
             if engine.devices_per_replica != (own := limits.devices_per_replica):
                 accepted = f"{engine.devices_per_replica}, as the costs have it"
                 raise refusal(f"space.{name}.devices_per_replica", own, accepted)
-        self.trace, self.costs, self.space = trace, costs, space
+        self.trace = trace
+        self.costs = costs
+        self.space = space
         self._progress = progress or (lambda _: None)
         by_step = [list(trace.waves(step)) for step in range(trace.num_steps)]
         self._waves = [wave for waves in by_step for wave in waves]
@@ -273,7 +275,9 @@ class Simulator:
 
         Engines wake before the waves and sleep after them; where roles take turns, also between waves.
         """
-        num_devices, swap, sync_s = self.space.num_devices, self.costs.swap, self.costs.training.sync_s
+        num_devices = self.space.num_devices
+        swap = self.costs.swap
+        sync_s = self.costs.training.sync_s
         swap_s = (swap.sleep_s + swap.wake_s) * (1 if partitions else len(waves))
         work = self.trace.training_tokens(step)
         prepare_s, train_s = map(float, training_seconds(self.costs.training, *work, num_devices))

@@ -119,7 +119,8 @@ def simulate_waves(
     """
     assert not lends or (len(waves) == 1 and isinstance(place, Partition)), "loans are those of one wave side by side"
     outcomes: list[WaveOutcome] = []
-    policy, reward = costs.policy, reward_costs(costs)
+    policy = costs.policy
+    reward = reward_costs(costs)
     replicas = _replicas(costs, place)
     for chunk in _chunks(costs, waves, place):
         late = (0, 0)
@@ -129,7 +130,8 @@ def simulate_waves(
         loans: list[EngineLoan] = []
         if lends:
             judged, loans = judge_with_loans(costs, replicas, generated, judged)
-        responses, judgements = generated.requests, judged.requests
+        responses = generated.requests
+        judgements = judged.requests
         starts = wave_starts(chunk)
         generation_W = np.maximum.reduceat(generated.finish, starts)
         end_W = np.maximum.reduceat(judged.finish, starts)
@@ -144,14 +146,17 @@ def simulate_waves(
                 "long_tail": generation_W * held[0] - generating_W + judging_s_W * held[1] - judging_W,
                 "unassigned": generation_W * (place - held[0]) + judging_s_W * (place - held[1]),
             }
-            uncontended_W, lent_devices = end_W, 0.0
+            uncontended_W = end_W
+            lent_devices = 0.0
         else:
             policy_devices, reward_devices = place.devices
             late_W = np.zeros(len(chunk))
             late_W[0] = late_s
-            after_W, late_before_W = end_W - generation_W, np.minimum(late_W, generation_W)
+            after_W = end_W - generation_W
+            late_before_W = np.minimum(late_W, generation_W)
             late_after_W = np.minimum(late_W, end_W) - late_before_W
-            late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
+            late_policy = late[0] * policy.devices_per_replica
+            late_reward = late[1] * reward.devices_per_replica
             judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
             # Device-seconds on the way to judging, and there, up to the end of generation and to that of the wave.
@@ -162,7 +167,8 @@ def simulate_waves(
             lent_devices = float(lent / end_W[0])
             policy_tail_W = generation_W * policy_devices - generating_W - late_policy * late_before_W
             reward_tail_W = after_W * reward_devices - judging_after_W - late_reward * late_after_W
-            gone_before, gone = moving_before + lent_before, moving + lent
+            gone_before = moving_before + lent_before
+            gone = moving + lent
             idle = {
                 "swap": (late_policy + late_reward) * (late_before_W + late_after_W) + moving,
                 "long_tail": policy_tail_W - gone_before + reward_tail_W + lent - lent_before,
@@ -178,7 +184,8 @@ def simulate_waves(
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
-        policy_work, reward_work = engine_works(responses, starts), engine_works(judgements, starts)
+        policy_work = engine_works(responses, starts)
+        reward_work = engine_works(judgements, starts)
         spare_W = replicas_done_s(generated, len(chunk) * replicas[0]).reshape(len(chunk), -1).min(axis=1)
         queued_W = np.maximum.reduceat(np.where(judged.start > judgements.arrival, judged.start, 0.0), starts)
         num_lent = sum(loan.num_devices for loan in loans)
@@ -247,7 +254,8 @@ def least_seconds(costs: JobCosts, waves: Sequence[Wave], partition: Partition, 
     for chunk in _chunks(costs, waves, partition):
         responses = policy_requests(chunk, partition.replicas[0])
         generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
-        starts, alone_Q = wave_starts(chunk), _judged_alone_s(reward_costs(costs), *_judgements(chunk))
+        starts = wave_starts(chunk)
+        alone_Q = _judged_alone_s(reward_costs(costs), *_judgements(chunk))
         first_W = np.minimum.reduceat(generated.finish, starts)
         judged_W = np.maximum.reduceat(generated.finish + alone_Q, starts)
         bounds += np.maximum(first_W + judging_W[len(bounds) :][: len(chunk)], judged_W).tolist()

@@ -34,7 +34,8 @@ def workload_fields(config: Mapping[str, object]) -> dict[str, Any]:
 
 def _heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the fields of attention's heads."""
-    hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    hidden_size = sizes["hidden_size"]
+    heads = sizes["num_attention_heads"]
     if config.get("kv_lora_rank"):
         found = {key: cast("Any", required(config, key)) for key in LATENT_FIELDS}
         for key, value in found.items():

@@ -98,7 +98,10 @@ class DiffusionWorkload(Checked):
 
     def _forward(self, image: Floats, text: Floats) -> Floats:
         """FLOPs of one timestep: 2 for each weight and what it is applied to, and the attention."""
-        h, m, layers, patch = self.hidden_size, self.mlp_ratio, self.num_layers, self.patch_size**2
+        h = self.hidden_size
+        m = self.mlp_ratio
+        layers = self.num_layers
+        patch = self.patch_size**2
         of_image = layers * (4 + 2 * m) * h**2 + patch * h * (self.in_channels + self.out_channels)
         of_latent = (6 * layers + 2) * h**2 + TIMESTEP_CHANNELS * h + h**2
         weights = image * of_image + of_latent

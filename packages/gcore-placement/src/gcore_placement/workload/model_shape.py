@@ -57,7 +57,8 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         w = self.workload
-        h, i = w.hidden_size, w.intermediate_size
+        h = w.hidden_size
+        i = w.intermediate_size
         # With latent attention the matrices that compress have the biases, and their outputs are normalised.
         biased = w.cached_size + w.q_lora_rank if w.is_latent else w.query_size + w.key_value_size
         biases = self.qkv_bias * biased + self.output_bias * h
@@ -137,7 +138,8 @@ class ModelShape:
 
         Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.
         """
-        w, multiplied = self.workload, self.num_parameters - self._num_looked_up
+        w = self.workload
+        multiplied = self.num_parameters - self._num_looked_up
         if not w.num_experts:
             return np.full(num_tokens.shape, float(multiplied))
         asleep = w.num_experts * (1 - w.num_experts_per_tok / w.num_experts) ** num_tokens

@@ -57,7 +57,8 @@ def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
     number = np.array([step.number for step in steps])
     mean = float(np.average([step.mean for step in steps], weights=number))
     longest, num_cut = (float(np.mean([getattr(s, name) for s in steps])) for name in ("longest", "num_cut"))
-    limit, size = steps[0].limit, float(number.mean())
+    limit = steps[0].limit
+    size = float(number.mean())
     u = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
     z = normal_quantiles(u)
     # The maximum of N draws has the quantiles of one draw, at the N-th root.
@@ -99,7 +100,8 @@ def _cut(lengths: Floats, limit: int) -> Floats:
 
 def _root(function: Callable[[float], float], value: float, *, highest: float) -> float:
     """Return where a non-decreasing function has a value, between 0 and ``highest``; the nearer end if nowhere."""
-    low, high = 0.0, highest
+    low = 0.0
+    high = highest
     while high - low > 1e-9 * highest and not math.isclose(low, high):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < value else (low, middle)

@@ -73,7 +73,8 @@ class Trace:
             if check_lengths(name, getattr(self, name)).min() < 1:
                 raise refusal(name, float(getattr(self, name).min()), "at least 1 token each")
         check_amounts("payload_bytes", self.payload_bytes)
-        step_change, wave_change = np.diff(self.step), np.diff(self.wave)
+        step_change = np.diff(self.step)
+        wave_change = np.diff(self.wave)
         same_step = (step_change == 0) & np.isin(wave_change, (0, 1))
         next_step = (step_change == 1) & (self.wave[1:] == 0)
         if self.step[0] or self.wave[0] or not (same_step | next_step).all():
@@ -299,7 +300,8 @@ class TraceRecipe(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("response_median", "judge_median", "acceptance"):
-            check, drift = check_share if name == "acceptance" else check_above_0, getattr(self, name)
+            check = check_share if name == "acceptance" else check_above_0
+            drift = getattr(self, name)
             check(f"{name}.first", drift.first)
             check(f"{name}.last", drift.last)
         if self.noise_freedom is not None:
@@ -308,7 +310,8 @@ class TraceRecipe(Checked):
     def trace(self) -> Trace:
         """Return the trace; it is the same at each call."""
         rng = np.random.default_rng(self.seed)
-        size, freedom = (2, self.num_steps), self.noise_freedom
+        size = (2, self.num_steps)
+        freedom = self.noise_freedom
         deviation = rng.standard_normal(size) if freedom is None else rng.standard_t(freedom, size)
         noise = np.exp(np.clip(self.noise * deviation, -_MAX_LOG_NOISE, _MAX_LOG_NOISE))
         order = rng.permutation(self.num_steps) if self.is_shuffled else np.arange(self.num_steps)
@@ -319,7 +322,8 @@ class TraceRecipe(Checked):
         num_groups = len(step_G)
 
         def drawn(median: Floats, sigma: float, longest: int) -> Floats:
-            own, shared = np.sqrt(1 - self.group_correlation), np.sqrt(self.group_correlation)
+            own = np.sqrt(1 - self.group_correlation)
+            shared = np.sqrt(self.group_correlation)
             sizes = (num_groups, self.n)
             deviation = own * rng.standard_normal(sizes) + shared * rng.standard_normal((num_groups, 1))
             return np.clip(np.round(median[step_G, None] * np.exp(sigma * deviation)), 1, longest)
@@ -346,12 +350,15 @@ class TraceRecipe(Checked):
         """
         waves: list[NDArray[np.bool_]] = []
         most = max(1, round(self.gen_batch_ratio * self.train_batch_size))
-        missing, seen, kept = self.train_batch_size, 0, 0
+        missing = self.train_batch_size
+        seen = 0
+        kept = 0
         while missing > 0 and len(waves) < _MAX_WAVES:
             size = min(round(missing / max(kept, 1) * seen), most) if seen else most
             accepted = rng.random(size) < acceptance
             accepted &= np.cumsum(accepted) <= missing
             waves.append(accepted)
-            seen, kept = seen + len(accepted), kept + int(accepted.sum())
+            seen = seen + len(accepted)
+            kept = kept + int(accepted.sum())
             missing = self.train_batch_size - kept
         return waves
