@@ -30,7 +30,7 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Return one of DEVICES. Raises PlacementError if it is not one of them."""
+        """Return the device of DEVICES with this name; PlacementError if there is none."""
         check_known("device", name, DEVICES)
         return DEVICES[name]
 
@@ -40,14 +40,14 @@ class Device:
 
         Of several, it is the one with most words: `NVIDIA A100-SXM4-40GB` is A100-40GB and not A100.
         """
-        found = [name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))]
-        if not found:
+        names = [name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))]
+        if not names:
             raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
-        return DEVICES[max(found, key=lambda name: name.count("-"))]
+        return DEVICES[max(names, key=lambda name: name.count("-"))]
 
     @classmethod
     def of_memory(cls, name: str, memory_bytes: float) -> "Device":
-        """Return a device to plan the memory of, whose rates are not known: they are 1."""
+        """Return a device with all rates 1, for plans of memory alone."""
         rates = dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1.0)
         return cls(name=name, memory_bytes=memory_bytes, **rates)
 

@@ -16,13 +16,18 @@ Costs = TypeVar("Costs")
 
 def times(costs: Costs, factor: float) -> Costs:
     """Return costs, or laws, with all fields that are seconds times a factor."""
-    found: Any = costs
-    return replace(found, **{name: value * factor for name, value in vars(costs).items() if name.endswith("_s")})
+    instance: Any = costs
+    scaled = {name: value * factor for name, value in vars(costs).items() if name.endswith("_s")}
+    return replace(instance, **scaled)
 
 
 def _at(laws: object, index: int) -> dict[str, Any]:
-    fields = vars(laws).items()
-    return {name: value[index].item() if isinstance(value, np.ndarray) else value for name, value in fields}
+    """Return the fields of one law as numbers."""
+    fields = dict(vars(laws))
+    for name, value in fields.items():
+        if isinstance(value, np.ndarray):
+            fields[name] = value[index].item()
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +139,7 @@ class SwapCosts(Checked):
     wake_s: Amount = 0.0
     """Seconds until a replica that slept, its weights in host memory, serves again."""
     load_s: Amount = 0.0
-    """Seconds in which a device that never held the role's weights gets them, from a peer or from disk."""
+    """Seconds in which a new device of the role gets its weights, from a peer or from disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ class JobCosts:
 
     policy: EngineCosts
     reward: EngineCosts | None
-    """A generative judge; None: scores are made at once, elsewhere."""
+    """A generative judge; None: scores take no time."""
     training: TrainingCosts
     swap: SwapCosts = field(default_factory=SwapCosts)
-    """Between generation, rewarding and training, where they share devices; and when a replica changes its role."""
+    """Seconds of swaps between roles that share devices, and of replicas that change their role."""

@@ -68,7 +68,7 @@ def balance(
     """
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
-    most = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
+    most_items = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
     check_amounts("tolerance", tolerance)
     sizes, most_weight = _capacity(weights, capacity, len(amounts), counted=equal_count or max_count is not None)
     if not len(amounts):
@@ -76,29 +76,46 @@ def balance(
 
     if num_parts == 1 and sizes is None:
         return [np.arange(len(amounts))]
-    order = np.argsort(-amounts, kind="stable") if sizes is None else np.lexsort((-sizes, -amounts))
+    if sizes is None:
+        order = np.argsort(-amounts, kind="stable")
+    else:
+        order = np.lexsort((-sizes, -amounts))
     falling = scale_to_one(amounts[order])
     # The heaviest item shares its part with as many others as it must.
     company = len(falling) // num_parts - 1 if equal_count else 0
     lower_bound = max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
     if sizes is None:
         sizes = np.ones(len(falling))
-        most_weight = float(most)
-        start = longest_first(falling, num_parts, max_count=most)
+        most_weight = float(most_items)
+        start = longest_first(falling, num_parts, max_count=most_items)
         # A bound that folding keeps, and that the rule was never seen to break.
         if sum_per_part(start, falling, num_parts).max() > falling.sum() / num_parts + falling[0]:
-            start = longest_first(falling, num_parts, max_count=most, is_folded=True)
+            start = longest_first(falling, num_parts, max_count=most_items, is_folded=True)
         starts = [start]
     else:
         sizes = sizes[order]
         starts = _starts_within(falling, sizes, num_parts, capacity=most_weight)
-    results = [
-        Assignment(part_of=start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
-        for start in starts
-    ]
-    for result in results:
-        refine(result, lower_bound=lower_bound, tolerance=tolerance)
-    return min(results, key=lambda result: result.makespan).parts(order)
+    best = _refine_starts(starts, falling, sizes, num_parts, most_weight, lower_bound=lower_bound, tolerance=tolerance)
+    return best.parts(order)
+
+
+def _refine_starts(
+    starts: list[Ints],
+    costs: Floats,
+    weights: Floats,
+    num_parts: int,
+    capacity: float,
+    *,
+    lower_bound: float,
+    tolerance: float = 0.0,
+) -> Assignment:
+    """Refine an assignment from each start, and return the one with the smallest makespan."""
+    assignments: list[Assignment] = []
+    for start in starts:
+        assignment = Assignment(part_of=start, costs=costs, weights=weights, capacity=capacity, num_parts=num_parts)
+        refine(assignment, lower_bound=lower_bound, tolerance=tolerance)
+        assignments.append(assignment)
+    return min(assignments, key=lambda assignment: assignment.makespan)
 
 
 def scale_to_one(costs: Floats) -> Floats:
@@ -144,7 +161,7 @@ def _capacity(
 
 
 def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> list[Ints]:
-    """Return starts that keep the capacity: by cost alone where that does; otherwise by cost, and by weight."""
+    """Return starts that keep the capacity: by cost alone if possible; otherwise by cost, and by weight."""
     start = longest_first(costs, num_parts, max_count=len(costs))
     if sum_per_part(start, weights, num_parts).max() <= capacity:
         return [start]
@@ -164,7 +181,7 @@ def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: 
     start = np.empty(len(costs), dtype=np.intp)
     start[by_weight] = packed
     starts = [start] if by_cost is None else [by_cost, start]
-    return [fill_empty(each, num_parts) for each in starts]
+    return [fill_empty(start, num_parts) for start in starts]
 
 
 def micro_batches(
@@ -208,14 +225,10 @@ def micro_batches(
     by_work = longest_first_within(work, tokens, num_parts, capacity=max_tokens)
     starts = [by_tokens] if by_work is None else [by_work, by_tokens]
 
+    starts = [fill_empty(start, num_parts) for start in starts]
     scaled = scale_to_one(work)
-    assignments = [
-        Assignment(part_of=start, costs=scaled, weights=tokens, capacity=max_tokens, num_parts=num_parts)
-        for start in (fill_empty(start, num_parts) for start in starts)
-    ]
-    for assignment in assignments:
-        refine(assignment, lower_bound=max(float(scaled.sum()) / num_parts, float(scaled.max())))
-    return min(assignments, key=lambda assignment: assignment.makespan).parts(order)
+    lower_bound = max(float(scaled.sum()) / num_parts, float(scaled.max()))
+    return _refine_starts(starts, scaled, tokens, num_parts, max_tokens, lower_bound=lower_bound).parts(order)
 
 
 def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints, int]:
@@ -259,7 +272,8 @@ def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: b
     loads = np.zeros(num_parts)
     counts = np.zeros(num_parts, dtype=np.intp)
     num_dealt = num_rounds = 0
-    while num_left := len(costs) - num_dealt:
+    while num_dealt < len(costs):
+        num_left = len(costs) - num_dealt
         parts = np.flatnonzero(counts < max_count)
         parts = parts[np.argsort(loads[parts], kind="stable")]
         num_rows = 1 if num_rounds < _SINGLE_ROUNDS else depth
@@ -289,7 +303,7 @@ def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: b
 
 
 def longest_first_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints | None:
-    """`longest_first` under a bound on each part's summed weights; None where no part has the capacity for an item."""
+    """Run `longest_first` with a bound on each part's summed weights; None if no part has capacity for an item."""
     part_of = np.empty(len(costs), dtype=np.intp)
     loads = np.zeros(num_parts)
     free = np.full(num_parts, capacity)
@@ -315,13 +329,13 @@ def best_fit_decreasing(weights: Floats, *, capacity: float) -> Ints:
     for item, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
         fit = bisect_left(free, (weight, -1))
         if fit < len(free):
-            left, part = free.pop(fit)
+            part_capacity, part = free.pop(fit)
         else:
-            left = capacity
+            part_capacity = capacity
             part = num_parts
             num_parts += 1
         part_of[item] = part
-        insort(free, (left - weight, part))
+        insort(free, (part_capacity - weight, part))
     return part_of
 
 

@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    def numbers(kind: type, *options: tuple[str, float, str]) -> None:
+    def add_numbers(number_type: type, *options: tuple[str, float, str]) -> None:
+        metavar = "N" if number_type is int else "X"
         for name, default, text in options:
-            metavar = "N" if kind is int else "X"
-            parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+            parser.add_argument(name, type=number_type, default=default, metavar=metavar, help=f"{text} (%(default)s)")
 
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="the policy: a Hugging Face folder or config.json"
@@ -79,7 +79,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judge", metavar="PATH", help="a generative reward model, if there is one")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
     parser.add_argument("--device", choices=DEVICES, default="H100", help="what they are (%(default)s)")
-    numbers(
+    add_numbers(
         int,
         ("--gpus-per-node", 8, "devices of a node"),
         ("--train-batch-size", 512, "prompts that a step trains on"),
@@ -87,7 +87,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         ("--n", 8, "responses to each"),
         ("--max-num-seqs", 1024, "most sequences of an engine at once"),
     )
-    numbers(
+    add_numbers(
         float,
         ("--inter-node-gb-per-s", 50.0, "GB/s of each device to other nodes"),
         ("--host-gb-per-gpu", 200.0, "GB of the host's memory for each device"),
@@ -98,7 +98,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         ("response", "response", 1500, 0.8, 8192),
         ("judge", "judgement", 500, 0.6, 2048),
     ):
-        numbers(
+        add_numbers(
             float,
             (f"--{role}-median", median, f"median tokens of a {name}"),
             (f"--{role}-sigma", sigma, "standard deviation of their logarithm"),
@@ -131,7 +131,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.toml and arguments.all_layouts:
         raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
     job = _job(arguments)
-    found = plan(
+    best = plan(
         cluster,
         job,
         strategy=arguments.strategy,
@@ -141,14 +141,14 @@ def _plan(arguments: argparse.Namespace) -> None:
         lora_rank=arguments.lora_rank,
     )
     if arguments.toml:
-        print(run_settings(found, job, model=arguments.model, judge=arguments.judge or ""), end="")
+        print(run_settings(best, job, model=arguments.model, judge=arguments.judge or ""), end="")
         return
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(best.to_dict(), indent=2))
         return
     from gcore_placement.cli.tables import print_plan
 
-    print_plan(found)
+    print_plan(best)
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -156,9 +156,9 @@ def _job(arguments: argparse.Namespace) -> Job:
     judge = _read_model(arguments.judge) if arguments.judge else None
 
     def lengths(role: str) -> Lengths:
-        given = vars(arguments)
+        values = vars(arguments)
         return Lengths.log_normal(
-            median=given[f"{role}_median"], sigma=given[f"{role}_sigma"], longest=given[f"max_{role}_length"]
+            median=values[f"{role}_median"], sigma=values[f"{role}_sigma"], longest=values[f"max_{role}_length"]
         )
 
     return Job(
@@ -230,7 +230,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> Trace | None:
-    """Return the trace that takes the place of the scenario's; of a run, with the settings in its `config.toml`."""
+    """Return the trace of --trace or --from-run, which replaces the scenario's; None without these options."""
     folder: Path | None = arguments.from_run
     if folder is None:
         return None if arguments.trace is None else Trace.load(arguments.trace)
@@ -249,8 +249,11 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
-    places = {"colocated": simulator.space.num_devices, "dynamic": comparison["dynamic"].steps[step].partitions[0]}
-    return [(f"{name}, step {step}", run_waves(simulator.costs, [wave], place)) for name, place in places.items()]
+    dynamic = comparison["dynamic"].steps[step].partitions[0]
+    return [
+        (f"colocated, step {step}", run_waves(simulator.costs, [wave], simulator.space.num_devices)),
+        (f"dynamic, step {step}", run_waves(simulator.costs, [wave], dynamic)),
+    ]
 
 
 def _ledger_options(parser: argparse.ArgumentParser) -> None:

@@ -129,23 +129,27 @@ def training_layouts(
     data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the longest sequence, once or
     several times.
     """
-    tp_sizes = [
-        tp
-        for tp in powers(cluster.devices_per_node)
-        if not cluster.devices_per_node % tp and all(divides_heads(model, tp) for model in job.trained)
-    ]
-    pp_sizes = [
-        pp
-        for pp in range(1, num_devices + 1)
-        if not num_devices % pp and not any(model.workload.num_hidden_layers % pp for model in job.trained)
-    ]
+    tp_sizes: list[int] = []
+    for tp in powers(cluster.devices_per_node):
+        if cluster.devices_per_node % tp == 0 and all(divides_heads(model, tp) for model in job.trained):
+            tp_sizes.append(tp)
+    pp_sizes: list[int] = []
+    for pp in range(1, num_devices + 1):
+        splits_layers = all(model.workload.num_hidden_layers % pp == 0 for model in job.trained)
+        if num_devices % pp == 0 and splits_layers:
+            pp_sizes.append(pp)
     rows: list[tuple[float, ...]] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
-        if not rest and dp <= job.train_batch_size:
-            sharding = [True] * ("torch" in backends and tp * pp == 1) + [False] * ("megatron" in backends)
-            for sharded, recompute, times in product(sharding, (False, True), _TOKENS_IN_LONGEST):
-                rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence, 1))
+        if rest or dp > job.train_batch_size:
+            continue
+        sharding: list[bool] = []
+        if "torch" in backends and tp * pp == 1:
+            sharding.append(True)
+        if "megatron" in backends:
+            sharding.append(False)
+        for sharded, recompute, times in product(sharding, (False, True), _TOKENS_IN_LONGEST):
+            rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence, 1))
     return _from_rows(rows)
 
 
@@ -156,9 +160,9 @@ def divides_heads(model: ModelShape, tp: int) -> bool:
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def powers(most: int) -> list[int]:
+def powers(limit: int) -> list[int]:
     """Return the powers of two up to a number."""
-    return [2**k for k in range(most.bit_length())]
+    return [2**k for k in range(limit.bit_length())]
 
 
 def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
@@ -214,8 +218,8 @@ class TrainingState(Checked):
                 return 2 * (1 + MASTER_BYTES / _BLOCK)
             case "muon":
                 experts = model.workload.num_moe_layers * model.workload.num_experts * model.num_expert_parameters
-                others = 0 if self.adapter_parameters else model.num_outer_parameters + experts
-                return MASTER_BYTES * (1 + others / model.num_parameters)
+                with_adam = 0 if self.adapter_parameters else model.num_outer_parameters + experts
+                return MASTER_BYTES * (1 + with_adam / model.num_parameters)
             case "float32":
                 return 2 * MASTER_BYTES
 
@@ -264,33 +268,32 @@ def training_memory(
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
     if fills_budget:
         prompts = job.train_batch_size / job.num_updates
-        most = prompts * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
-        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, most)) / layouts.cp
+        rank_tokens = prompts * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
+        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, rank_tokens)) / layouts.cp
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
     master_bytes = MASTER_BYTES if compute_bytes != MASTER_BYTES else 0
     optimizer = np.zeros(len(layouts))
-    weights = list[Floats]()
-    gradients = list[Floats]()
+    weights: list[Floats] = []
+    gradients: list[Floats] = []
     gathered: list[Floats] = []
     unsynced: list[Floats] = []
+    activation_values: list[Floats] = []
     waits = is_gathered & (micro_batches > 1) & (state.gradient_sync == "update")
-    kept: list[Floats] = []
     sharing = np.where(layouts.sharded, np.minimum(state.fsdp_size or ranks, ranks), ranks)
     of_shard = np.where(layouts.sharded, sharing, 1.0)
     for number, model in enumerate(job.trained):
         # Experts that are divided over more ranks are on fewer that share their moments.
         trained = held_parameters(model, layouts)
-        stepped = _divided(model, layouts)
-        held = 0.0
+        stepped = dense_parameters(model, layouts)
+        frozen = 0.0
         if state.adapter_parameters and not number:
             # Adapters, which experts have none of, are weights besides the frozen ones.
-            held = trained
+            frozen = trained
             trained = stepped * (state.adapter_parameters / model.num_parameters)
             stepped = trained
-        held = held + trained
-        weights.append(compute_bytes * held / of_shard)
+        weights.append(compute_bytes * (frozen + trained) / of_shard)
         gradients.append(MASTER_BYTES * trained / of_shard)
         unsynced.append(np.where(waits, MASTER_BYTES * trained, 0.0))
         optimizer = optimizer + (state.moment_bytes(model) + master_bytes) * stepped / sharing
@@ -302,7 +305,7 @@ def training_memory(
         checkpointed = layouts.recompute * state.checkpointed_share * layers
         inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
         values = (layers - checkpointed) * model.activations_per_token + inputs * model.workload.hidden_size
-        kept.append(values / layouts.tp)
+        activation_values.append(values / layouts.tp)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
     layer_bytes = np.where(layouts.recompute, activations * compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
     vocab_size = job.policy.workload.vocab_size / layouts.tp
@@ -312,14 +315,15 @@ def training_memory(
     reference = np.zeros(len(layouts))
     if job.reference:
         reference = compute_bytes * held_parameters(job.policy, layouts) / of_shard
-    teachers = sum(
-        (compute_bytes * held_parameters(m, layouts) / of_shard for m in job.teachers), np.zeros(len(layouts))
-    )
+    teachers = np.zeros(len(layouts))
+    for teacher in job.teachers:
+        teachers = teachers + compute_bytes * held_parameters(teacher, layouts) / of_shard
     if state.offload != "none":
         optimizer = np.zeros(len(layouts))
-    # The model at work has its weights and gradients on the device, those of the others are on the host.
-    in_memory = np.max if state.offload == "all" else np.sum
+    in_memory = np.sum
     if state.offload == "all":
+        # Only the model at work has its weights and gradients on the device.
+        in_memory = np.max
         reference = np.zeros(len(layouts))
         teachers = np.zeros(len(layouts))
     # One model computes at a time.
@@ -329,7 +333,7 @@ def training_memory(
         "optimizer": optimizer,
         "gathered": np.max(gathered, axis=0),
         "unsynced gradients": np.max(unsynced, axis=0),
-        "activations": activations * compute_bytes * tokens * np.max(kept, axis=0),
+        "activations": activations * compute_bytes * tokens * np.max(activation_values, axis=0),
         "logits": logits,
         "recomputed layer": np.maximum(layer_bytes - logits, 0.0),
         "reference": reference,
@@ -353,16 +357,16 @@ def parts_at(parts: Bytes, index: int) -> dict[str, float]:
 
 
 def held_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
-    """Return the parameters of a rank of the heaviest stage, over tensor-parallel ranks, and experts over theirs."""
+    """Return the parameters of each rank of the heaviest stage, with experts divided over expert-parallel ranks."""
     w = model.workload
     experts = w.num_moe_layers * w.num_experts * model.num_expert_parameters / w.num_hidden_layers
     on_stage = np.ceil(w.num_hidden_layers / layouts.pp) * experts
     moved = np.where(layouts.ep > 1, on_stage / layouts.ep - on_stage / layouts.tp, 0.0)
-    return _divided(model, layouts) + moved
+    return dense_parameters(model, layouts) + moved
 
 
-def _divided(model: ModelShape, layouts: TrainingLayouts) -> Floats:
-    """Return the parameters of the heaviest stage, whole layers and embedding or head, over tensor-parallel ranks."""
+def dense_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
+    """Return the parameters of each tensor-parallel rank of the heaviest stage: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)
     outer = np.where(layouts.pp == 1, model.num_outer_parameters, one_table)

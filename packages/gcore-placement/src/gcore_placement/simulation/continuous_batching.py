@@ -25,7 +25,7 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """Seconds at which requests started and were done, and the stretches in which replicas had something to do."""
+    """Seconds at which requests started and were done, and the stretches in which replicas were busy."""
 
     requests: Requests
     start: Floats
@@ -45,9 +45,8 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         none = np.empty(0)
-        return EngineRun(
-            requests=requests, start=none, finish=none, busy_replica=counts[:0], busy_from=none, busy_to=none
-        )
+        idle = counts[:0]
+        return EngineRun(requests=requests, start=none, finish=none, busy_replica=idle, busy_from=none, busy_to=none)
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)
@@ -76,12 +75,12 @@ def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> Engin
     running = from_here(np.ones(len(order)))
     done = np.concatenate([[0.0], length[:-1]])
     done[starts] = 0.0
-    held = from_here(requests.context[order]) + running * done
+    held_tokens = from_here(requests.context[order]) + running * done
     prefill_s = np.add.reduceat(requests.prefill[order] * costs.prefill_per_token_s, starts)
     arrival = requests.arrival[order]
     finish = np.empty(len(order))
     # Sequences that end at the same step end at the very same second.
-    decoded_s = up_to(costs.decode_s(length - done, running, held))
+    decoded_s = up_to(costs.decode_s(length - done, running, held_tokens))
     finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
     busy_to = finish[order[ends - 1]]
     return EngineRun(
@@ -136,7 +135,8 @@ class _Batch:
             self._advance()
         start = np.empty_like(self._finish)
         finish = np.empty_like(self._finish)
-        start[self._order], finish[self._order] = self._begin, self._finish
+        start[self._order] = self._begin
+        finish[self._order] = self._finish
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
         return EngineRun(
             requests=self._requests,
@@ -194,7 +194,7 @@ class _Batch:
 
     def _start(self, replicas: Ints, arrival: Floats) -> None:
         slot = self._running[replicas]
-        held = self._held[replicas]
+        held_tokens = self._held[replicas]
         time = self._time[replicas]
         running = slot.astype(np.float64)
         was_idle = (slot == 0) & (arrival >= time)
@@ -202,11 +202,11 @@ class _Batch:
         passed = np.where(slot > 0, np.maximum(arrival - time, 0.0), 0.0)
         steps = np.zeros_like(passed)
         has_passed = passed > 0
-        steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held[has_passed])
+        steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held_tokens[has_passed])
 
         item = self._next[replicas]
         self._steps[replicas] += steps
-        self._held[replicas] = held + running * steps + self._context[item]
+        self._held[replicas] = held_tokens + running * steps + self._context[item]
         self._begin[item] = np.maximum(time, arrival)
         self._time[replicas] = self._begin[item] + self._prefill_s[item]
         end = self._steps[replicas] + self._length[item]
