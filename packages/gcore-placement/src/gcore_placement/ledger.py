@@ -182,8 +182,9 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
     for number, line in enumerate(lines, start=1):
         try:
             row: dict[str, Any] = json.loads(line)
+            controllers = row["controllers"]
             devices = row.get("devices", {})
-            step = StepIntervals.of(row["step"], row["controllers"], devices, offset_s=float(row["start_s"]))
+            step = StepIntervals.of(row["step"], controllers, devices, offset_s=float(row["start_s"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
             raise PlacementError(message) from error

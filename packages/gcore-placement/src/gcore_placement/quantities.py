@@ -99,8 +99,7 @@ class Checked:
 def _checks(dataclass_type: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
     checks: list[tuple[str, Callable[[str, Any], object]]] = []
     for field in fields(dataclass_type):
-        for check in getattr(field.type, "__metadata__", ()):
-            checks.append((field.name, check))
+        checks.extend((field.name, check) for check in getattr(field.type, "__metadata__", ()))
     return checks
 
 

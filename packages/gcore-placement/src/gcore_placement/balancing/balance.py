@@ -76,10 +76,7 @@ def balance(
 
     if num_parts == 1 and sizes is None:
         return [np.arange(len(amounts))]
-    if sizes is None:
-        order = np.argsort(-amounts, kind="stable")
-    else:
-        order = np.lexsort((-sizes, -amounts))
+    order = np.argsort(-amounts, kind="stable") if sizes is None else np.lexsort((-sizes, -amounts))
     falling = scale_to_one(amounts[order])
     # The heaviest item shares its part with as many others as it must.
     company = len(falling) // num_parts - 1 if equal_count else 0

@@ -55,11 +55,11 @@ class Safeguard:
         self._num_turns = 0
         """How often a change of it was against the one before."""
         self._evidence = 0.0
-        """Rounds by which the other choice is better, since that last was doubtful."""
+        """Rounds by which the other choice is better, in a cumulative sum that stays at or above 0."""
         self._won = 0.0
         """Rounds that following has won over the fixed partition while it was chosen; below 0: lost."""
         self._most_won = 0.0
-        """The most that it ever had won."""
+        """Maximum of `_won` so far."""
         self._least_s = self._least_s2 = 0.0
         """Sums of the least seconds of all rounds, and of their squares."""
         self.follows_load = True
@@ -81,7 +81,8 @@ class Safeguard:
         following_s += self._late_s(before, after, move_s)
         best = int(self._spent_P.argmin())
         least_s = float(seconds_P.min())
-        self._least_s, self._least_s2 = self._least_s + least_s, self._least_s2 + least_s**2
+        self._least_s += least_s
+        self._least_s2 += least_s**2
         # The mean, weighted by seconds: a wave of a few prompts is no usual round.
         usual_s = self._least_s2 / self._least_s if self._least_s else 1.0
         lead_s = max(_LEAD * move_s, LOST * usual_s) * 2**self._num_turns
@@ -93,18 +94,21 @@ class Safeguard:
             self._gained_R = gained_R
         won = (fixed_s - following_s) / usual_s
         allowed = self._tolerance * least_s / usual_s
-        self._won += won if self.follows_load else 0.0
-        self._evidence = max(0.0, self._evidence + (-won if self.follows_load else won) - allowed)
-        self._most_won = max(self._most_won, self._won)
-        to_start = max(WON, self._most_won - self._won) * 2 ** (max(0.0, -self._won) / LOST)
-        threshold = LOST + move_s / usual_s if self.follows_load else to_start
+        if self.follows_load:
+            self._won += won
+            self._most_won = max(self._most_won, self._won)
+            self._evidence = max(0.0, self._evidence - won - allowed)
+            threshold = LOST + move_s / usual_s
+        else:
+            self._evidence = max(0.0, self._evidence + won - allowed)
+            threshold = max(WON, self._most_won - self._won) * 2 ** (max(0.0, -self._won) / LOST)
         if self._evidence > threshold and not is_within_step:
             self.follows_load = not self.follows_load
             self._evidence = 0.0
         return after if self.follows_load else self._fixed
 
     def _late_s(self, before: int, after: int, move_s: float) -> float:
-        """Return the seconds that a move adds: a role that waits for a share of its devices is late by that share."""
+        """Return the seconds that a move adds: `move_s` times the largest share of new devices of any role."""
         had = self._role_devices[before]
         has = self._role_devices[after]
         return move_s * float((1 - had / has).max())
@@ -115,7 +119,7 @@ class Safeguard:
         return {**values, "spent": self._spent_P.tolist(), "gained": self._gained_R.tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`; PlacementError where it is of another number of partitions."""
+        """Continue from a `state()`; PlacementError if its number of partitions differs."""
         if len(state["spent"]) != len(self._spent_P):
             raise refusal("partitions of the state", len(state["spent"]), f"{len(self._spent_P)}, as the space has")
         self._spent_P = np.array(state["spent"], dtype=np.float64)

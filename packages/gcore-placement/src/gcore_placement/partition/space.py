@@ -103,11 +103,12 @@ class PartitionSpace(Checked):
             last = counts[-1][np.searchsorted(counts[-1] * sizes_R[-1], rest, side="right") - 1]
         replicas_PR = np.column_stack([replicas_PR, last])
         unassigned = self.num_devices - replicas_PR @ sizes_R
-        steps: list[int] = []
-        for role_counts in counts:
-            steps.append(role_counts[1] - role_counts[0] if role_counts.size > 1 else self.num_devices)
+        steps_R = np.full(len(counts), self.num_devices)
+        for role, role_counts in enumerate(counts):
+            if role_counts.size > 1:
+                steps_R[role] = role_counts[1] - role_counts[0]
         largest_R = [role_counts[-1] for role_counts in counts]
-        could_grow = (replicas_PR < largest_R) & (np.array(steps) * sizes_R <= unassigned[:, None])
+        could_grow = (replicas_PR < largest_R) & (steps_R * sizes_R <= unassigned[:, None])
         is_full = ~could_grow.any(axis=1)
         replicas_PR = replicas_PR[is_full]
         rows = zip(replicas_PR.tolist(), (replicas_PR * sizes_R).tolist(), unassigned[is_full].tolist(), strict=True)

@@ -60,7 +60,8 @@ class StrategyChoice:
         self._steps = [*self._steps, (stage_s, self._law(other, loads, swap_s))][-_WINDOW:]
         if len(self._steps) < _WINDOW:
             return self.strategy
-        measured_s, law_s = (median(values) for values in zip(*self._steps, strict=True))
+        measured_s = median(step[0] for step in self._steps)
+        law_s = median(step[1] for step in self._steps)
         if self._promised_s is not None:
             self._corrections[self.strategy] = measured_s / self._promised_s if self._promised_s else 1.0
             self._corrections[other] = self._left_s / law_s if law_s else 1.0

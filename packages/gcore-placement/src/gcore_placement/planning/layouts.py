@@ -129,10 +129,8 @@ def training_layouts(
     data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the longest sequence, once or
     several times.
     """
-    tp_sizes: list[int] = []
-    for tp in powers(cluster.devices_per_node):
-        if cluster.devices_per_node % tp == 0 and all(divides_heads(model, tp) for model in job.trained):
-            tp_sizes.append(tp)
+    node = cluster.devices_per_node
+    tp_sizes = [tp for tp in powers(node) if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)]
     pp_sizes: list[int] = []
     for pp in range(1, num_devices + 1):
         splits_layers = all(model.workload.num_hidden_layers % pp == 0 for model in job.trained)

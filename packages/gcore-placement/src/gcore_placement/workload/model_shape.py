@@ -8,7 +8,7 @@ import numpy as np
 
 from gcore_placement.errors import check_known
 from gcore_placement.quantities import Floats, TransformerWorkload
-from gcore_placement.workload.config_keys import required
+from gcore_placement.workload.config_keys import require_key
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "deepseek_v2", "deepseek_v3")
 _BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -34,9 +34,10 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
         """Read the mapping in a `config.json` with one of MODEL_TYPES; see `TransformerWorkload.from_config`."""
-        model_type = required(config, "model_type")
+        model_type = require_key(config, "model_type")
         check_known("model_type", model_type, MODEL_TYPES)
-        if isinstance(text := config.get("text_config"), Mapping):
+        text = config.get("text_config")
+        if isinstance(text, Mapping):
             # Newer files of vision-language models have the language model's keys in a section.
             config = {**config, **cast("Mapping[str, object]", text)}
         if config.get("head_dim") is None and model_type == "qwen3":
@@ -72,14 +73,14 @@ class ModelShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that a token meets; of the experts, those that it is sent to."""
+        """Parameters that a token is computed with; of the experts, the chosen ones."""
         w = self.workload
         asleep = w.num_experts - w.num_experts_per_tok
         return self.num_parameters - w.num_moe_layers * asleep * self.num_expert_parameters
 
     @property
     def num_multiplied_parameters(self) -> int:
-        """Active parameters that a token is multiplied by: all but embeddings that are not also the head."""
+        """Active parameters that a token is multiplied by: all but an embedding that is not also the head."""
         return self.num_active_parameters - self._num_looked_up
 
     @property
@@ -100,12 +101,12 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that a cache has of a token's keys and values, or of what they are made from, in all layers."""
+        """Numbers of a token in the caches of all layers: keys and values, or the compressed state."""
         return self.workload.num_hidden_layers * self.workload.cached_size
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers that the backward pass of the mean layer needs of a token.
+        """Numbers of a token that the backward pass of the mean layer needs.
 
         Inputs and outputs of both norms, 4 h; queries and what attention gives, 2 q; keys and values, 2 kv; gate, up,
         their activation and product, 4 i; each once. This is Korthikanti et al. 2022 (arXiv 2205.05198, equation 1)
@@ -134,9 +135,9 @@ class ModelShape:
         return rank * (w.num_hidden_layers * attention + mlps)
 
     def parameters_read(self, num_tokens: Floats) -> Floats:
-        """Return the parameters that forward passes over so many tokens each read.
+        """Return the number of parameters that a forward pass over each number of tokens reads.
 
-        Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.
+        Not counted are experts without tokens, and an embedding that is not also the head, but for a row a token.
         """
         w = self.workload
         multiplied = self.num_parameters - self._num_looked_up
@@ -157,8 +158,8 @@ class ModelShape:
 
 def _vision_parameters(config: Mapping[str, object]) -> int:
     """Return the parameters of Qwen2.5-VL's vision tower, of which every linear layer but the first has a bias."""
-    vision: Any = required(config, "vision_config")
-    depth, h, i, out, patch = (int(cast("Any", required(vision, key))) for key in _VISION_KEYS)
+    vision: Any = require_key(config, "vision_config")
+    depth, h, i, out, patch = (int(cast("Any", require_key(vision, key))) for key in _VISION_KEYS)
     merged = h * int(vision.get("spatial_merge_size", 2)) ** 2
     pixels = 3 * int(vision.get("temporal_patch_size", 2)) * patch**2
     attention_and_norms = 2 * h + h * 3 * h + 3 * h + h * h + h
