@@ -64,13 +64,16 @@ def _comparison(comparison: Comparison) -> str:
         for run in runs
     )
     key = "".join(
-        f'<span><i style="background:{COLOURS[name]}"></i> {name.replace("_", " ")}</span>' for name in (*WORK, *IDLE)
+        f'<span><i style="background:{colour}"></i> {name.replace("_", " ")}</span>' for name, colour in COLOURS.items()
     )
-    step_lines = [(run.strategy, np.array([step.seconds for step in run.steps])) for run in runs]
-    share_lines = [
-        (run.strategy, np.array([step.partitions[0].devices[0] / run.num_devices for step in run.steps]))
-        for run in runs[1:]
-    ]
+    step_lines: list[tuple[str, Floats]] = []
+    for run in runs:
+        seconds = [step.seconds for step in run.steps]
+        step_lines.append((run.strategy, np.array(seconds)))
+    share_lines: list[tuple[str, Floats]] = []
+    for run in runs[1:]:
+        shares = [step.partitions[0].devices[0] / run.num_devices for step in run.steps]
+        share_lines.append((run.strategy, np.array(shares)))
     return (
         f"<h2>{escape(comparison.name)}, {comparison.num_devices:,} devices, {len(runs[0].steps)} steps</h2>"
         f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_bars(runs)}"
@@ -105,20 +108,20 @@ def _bars(runs: Sequence[StrategyRun]) -> str:
 def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
     """Draw values over steps, from 0 up; `unit` formats them."""
     height = 180
-    left = 80
-    most = top or max(float(values.max()) for _, values in lines)
+    margin = 80
+    highest = top or max(float(values.max()) for _, values in lines)
     shapes = [
-        f'<line x1="{left}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
-        f'<text x="0" y="{y + 4}">{unit.format(share * most)}</text>'
+        f'<line x1="{margin}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
+        f'<text x="0" y="{y + 4}">{unit.format(share * highest)}</text>'
         for share, y in ((0.0, height), (0.5, height / 2 + 5), (1.0, 10))
     ]
     for number, (name, values) in enumerate(lines):
-        x = left + np.arange(len(values)) * (_WIDTH - left) / max(1, len(values) - 1)
-        y = height - values / most * (height - 10)
+        x = margin + np.arange(len(values)) * (_WIDTH - margin) / max(1, len(values) - 1)
+        y = height - values / highest * (height - 10)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>')
-        shapes.append(f'<text x="{left + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
-    shapes.append(f'<text x="{left}" y="{height + 18}">step 0</text>')
+        shapes.append(f'<text x="{margin + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
+    shapes.append(f'<text x="{margin}" y="{height + 18}">step 0</text>')
     shapes.append(_at_end(height + 18, f"step {len(lines[0][1]) - 1}"))
     return _svg(shapes, height + 46)
 
@@ -132,10 +135,11 @@ def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
         busy = np.searchsorted(np.sort(run.busy_from), moments, side="right")
         busy = busy - np.searchsorted(np.sort(run.busy_to), moments, side="right")
         base = 70 + 75 * row
-        most = max(1, int(busy.max()))
+        highest = max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)
-        points = " ".join(f"{a:.1f},{base - 60 * b / most:.1f}" for a, b in zip(x, busy, strict=True))
-        shapes.append(f'<text x="0" y="{base - 36}">{name}</text><text x="0" y="{base - 20}">{most:,} replicas</text>')
+        points = " ".join(f"{a:.1f},{base - 60 * b / highest:.1f}" for a, b in zip(x, busy, strict=True))
+        shapes.append(f'<text x="0" y="{base - 36}">{name}</text>')
+        shapes.append(f'<text x="0" y="{base - 20}">{highest:,} replicas</text>')
         shapes.append(f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>')
     shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_at_end(162, f"{end:,.0f} s")}')
     return _svg(shapes, 168)

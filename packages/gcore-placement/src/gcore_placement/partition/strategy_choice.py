@@ -56,19 +56,19 @@ class StrategyChoice:
         """
         check_amounts("stage_s", stage_s)
         check_amounts("swap_s", swap_s)
-        [other] = self._corrections.keys() - {self.strategy}
-        self._steps = [*self._steps, (stage_s, self._law(other, loads, swap_s))][-_WINDOW:]
+        [alternative] = self._corrections.keys() - {self.strategy}
+        self._steps = [*self._steps, (stage_s, self._law(alternative, loads, swap_s))][-_WINDOW:]
         if len(self._steps) < _WINDOW:
             return self.strategy
         measured_s = median(step[0] for step in self._steps)
         law_s = median(step[1] for step in self._steps)
         if self._promised_s is not None:
             self._corrections[self.strategy] = measured_s / self._promised_s if self._promised_s else 1.0
-            self._corrections[other] = self._left_s / law_s if law_s else 1.0
+            self._corrections[alternative] = self._left_s / law_s if law_s else 1.0
             self._promised_s = None
-        saved_s = measured_s - law_s * self._corrections[other]
+        saved_s = measured_s - law_s * self._corrections[alternative]
         if saved_s > _MIN_GAIN * measured_s and saved_s * self._horizon_steps > self.switch_s:
-            self.strategy = other
+            self.strategy = alternative
             self._steps = []
             self._promised_s = law_s
             self._left_s = measured_s

@@ -202,14 +202,14 @@ class _Planner:
         parts = self._training_parts(job, self.state)
         without_critic = self._training_parts(replace(job, critic=None), self.state)
         resident = sum(parts[name] for name in (*_STATE, *_FROZEN))
-        others = sum(self.others.values())
+        resident_models = sum(self.others.values())
         train = sum(parts.values())
         # A pass that only scores keeps one layer's activations at a time.
         layer = job.policy.activations_per_token * job.compute_bytes * self._tokens
         scoring = 0.0
         if "trainer" in self.residents:
             scoring = max(self.efficiency.activations * layer, parts["logits"])
-        policy, judge = self._engines(usable - (others if takes_turns else others + train))
+        policy, judge = self._engines(usable - (resident_models if takes_turns else resident_models + train))
         engine_bytes = (sum(policy.values()), sum(judge.values()))
         engines = max(engine_bytes) if self.engine.judge_takes_turns else sum(engine_bytes)
         # Weights pass from one to the other a tensor at a time, the largest of which is the embedding, or all at once.
@@ -229,10 +229,10 @@ class _Planner:
             awake_in_sync = policy.get("weights", 0.0)
             resident_in_generation = 0.0
         peaks: dict[PlanStage, float] = {
-            "generate": others + engines + resident_in_generation,
-            "prepare": others + awake_in_training + resident + parts["gathered"] + scoring,
-            "train": others + awake_in_training + train,
-            "sync": others + resident + bucket + awake_in_sync,
+            "generate": resident_models + engines + resident_in_generation,
+            "prepare": resident_models + awake_in_training + resident + parts["gathered"] + scoring,
+            "train": resident_models + awake_in_training + train,
+            "sync": resident_models + resident + bucket + awake_in_sync,
         }
         kv_tokens = 0
         judge_kv_tokens = 0
