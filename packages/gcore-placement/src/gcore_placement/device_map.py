@@ -72,7 +72,7 @@ class DeviceMap:
     judges: Sequence[Sequence[Slot]]
     reward_models: Sequence[Slot]
     ranks: Sequence[Slot]
-    """Sorted by node and GPU, those on the devices of engines and those on their own; see `rank_place`."""
+    """By rank; first ranks on the devices of engines, then ranks on other devices, each sorted; see `rank_place`."""
 
     @property
     def lent(self) -> Sequence[Sequence[Slot]]:
@@ -183,7 +183,7 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
 
 
 def engine_order(places: Sequence[Place], training: Collection[Place], *, takes_turns: bool) -> list[Place]:
-    """Return the order in which engines take places: those without a training rank first, or in turns those with one.
+    """Return the places in the order in which engines take them: free ones first, or in turns those of ranks first.
 
     Args:
         places: all of them, in their order.

@@ -34,7 +34,7 @@ from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.model_shape import ModelShape
 
 RUN_FILE = "placement.json"
-"""A file in a run's folder, whose key `correction` holds `Correction.state()`."""
+"""A file in a run's folder; its key `correction` holds `Correction.state()`."""
 
 Stage = Literal["generation", "reward", "preparation", "training", "weight_sync", "swap"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -73,7 +73,7 @@ class Job(Checked):
     old_log_probs: bool = False
     """The policy scores all responses again before it trains; else the engine's log-probs serve."""
     ppo_mini_batch_size: Amount = 0
-    """Prompts of an update; 0: those of the whole step, which is one update."""
+    """Prompts of an update; 0: all prompts of the step are one update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ class Job(Checked):
 
     @property
     def num_forward_passes(self) -> float:
-        """Passes that only score, in preparation; those of teachers count by their FLOPs, against the policy's."""
+        """Scoring passes in preparation; a teacher's pass counts as its FLOPs over the policy's."""
         teacher_flops = sum(teacher.workload.flops_per_token for teacher in self.teachers)
         num_passes = int(self.reference) + int(self.old_log_probs) + int(self.critic is not None)
         return num_passes + teacher_flops / self.policy.workload.flops_per_token
@@ -133,7 +133,7 @@ class Job(Checked):
         return self.train_batch_size * (in_prompt + self.n * in_response)
 
     def engine_role(self, stage: EngineStage) -> tuple[ModelShape, Lengths, Lengths]:
-        """Return the model of a stage's engines, and the lengths that it reads and writes."""
+        """Return the model of a stage's engines, and the lengths of its inputs and outputs."""
         if stage == "generation":
             return self.policy, self.prompt_lengths, self.response_lengths
         if self.judge is None or self.judge_lengths is None:
@@ -200,7 +200,7 @@ def predict_step(
 
 
 def added_by_reward(generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats) -> Floats:
-    """Return the seconds by which judging makes each wave longer than its generation: [num_waves, ...]."""
+    """Return the seconds that judging adds to the generation of each wave: [num_waves, ...]."""
     if STRATEGIES[strategy].is_time_shared:
         return judging
     return np.maximum(judging - generation, 0.0) + last_s

@@ -140,7 +140,7 @@ class Ledger:
         return cls(device_ns=device_ns, total_ns=total_ns)
 
     def share(self, column: str, role: str | None = None) -> float:
-        """Return the share of a column in a role's device time, or in that of all; 0 where there is none."""
+        """Return the share of a column in the device time of a role, or of all roles; 0 without device time."""
         roles = self.device_ns if role is None else (role,)
         total = sum(self.total_ns[name] for name in roles)
         if not total:

@@ -223,15 +223,15 @@ class TransformerWorkload:
     num_moe_layers: int = 0
     """Layers whose MLP is a mixture of experts; the others have one of intermediate_size."""
     n_shared_experts: int = 0
-    """Experts of a mixture through which each token goes besides those that are chosen."""
+    """Experts of a mixture that compute each token, in addition to the chosen ones."""
     kv_lora_rank: int = 0
-    """Width of the state from which keys and values of all heads are made: latent attention."""
+    """Width of the compressed state of keys and values of all heads: latent attention."""
     q_lora_rank: int = 0
-    """Width of the state from which queries are made; 0: they are made from the hidden state."""
+    """Width of the compressed state of queries; 0: they are computed from the hidden state."""
     qk_nope_head_dim: int = 0
     """Part of a key that is made from the compressed state, without rotary embedding."""
     qk_rope_head_dim: int = 0
-    """Part of a key with rotary embedding, which all heads share, and which is kept besides the compressed state."""
+    """Part of a key with rotary embedding, shared by all heads; cached in addition to the compressed state."""
     v_head_dim: int = 0
 
     def __post_init__(self) -> None:

@@ -250,7 +250,7 @@ def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints
 
 
 _SINGLE_ROUNDS = 512
-"""Rounds that deal one item to each part; later ones deal bundles, whose items are too light to matter."""
+"""Rounds that assign one item to each part; later rounds assign bundles of light items."""
 
 
 def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: bool = False) -> Ints:
@@ -337,7 +337,7 @@ def best_fit_decreasing(weights: Floats, *, capacity: float) -> Ints:
 
 
 def fill_empty(part_of: Ints, num_parts: int) -> Ints:
-    """Return `part_of` with an item of a fuller part in each empty one, as long as a part holds two."""
+    """Return `part_of` with one item moved to each empty part, from the part with most items, if it has two."""
     filled = part_of.copy()
     counts = np.bincount(filled, minlength=num_parts)
     for empty in np.flatnonzero(counts == 0).tolist():

@@ -84,7 +84,7 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def _bars(runs: Sequence[StrategyRun]) -> str:
-    """Draw one bar per strategy: its device-seconds, as long as its steps are."""
+    """Draw one bar per strategy: device-seconds by column; the length of a bar is that of its steps."""
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
     for row, run in enumerate(runs):

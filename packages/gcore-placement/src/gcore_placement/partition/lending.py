@@ -27,7 +27,7 @@ class _Queue:
             self.device_rate = (finished - self.finished_before) / (now_s - self.since_s) / serving
 
     def rest_s(self, now_s: float, waiting: int, finished: int, serving: int, arriving: int) -> float:
-        """Return the seconds until it is empty, with the devices that serve it and those on their way."""
+        """Return the seconds until the queue is empty, with the serving devices and those on their way."""
         assert self.since_s is not None
         rate = self.device_rate * serving
         if finished == self.finished_before and now_s > self.since_s:
@@ -71,7 +71,7 @@ class LendingRule:
         self._is_measured = False
         self._rent_s = [0.0] * num_roles
         self._paid_at_s: list[float | None] = [None] * num_roles
-        """When each role last idled while another had a queue; None: it did not at the last observation."""
+        """Time of the last observation at which each role idled while another had a queue; None: not at the last."""
         self._queues = [_Queue() for _ in range(num_roles)]
 
     def observe(

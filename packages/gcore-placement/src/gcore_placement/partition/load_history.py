@@ -20,7 +20,7 @@ NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""
 _MAX_CORRECTION = 16.0
 _TREND_ROUNDS = 9
-"""Rounds from which on there may be a trend."""
+"""Fewest rounds of a trend."""
 _STRAIGHT = 1.5
 _EVIDENT = 4.0
 """A trend is evident where rounds are off its line by fewer deviations of the noise than the first, in the median, and

@@ -11,9 +11,9 @@ from gcore_placement.quantities import Floats
 LOST = 0.15
 """Rounds that following the load may lose to the best fixed partition, beyond tolerance and a move, before it ends."""
 WON = 0.5
-"""Rounds that it must win by before it starts again, where it has lost nothing yet."""
+"""Rounds that following must win by before it starts again, if it has lost nothing yet."""
 _LEAD = 3.0
-"""Moves whose seconds a fixed partition must have saved to replace the first one; at least `LOST` rounds."""
+"""Lead, in seconds of a move, by which another partition first replaces the fixed one; at least `LOST` rounds."""
 
 
 class Safeguard:
@@ -53,7 +53,7 @@ class Safeguard:
         self._gained_R = np.zeros(role_devices.shape[1])
         """Devices that each role gained when the fixed partition last changed."""
         self._num_turns = 0
-        """How often a change of it was against the one before."""
+        """Number of changes of the fixed partition that turned back the change before."""
         self._evidence = 0.0
         """Rounds by which the other choice is better, in a cumulative sum that stays at or above 0."""
         self._won = 0.0

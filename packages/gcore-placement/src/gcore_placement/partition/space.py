@@ -34,7 +34,7 @@ class RoleLimits(Checked):
     """The limits of one role in a partition. Raises PlacementError if more replicas are needed than are allowed."""
 
     devices_per_replica: Positive
-    """Divides the role's devices: those of tensor and pipeline parallelism."""
+    """Devices of tensor and pipeline parallelism; divides the role's devices."""
     min_replicas: Positive = 1
     """Fewest replicas that hold what the role must keep in memory."""
     max_replicas: int | None = None
@@ -133,14 +133,14 @@ class PartitionSpace(Checked):
         return self._indices[partition]
 
     def nearest(self, *devices: float) -> Partition:
-        """Return the partition whose first roles have about so many devices each."""
+        """Return the partition with the numbers of devices of its first roles nearest to `devices`."""
         off = np.abs(self.role_devices[:, : len(devices)] - devices).sum(axis=1)
         return self.partitions[int(off.argmin())]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLoad(Checked):
-    """One role's part of the stages in which policy and rewards run side by side, over one step or wave.
+    """The load of one role in one step or wave, while policy and rewards run side by side.
 
     With D devices the role takes `floor_s + work_device_s / D`, were the others never in its way.
     """
@@ -150,7 +150,7 @@ class RoleLoad(Checked):
     floor_s: Amount = 0.0
     """Seconds that no number of devices shortens, such as decoding the longest response."""
     busy_device_s: Amount
-    """Device-seconds in which the role's replicas had something to do, as measured."""
+    """Measured device-seconds in which the role's replicas were busy."""
     finish_s: Amount
     """Seconds until the role was done, as measured."""
     was_waiting: bool
@@ -159,7 +159,7 @@ class RoleLoad(Checked):
     """Devices of other roles that also worked for it, on average until it was done; above 0 its queues were full."""
 
     def correction(self, devices: int, last: float) -> float:
-        """Return the factor by which the law of seconds agrees with the measurement on so many devices.
+        """Return the factor that makes the law of seconds agree with the measurement on `devices`.
 
         A role that was held up has at most the work that kept its devices busy, or the correction that was last known;
         one that was not takes as long as it did. One that others worked for had full queues, so that its work is what

@@ -1,4 +1,4 @@
-"""Statistics of few values, of which some may be outliers, and means over normal variables."""
+"""Robust statistics of few values, and means over normal variables."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ NORMAL_WEIGHTS = np.array([1, 4, 1]) / 6
 
 
 def weighted_median(values: Floats, weights: Floats) -> float:
-    """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
+    """Return the weighted median; if it lies between two values, their mean."""
     order = np.argsort(values, kind="stable")
     values = values[order]
     total = np.cumsum(weights[order])

@@ -14,9 +14,9 @@ from gcore_placement.quantities import gigabytes
 from gcore_placement.strategies import PLANNED, STRATEGIES
 
 PREDICTION_ERROR = 0.05
-"""Share of a step by which two predictions must differ to count as different. An assumption: laws err alike on both."""
+"""Least difference of two predictions that counts, as a share of a step. An assumption: laws err alike on both."""
 _MOST_LAYOUTS = 4
-"""Training layouts to name among those that fit, and among those that do not."""
+"""Most training layouts to show, of those that fit and of those that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def _engines(candidates: Candidates, same_strategy: list[Candidate], chosen: Can
 
 
 def _unfit_engine(candidates: Candidates, options: EngineOptions, role: str, tp: int, chosen: Candidate) -> str:
-    """Return why there are no engines over so many devices."""
+    """Return the reason against engines over `tp` devices."""
     job = candidates.setting.job
     usable = candidates.setting.usable_bytes
     model = job.policy if role == "policy" or job.judge is None else job.judge
@@ -181,7 +181,7 @@ def _not_written(candidates: Candidates, chosen: Candidate) -> Iterator[Alternat
 
 
 def _adapters(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative]:
-    """Yield adapters in the place of all parameters, or all parameters in the place of adapters."""
+    """Yield the alternative of adapters if all parameters are trained, and the reverse."""
     policy = candidates.setting.job.policy
     usable = candidates.setting.usable_bytes
     has_adapters = bool(candidates.setting.state.adapter_parameters)

@@ -98,7 +98,7 @@ class TrainingLayouts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
-    """A job on a cluster, and the laws by which its layouts are compared."""
+    """A job on a cluster, and the laws that compare its layouts."""
 
     cluster: Cluster
     job: Job
@@ -110,7 +110,7 @@ class Setting:
     engine_devices: int | None = None
     """Devices of each engine; None: any number that an engine can have."""
     runnable: bool = False
-    """Only what a run of gcore-llm takes; see `plan`."""
+    """Only plans that gcore-llm can run; see `plan`."""
     state: "TrainingState" = field(default_factory=lambda: DEFAULT_STATE)
     """The form in which the models in training are held."""
 
@@ -123,7 +123,7 @@ class Setting:
 def training_layouts(
     job: Job, cluster: Cluster, num_devices: int, *, backends: Collection[Backend] = ("torch", "megatron")
 ) -> TrainingLayouts:
-    """Return all ways to train on so many devices, including those that do not fit into memory.
+    """Return all training layouts of `num_devices`, including those that do not fit into memory.
 
     Tensor-parallel ranks stay within a node; the torch backend has neither them nor pipeline stages. There are no more
     data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the longest sequence, once or
@@ -174,7 +174,7 @@ MASTER_BYTES = 4
 _BLOCK = 256
 """Values of an 8-bit moment that share a scale."""
 _LOGITS_COPIES = 2
-"""Float32 arrays of a chunk's logits that are alive at once, besides one in the compute precision."""
+"""Float32 arrays of a chunk's logits at once, in addition to one in the compute precision."""
 
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["float32", "8bit", "muon"]

@@ -63,7 +63,7 @@ class Remedy:
     names: Sequence[str]
     """Names of the changes, of `REMEDIES`; all of them are needed."""
     peak_bytes: float
-    """Bytes at the fullest stage, with the keys and values for which there is memory."""
+    """Bytes at the fullest stage, with as many keys and values as fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,11 @@ class DevicePlan:
     """Bytes in the host's memory by item: optimizer states and activations that are offloaded, models of the trainer
     and engines that sleep, and the copy that a checkpoint is written from."""
     kv_tokens: int
-    """Tokens whose keys and values fit in the policy's engine."""
+    """Capacity of the policy's engine for keys and values, in tokens."""
     judge_kv_tokens: int
     takes_turns: bool
     longest_sequence: int
-    """Tokens that the engine must be able to hold: those of the longest prompt and response."""
+    """Tokens of the longest prompt and response together, the least capacity of the engine."""
     remedies: Sequence[Remedy] = field(default=())
     """Changes under which the job fits; empty if it fits as it is."""
 
@@ -130,7 +130,7 @@ def plan_one_device(
     efficiency: Efficiency | None = None,
     residents: Collection[Resident] = ALL_RESIDENTS,
 ) -> DevicePlan:
-    """Plan the memory of one device: the trainer's share by `training_memory`, and what it leaves to the engines.
+    """Plan the memory of one device: the trainer's share by `training_memory`, and the engines' from the rest.
 
     Side by side, the engines get the memory that the peak of training leaves; by turns, all of it. Each engine gets
     keys and values for all sequences that it may run, as far as there is memory, and at least for the longest one.

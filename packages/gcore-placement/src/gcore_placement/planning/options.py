@@ -85,7 +85,7 @@ class EngineRoofline:
         return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
 
     def decode_s(self, num_seqs: Floats) -> Floats:
-        """Return the seconds of a step in which each sequence gets a token, without reading their keys and values.
+        """Return the seconds of a decoding step of `num_seqs` sequences, without reading their keys and values.
 
         The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
         sums over the devices in each layer; and the overhead of a step. The result has the shape of `num_seqs`.
@@ -144,7 +144,7 @@ class Engines:
     """Seconds of the last judgement; 0 for a policy."""
 
     def plan(self, num_replicas: int) -> EnginePlan:
-        """Return the plan of so many replicas."""
+        """Return the plan of `num_replicas`."""
         return EnginePlan(
             tensor_model_parallel_size=self.tp,
             num_replicas=num_replicas,
@@ -188,7 +188,7 @@ class EngineOptions:
         return sizes
 
     def of(self, num_devices: int, free_bytes: float) -> list[Engines]:
-        """Return the engines that fit into the free memory of so many devices, smallest first."""
+        """Return the engines that fit into `free_bytes` of each of `num_devices`, smallest first."""
         steps = int(free_bytes / self._setting.cluster.device.memory_bytes * _MEMORY_STEPS)
         by_size = [self._build(tp, steps) for tp in self.sizes(num_devices)]
         return [engines for engines in by_size if engines is not None]

@@ -1,4 +1,4 @@
-"""Jobs that do not fit: forms of training that take less memory, and the error that names what would fit."""
+"""Jobs that do not fit: forms of training that take less memory, and the error with changes under which they fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

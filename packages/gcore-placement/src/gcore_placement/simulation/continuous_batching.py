@@ -56,7 +56,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
 
 
 def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
-    """Simulate in closed form the case in which all requests of a replica start together and none waits."""
+    """Simulate in closed form requests that all start together on their replica, without waiting."""
     order = np.lexsort((requests.length, requests.replica))
     used = np.flatnonzero(counts)
     ends = np.cumsum(counts[used])

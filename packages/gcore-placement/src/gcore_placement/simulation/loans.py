@@ -27,11 +27,11 @@ class EngineLoan:
     arrive_s: float
 
     def moving_s(self, until_s: float) -> float:
-        """Return the seconds up to a time in which the devices are on their way."""
+        """Return the seconds up to `until_s` that the devices are on their way."""
         return max(0.0, min(self.arrive_s, until_s) - self.start_s)
 
     def lent_s(self, until_s: float) -> float:
-        """Return the seconds up to a time in which the devices are those of the judge."""
+        """Return the seconds up to `until_s` that the devices belong to the judge."""
         return max(0.0, until_s - self.arrive_s)
 
 
@@ -74,7 +74,7 @@ def judge_with_loans(
 
 
 class Lender:
-    """The rule, the loans that it makes, and the time of its next observation."""
+    """The lending rule, its loans, and the time of its next observation."""
 
     def __init__(self, costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun) -> None:
         assert costs.reward is not None
@@ -98,7 +98,7 @@ class Lender:
         return self._num_judges + self._num_lent(now_s) * self._unit // self._per_judge
 
     def observe(self, num_waiting: int, num_finished: int) -> None:
-        """Observe judgements at `now_s`, lend what the rule lends, and set the next time."""
+        """Observe the judgements at `now_s`, make the loan of the rule, if any, and advance the time."""
         now_s = self.now_s
         unit = self._unit
         num_lent = self._num_lent(np.inf)

@@ -38,7 +38,7 @@ _HELD_UP = 0.3
 judgements of a wave meet engines that are full, and take longer than alone: up to this share that is the law's error.
 """
 _BOUND = 1 - 1e-9
-"""Factor of lower bounds, which rounding must not let exceed what they bound."""
+"""Factor that keeps lower bounds valid under rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class Simulator:
         self._known: dict[tuple[int, int], WaveOutcome] = {}
         """Outcomes of a wave on a partition without moves."""
         self._bounded: set[tuple[int, int]] = set()
-        """Waves and partitions whose lower bounds come from simulated generation."""
+        """Pairs of wave and partition with lower bounds from simulated generation."""
 
     def run(self, strategy: Strategy) -> StrategyRun:
         """Simulate a planned strategy; split is the best split."""
@@ -360,7 +360,7 @@ class Simulator:
 
 
 def _least_generating_s(costs: EngineCosts, partition: Partition, wave: Wave) -> float:
-    """Return a lower bound of the seconds in which the policy's replicas finish a wave.
+    """Return a lower bound of the seconds of generating a wave on the policy's replicas.
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
     """

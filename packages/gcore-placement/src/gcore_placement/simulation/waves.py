@@ -106,7 +106,7 @@ def simulate_waves(
     late_s: float = 0,
     lends: bool = False,
 ) -> list[WaveOutcome]:
-    """Simulate waves: side by side on a partition, or in turns on so many devices.
+    """Simulate waves: side by side on a partition, or in turns on `layout` devices.
 
     Side by side, each response is judged once it is done; in turns, all devices generate, swap, and judge. The swap
     back is not part of the wave.
@@ -250,7 +250,7 @@ def run_waves(
 
 
 def least_seconds(costs: JobCosts, waves: Sequence[Wave], partition: Partition, judging_W: Floats) -> Floats:
-    """Return lower bounds of the seconds of waves on a partition, of which only generation is simulated: [W].
+    """Return lower bounds of the seconds of waves on a partition, by simulating only generation: [W].
 
     Args:
         judging_W: least seconds of a wave's judgements on all judges together, once all responses are there.

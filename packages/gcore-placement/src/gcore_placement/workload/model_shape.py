@@ -29,7 +29,7 @@ class ModelShape:
     qk_norm: bool = False
     """Queries and keys are normalised, head by head."""
     other_parameters: int = 0
-    """Parameters that this shape does not describe, such as those of a vision tower."""
+    """Parameters in addition to this shape's, such as those of a vision tower."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
@@ -157,7 +157,7 @@ class ModelShape:
 
 
 def _vision_parameters(config: Mapping[str, object]) -> int:
-    """Return the parameters of Qwen2.5-VL's vision tower, of which every linear layer but the first has a bias."""
+    """Return the parameters of Qwen2.5-VL's vision tower; every linear layer but the first has a bias."""
     vision: Any = require_key(config, "vision_config")
     depth, h, i, out, patch = (int(cast("Any", require_key(vision, key))) for key in _VISION_KEYS)
     merged = h * int(vision.get("spatial_merge_size", 2)) ** 2

@@ -296,8 +296,8 @@ class TraceRecipe(Checked):
     noise: Amount = 0.0
     """Standard deviation of the logarithm of a step's medians, in addition to the drift."""
     noise_freedom: float | None = None
-    """Degrees of freedom of the noise, if it has Student's t distribution, whose tails are heavier the fewer they are,
-    and whose scale is `noise`; None: it is normal."""
+    """Degrees of freedom of Student's t distribution of scale `noise`, with heavier tails the fewer they are; None:
+    the noise is normal."""
     is_shuffled: bool = False
     """Steps come in an order drawn at random: of a square wave each then has one value or the other, as by a coin."""
     payload_median_bytes: Amount = 0.0
