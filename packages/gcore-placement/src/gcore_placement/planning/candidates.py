@@ -10,7 +10,7 @@ import numpy as np
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import SwapCosts, times
 from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
-from gcore_placement.planning.layouts import Setting
+from gcore_placement.planning.layouts import Setting, embedding_bytes
 from gcore_placement.planning.options import EngineOptions, Engines, TrainingChoice, TrainingOptions
 from gcore_placement.strategies import STRATEGIES, Strategy
 
@@ -136,9 +136,8 @@ class Candidates:
         """
         if not self.setting.runnable:
             return 0.0
-        job = self.setting.job
-        largest = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
-        return choice.state_bytes + policy.weights_bytes + (policy.weights_bytes if num_devices == 1 else largest)
+        bucket = policy.weights_bytes if num_devices == 1 else embedding_bytes(self.setting.job)
+        return choice.state_bytes + policy.weights_bytes + bucket
 
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
         """Return the costs of moving the larger of the two models' weights."""

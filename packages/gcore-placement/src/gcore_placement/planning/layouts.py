@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, field
 from itertools import product
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -42,8 +43,7 @@ class TrainingLayout:
     @property
     def num_ranks(self) -> int:
         """All ranks."""
-        tp, pp, cp, dp = astuple(self)[1:5]
-        return tp * pp * cp * dp
+        return prod(astuple(self)[1:5])
 
     @property
     def sizes(self) -> str:
@@ -337,6 +337,11 @@ def training_memory(
         "reference": reference,
         "teachers": teachers,
     }
+
+
+def embedding_bytes(job: Job) -> float:
+    """Return the bytes of the policy's embedding, the largest tensor of a weight sync."""
+    return float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
 
 
 def resident_state(parts: Bytes) -> Floats:

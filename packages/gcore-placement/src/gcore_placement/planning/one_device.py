@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from gcore_placement.planning.layouts import (
     TrainingLayout,
     TrainingLayouts,
     TrainingState,
+    embedding_bytes,
     parts_at,
     training_memory,
 )
@@ -209,18 +210,19 @@ class _Planner:
         scoring = 0.0
         if "trainer" in self.residents:
             scoring = max(self.efficiency.activations * layer, parts["logits"])
-        policy, judge = self._engines(usable - (resident_models if takes_turns else resident_models + train))
+        engine_free = usable - resident_models if takes_turns else usable - (resident_models + train)
+        policy, judge = self._engines(engine_free)
         engine_bytes = (sum(policy.values()), sum(judge.values()))
         engines = max(engine_bytes) if self.engine.judge_takes_turns else sum(engine_bytes)
-        # Weights pass from one to the other a tensor at a time, the largest of which is the embedding, or all at once.
+        # Weights pass from the trainer to the engine a tensor at a time, or all at once.
         copied = self.engine.copies_weights
         has_adapters = bool(self.state.adapter_parameters)
-        # An engine that keeps its old weights until it has seen all new ones takes those all at once.
-        is_whole = copied == "all" or (has_adapters and (copied == "merged" or not takes_turns))
-        embedding = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
         bucket = 0.0
         if policy:
-            bucket = policy["weights"] if is_whole else embedding
+            bucket = embedding_bytes(job)
+            if copied == "all" or (has_adapters and (copied == "merged" or not takes_turns)):
+                # An engine that keeps its old weights until it has all new ones takes them all at once.
+                bucket = policy["weights"]
         awake_in_training = engines
         awake_in_sync = engines
         resident_in_generation = resident
@@ -337,16 +339,9 @@ class _Planner:
         }
 
     def _roofline(self, stage: EngineStage) -> EngineRoofline:
-        engine = self.engine
-        num_devices = engine.devices_per_engine if stage == "generation" else engine.devices_per_judge
-        cluster = Cluster(num_devices=num_devices, device=self.device)
-        return EngineRoofline(
-            model=self.job.engine_role(stage)[0],
-            cluster=cluster,
-            tp=num_devices,
-            compute_bytes=self.job.compute_bytes,
-            efficiency=self.efficiency,
-        )
+        tp = self.engine.devices_per_engine if stage == "generation" else self.engine.devices_per_judge
+        cluster = Cluster(num_devices=tp, device=self.device)
+        return EngineRoofline.of(self.job, stage, cluster=cluster, tp=tp, efficiency=self.efficiency)
 
     def _longest(self, stage: EngineStage) -> int:
         _, read, written = self.job.engine_role(stage)
@@ -360,9 +355,13 @@ class _Planner:
         return int(items["keys and values"] / self._roofline(stage).kv_token_bytes + 1e-6)
 
 
+def _with_state(planner: _Planner, **changes: Any) -> _Planner:
+    return replace(planner, state=replace(planner.state, **changes))
+
+
 def _with_checkpointing(planner: _Planner) -> _Planner:
-    state = replace(planner.state, checkpointed_share=1.0)
-    return replace(planner, layout=replace(planner.layout, gradient_checkpointing=True), state=state)
+    layout = replace(planner.layout, gradient_checkpointing=True)
+    return replace(_with_state(planner, checkpointed_share=1.0), layout=layout)
 
 
 def _with_small_micro_batches(planner: _Planner) -> _Planner:
@@ -371,7 +370,7 @@ def _with_small_micro_batches(planner: _Planner) -> _Planner:
 
 
 def _with_frequent_sync(planner: _Planner) -> _Planner:
-    return replace(planner, state=replace(planner.state, gradient_sync="micro_batch"))
+    return _with_state(planner, gradient_sync="micro_batch")
 
 
 def _with_turns(planner: _Planner) -> _Planner:
@@ -381,27 +380,26 @@ def _with_turns(planner: _Planner) -> _Planner:
 def _with_8bit_moments(planner: _Planner) -> _Planner:
     if planner.state.offload != "none" or planner.layout.backend != "torch":
         return planner
-    return replace(planner, state=replace(planner.state, moments="8bit"))
+    return _with_state(planner, moments="8bit")
 
 
 def _with_optimizer_offload(planner: _Planner) -> _Planner:
     if planner.state.offload == "all":
         return planner
-    return replace(planner, state=replace(planner.state, offload="optimizer"))
+    return _with_state(planner, offload="optimizer")
 
 
 def _with_offload(planner: _Planner) -> _Planner:
     if not planner.has_several_models:
         # A model alone is always at work.
         return planner
-    return replace(planner, state=replace(planner.state, offload="all"))
+    return _with_state(planner, offload="all")
 
 
 def _with_lora(planner: _Planner) -> _Planner:
     if planner.state.adapter_parameters:
         return planner
-    adapters = planner.job.policy.adapter_parameters(_LORA_RANK)
-    return replace(planner, state=replace(planner.state, adapter_parameters=adapters))
+    return _with_state(planner, adapter_parameters=planner.job.policy.adapter_parameters(_LORA_RANK))
 
 
 REMEDIES = {

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Self
 
 import numpy as np
 
@@ -40,6 +41,12 @@ class EngineRoofline:
     tp: int
     compute_bytes: int
     efficiency: Efficiency
+
+    @classmethod
+    def of(cls, job: Job, stage: EngineStage, *, cluster: Cluster, tp: int, efficiency: Efficiency) -> Self:
+        """Return a replica of a stage's model."""
+        model, _, _ = job.engine_role(stage)
+        return cls(model=model, cluster=cluster, tp=tp, compute_bytes=job.compute_bytes, efficiency=efficiency)
 
     def laws(self, max_num_seqs: Floats) -> EngineLaws:
         """Return the replica's laws for several maxima of running sequences, each linear in the number that runs.
@@ -161,11 +168,7 @@ class EngineOptions:
         self._stage: EngineStage = stage
         self._model, self._read, self._written = setting.job.engine_role(stage)
         self._roofline = partial(
-            EngineRoofline,
-            model=self._model,
-            cluster=setting.cluster,
-            compute_bytes=setting.job.compute_bytes,
-            efficiency=setting.efficiency,
+            EngineRoofline.of, setting.job, stage, cluster=setting.cluster, efficiency=setting.efficiency
         )
         self._build = cache(self._engines)
 

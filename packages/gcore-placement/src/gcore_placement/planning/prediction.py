@@ -7,7 +7,7 @@ import numpy as np
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
 from gcore_placement.errors import refusal
-from gcore_placement.forecast import EngineStage, Job, StepTime, predict_step
+from gcore_placement.forecast import Job, StepTime, predict_step
 from gcore_placement.planning.candidates import swap_costs, sync_seconds
 from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts, resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
@@ -56,13 +56,17 @@ def predict_layout(
     efficiency = efficiency or Efficiency()
     if host_moves is None:
         host_moves = int(takes_turns)
-    roofline = _roofline(cluster, job, "generation", policy, efficiency)
+    roofline = EngineRoofline.of(
+        job, "generation", cluster=cluster, tp=policy.devices_per_engine, efficiency=efficiency
+    )
     policy_costs = _engine_costs(job, policy, roofline)
     largest_bytes = roofline.weights_bytes
     judge_costs = None
     judge_devices = 0
     if judge is not None:
-        judge_roofline = _roofline(cluster, job, "reward", judge, efficiency)
+        judge_roofline = EngineRoofline.of(
+            job, "reward", cluster=cluster, tp=judge.devices_per_engine, efficiency=efficiency
+        )
         judge_costs = _engine_costs(job, judge, judge_roofline)
         judge_devices = judge.num_devices
         largest_bytes = max(largest_bytes, judge_roofline.weights_bytes)
@@ -98,18 +102,6 @@ def _training_costs(
     # Laws are of all devices, of which ranks may be some.
     share = num_devices / layout.num_ranks
     return replace(costs, per_token_s=costs.per_token_s * share, per_pair_s=costs.per_pair_s * share)
-
-
-def _roofline(
-    cluster: Cluster, job: Job, stage: EngineStage, engines: EngineLayout, efficiency: Efficiency
-) -> EngineRoofline:
-    return EngineRoofline(
-        model=job.engine_role(stage)[0],
-        cluster=cluster,
-        tp=engines.devices_per_engine,
-        compute_bytes=job.compute_bytes,
-        efficiency=efficiency,
-    )
 
 
 def _engine_costs(job: Job, engines: EngineLayout, roofline: EngineRoofline) -> EngineCosts:

@@ -67,9 +67,8 @@ class ModelShape:
         attention_and_norms = w.num_attention_weights + biases + norms
         mixture = w.num_experts * (self.num_expert_parameters + h) + 3 * h * w.shared_experts_size
         dense = 3 * h * i + self.mlp_bias * (2 * i + h)
-        mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
-        described = w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
-        return described + self.other_parameters
+        mlps = self._sum_of_mlps(dense, mixture)
+        return w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters + self.other_parameters
 
     @property
     def num_active_parameters(self) -> int:
@@ -119,8 +118,7 @@ class ModelShape:
         outside += 2 * (w.kv_lora_rank + w.q_lora_rank) + w.qk_rope_head_dim
         dense = 4 * w.intermediate_size
         mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size) + 4 * w.shared_experts_size
-        mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
-        return outside + -(-mlps // w.num_hidden_layers)
+        return outside + -(-self._sum_of_mlps(dense, mixture) // w.num_hidden_layers)
 
     def adapter_parameters(self, rank: int) -> int:
         """Return the parameters of LoRA adapters of a rank on all linear layers but the head and chosen experts.
@@ -131,8 +129,12 @@ class ModelShape:
         attention = sum(inputs + outputs for inputs, outputs in w.attention_matrices)
         dense = 3 * (w.hidden_size + w.intermediate_size)
         shared = 3 * (w.hidden_size + w.shared_experts_size) if w.n_shared_experts else 0
-        mlps = (w.num_hidden_layers - w.num_moe_layers) * dense + w.num_moe_layers * shared
-        return rank * (w.num_hidden_layers * attention + mlps)
+        return rank * (w.num_hidden_layers * attention + self._sum_of_mlps(dense, shared))
+
+    def _sum_of_mlps(self, dense: int, mixture: int) -> int:
+        """Return the sum over all layers of `mixture` for each mixture of experts and `dense` for each other MLP."""
+        w = self.workload
+        return w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
 
     def parameters_read(self, num_tokens: Floats) -> Floats:
         """Return the number of parameters that a forward pass over each number of tokens reads.
