@@ -279,7 +279,9 @@ class TransformerWorkload:
     @property
     def value_size(self) -> int:
         """Width of the outputs of all attention heads together."""
-        return self.num_attention_heads * (self.v_head_dim if self.is_latent else self.head_dim)
+        if self.is_latent:
+            return self.num_attention_heads * self.v_head_dim
+        return self.query_size
 
     @property
     def key_value_size(self) -> int:
@@ -291,7 +293,9 @@ class TransformerWorkload:
     @property
     def cached_size(self) -> int:
         """Numbers of a token in a layer's cache: keys and values, or the compressed state."""
-        return self.kv_lora_rank + self.qk_rope_head_dim if self.is_latent else self.key_value_size
+        if self.is_latent:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.key_value_size
 
     @property
     def num_cached_heads(self) -> int:

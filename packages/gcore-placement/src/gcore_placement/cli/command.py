@@ -131,11 +131,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.toml and arguments.all_layouts:
         raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
     job = _job(arguments)
+    correction = None
+    if arguments.correction:
+        correction = Correction.load(arguments.correction)
     best = plan(
         cluster,
         job,
         strategy=arguments.strategy,
-        correction=Correction.load(arguments.correction) if arguments.correction else None,
+        correction=correction,
         most_num_seqs=arguments.max_num_seqs,
         runnable=not arguments.all_layouts,
         lora_rank=arguments.lora_rank,
@@ -231,9 +234,11 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace) -> Trace | None:
     """Return the trace of --trace or --from-run, which replaces the scenario's; None without these options."""
-    folder: Path | None = arguments.from_run
-    if folder is None:
-        return None if arguments.trace is None else Trace.load(arguments.trace)
+    if arguments.trace is not None:
+        return Trace.load(arguments.trace)
+    if arguments.from_run is None:
+        return None
+    folder: Path = arguments.from_run
     try:
         config = tomllib.loads((folder / "config.toml").read_text())
         n = int(config["rollout"]["n"])

@@ -173,7 +173,9 @@ class DynamicPartition:
         least = seconds.min(axis=1, keepdims=True)
         regret = np.divide(seconds, least, out=np.ones_like(seconds), where=least > 0).max(axis=0)
         target = self._nearest_best(regret, now, settled[0])
-        return target if regret[now] - regret[target] > config.min_gain * regret[now] else now
+        if regret[now] - regret[target] > config.min_gain * regret[now]:
+            return target
+        return now
 
     def _nearest_best(self, seconds: Floats, now: int, work: ArrayLike) -> int:
         """Return the index of the least seconds; of equal ones, that with fewest moves, then the least sum of roles."""

@@ -128,8 +128,10 @@ class LoadHistory:
         """Return the deviation of the last round's work from the medians, in standard deviations; of the worst role."""
         last = self._array()[-1, _WORK]
         settled = self._medians(_WORK)
+        if (last == settled).all():
+            return 0.0
         if not (last.all() and settled.all()):
-            return float("inf") if (last != settled).any() else 0.0
+            return float("inf")
         noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / self._sizes()[-1]))
         off = np.abs(np.log(last / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
@@ -177,5 +179,7 @@ def measured_error(seconds_R: Floats, finish_s: float) -> float:
     if longer_E[-1] < 1 + _SENSITIVE:
         return -1.0
     longer = finish_s / slowest_s
-    # Where no error makes it longer, the least of those is meant.
-    return float(np.interp(longer, longer_E, _ERRORS)) if longer > 1 + _ROUNDING else 0.0
+    if longer <= 1 + _ROUNDING:
+        # Several errors may not make the round longer; 0 is the least.
+        return 0.0
+    return float(np.interp(longer, longer_E, _ERRORS))

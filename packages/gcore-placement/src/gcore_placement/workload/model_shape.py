@@ -44,14 +44,18 @@ class ModelShape:
             # Qwen3's heads have a width of their own where the config names none.
             config = {**config, "head_dim": 128}
         attention_bias = bool(config.get("attention_bias")) and model_type in _BIASED_ATTENTION
+        workload = TransformerWorkload.from_config(config)
+        other_parameters = 0
+        if model_type == "qwen2_5_vl":
+            other_parameters = _vision_parameters(config)
         return cls(
-            workload=TransformerWorkload.from_config(config),
+            workload=workload,
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             qkv_bias=attention_bias or model_type in ("qwen2", "qwen2_5_vl"),
             output_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias")) and model_type == "llama",
             qk_norm=model_type in ("qwen3", "qwen3_moe"),
-            other_parameters=_vision_parameters(config) if model_type == "qwen2_5_vl" else 0,
+            other_parameters=other_parameters,
         )
 
     @property
@@ -86,7 +90,8 @@ class ModelShape:
     def num_outer_parameters(self) -> int:
         """Parameters outside the layers: the embedding, the last norm and the head."""
         w = self.workload
-        return w.hidden_size * (w.vocab_size * (1 if self.tie_word_embeddings else 2) + 1)
+        num_tables = 1 if self.tie_word_embeddings else 2
+        return w.hidden_size * (w.vocab_size * num_tables + 1)
 
     @property
     def num_layer_parameters(self) -> int:

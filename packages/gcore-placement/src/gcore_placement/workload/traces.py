@@ -307,11 +307,12 @@ class TraceRecipe(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("response_median", "judge_median", "acceptance"):
-            check = check_share if name == "acceptance" else check_above_0
-            drift = getattr(self, name)
-            check(f"{name}.first", drift.first)
-            check(f"{name}.last", drift.last)
+        check_above_0("response_median.first", self.response_median.first)
+        check_above_0("response_median.last", self.response_median.last)
+        check_above_0("judge_median.first", self.judge_median.first)
+        check_above_0("judge_median.last", self.judge_median.last)
+        check_share("acceptance.first", self.acceptance.first)
+        check_share("acceptance.last", self.acceptance.last)
         if self.noise_freedom is not None:
             check_above_0("noise_freedom", self.noise_freedom)
 
