@@ -80,11 +80,11 @@ class StepIntervals:
         """Build a step from seconds since `offset_s`; it lasts from the first start to the last end."""
         offset_ns = round(offset_s * _NS)
 
-        def exact(row: Iterable[Interval]) -> list[Span]:
+        def to_spans(row: Iterable[Interval]) -> list[Span]:
             return [(name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in row]
 
-        rows = [exact(intervals) for intervals in controllers]
-        device_rows = {name: exact(intervals) for name, intervals in devices.items()}
+        rows = [to_spans(intervals) for intervals in controllers]
+        device_rows = {name: to_spans(intervals) for name, intervals in devices.items()}
         spans = list(chain(*rows, *device_rows.values()))
         start_ns = min((start for _, start, _ in spans), default=offset_ns)
         stop_ns = max((stop for _, _, stop in spans), default=start_ns)

@@ -130,7 +130,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     if arguments.toml and arguments.all_layouts:
         raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
-    job = _job(arguments)
+    job = _read_job(arguments)
     correction = None
     if arguments.correction:
         correction = Correction.load(arguments.correction)
@@ -154,7 +154,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     print_plan(best)
 
 
-def _job(arguments: argparse.Namespace) -> Job:
+def _read_job(arguments: argparse.Namespace) -> Job:
     policy = _read_model(arguments.model)
     judge = _read_model(arguments.judge) if arguments.judge else None
 
@@ -218,7 +218,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
             arguments.devices,
             num_steps=arguments.steps,
             seed=arguments.seed,
-            trace=_trace(arguments),
+            trace=_load_trace(arguments),
             progress=counted,
         )
         comparison = compare(simulator.trace.name, simulator)
@@ -228,11 +228,11 @@ def _simulate(arguments: argparse.Namespace) -> None:
     if arguments.save_trace is not None:
         simulator.trace.save(arguments.save_trace)
     if arguments.html is not None:
-        arguments.html.write_text(page([comparison], timelines=_timelines(simulator, comparison)))
+        arguments.html.write_text(page([comparison], timelines=_simulate_timelines(simulator, comparison)))
         print(f"page: {arguments.html}")
 
 
-def _trace(arguments: argparse.Namespace) -> Trace | None:
+def _load_trace(arguments: argparse.Namespace) -> Trace | None:
     """Return the trace of --trace or --from-run, which replaces the scenario's; None without these options."""
     if arguments.trace is not None:
         return Trace.load(arguments.trace)
@@ -250,7 +250,7 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
     return run_trace(folder, n=n, judge_median=arguments.judge_length, max_judge_length=longest, seed=arguments.seed)
 
 
-def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
+def _simulate_timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))

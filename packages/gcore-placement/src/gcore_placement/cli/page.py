@@ -43,17 +43,17 @@ def page(
 
     A timeline, of the runs of one wave, shows the devices that are busy over time.
     """
-    parts = [_comparison(comparison) for comparison in comparisons]
+    parts = [_render_comparison(comparison) for comparison in comparisons]
     if timelines:
         parts.append("<h2>Busy replicas over one wave</h2>")
-        parts += [f"<h3>{escape(name)}</h3>{_timeline(runs)}" for name, runs in timelines]
+        parts += [f"<h3>{escape(name)}</h3>{_draw_timeline(runs)}" for name, runs in timelines]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>gcore-placement simulate</title>'
         f"<style>{_STYLE}</style><h1>Placement strategies, simulated</h1>{''.join(parts)}</html>\n"
     )
 
 
-def _comparison(comparison: Comparison) -> str:
+def _render_comparison(comparison: Comparison) -> str:
     runs = comparison.runs
     columns = ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves", "waves with loans")
     head = "".join(f"<th>{name}</th>" for name in columns)
@@ -76,14 +76,14 @@ def _comparison(comparison: Comparison) -> str:
         share_lines.append((run.strategy, np.array(shares)))
     return (
         f"<h2>{escape(comparison.name)}, {comparison.num_devices:,} devices, {len(runs[0].steps)} steps</h2>"
-        f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_bars(runs)}"
+        f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_draw_bars(runs)}"
         f'<p class="key">{key}</p>'
-        f"<h3>Seconds of each step</h3>{_lines(step_lines, '{:,.0f} s')}"
-        f"<h3>Share of devices that generate, in a step's first wave</h3>{_lines(share_lines, '{:.0%}', top=1.0)}"
+        f"<h3>Seconds of each step</h3>{_draw_lines(step_lines, '{:,.0f} s')}"
+        f"<h3>Share of devices that generate, in a step's first wave</h3>{_draw_lines(share_lines, '{:.0%}', top=1.0)}"
     )
 
 
-def _bars(runs: Sequence[StrategyRun]) -> str:
+def _draw_bars(runs: Sequence[StrategyRun]) -> str:
     """Draw one bar per strategy: device-seconds by column; the length of a bar is that of its steps."""
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
@@ -101,11 +101,11 @@ def _bars(runs: Sequence[StrategyRun]) -> str:
             x += width
     y = 30 * len(runs) + 16
     shapes.append(f'<text x="{_LABEL}" y="{y}">0 s</text>')
-    shapes.append(_at_end(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
-    return _svg(shapes, y + 8)
+    shapes.append(_draw_end_label(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
+    return _render_svg(shapes, y + 8)
 
 
-def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
+def _draw_lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
     """Draw values over steps, from 0 up; `unit` formats them."""
     height = 180
     margin = 80
@@ -122,11 +122,11 @@ def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None 
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>')
         shapes.append(f'<text x="{margin + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
     shapes.append(f'<text x="{margin}" y="{height + 18}">step 0</text>')
-    shapes.append(_at_end(height + 18, f"step {len(lines[0][1]) - 1}"))
-    return _svg(shapes, height + 46)
+    shapes.append(_draw_end_label(height + 18, f"step {len(lines[0][1]) - 1}"))
+    return _render_svg(shapes, height + 46)
 
 
-def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
+def _draw_timeline(runs: tuple[EngineRun, EngineRun]) -> str:
     """Draw the number of busy replicas of each role over the wave, scaled to its maximum."""
     end = float(runs[1].finish.max())
     shapes: list[str] = []
@@ -141,13 +141,13 @@ def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
         shapes.append(f'<text x="0" y="{base - 36}">{name}</text>')
         shapes.append(f'<text x="0" y="{base - 20}">{highest:,} replicas</text>')
         shapes.append(f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>')
-    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_at_end(162, f"{end:,.0f} s")}')
-    return _svg(shapes, 168)
+    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_draw_end_label(162, f"{end:,.0f} s")}')
+    return _render_svg(shapes, 168)
 
 
-def _at_end(y: float, text: str) -> str:
+def _draw_end_label(y: float, text: str) -> str:
     return f'<text x="{_WIDTH}" y="{y}" text-anchor="end">{text}</text>'
 
 
-def _svg(shapes: Iterable[str], height: float) -> str:
+def _render_svg(shapes: Iterable[str], height: float) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(shapes)}</svg>'

@@ -24,11 +24,11 @@ def run_settings(plan: Plan, job: Job, *, model: str, judge: str) -> str:
     used = f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}"
     usable = f"{plan.peak_bytes / 1e9:.1f} of {plan.usable_bytes / 1e9:.1f} GB"
     header = f"# {used}: {plan.step_s:.1f} s a step predicted, {usable} of a device"
-    lines = "\n".join(_lines(_settings(plan, job, model, judge)))
+    lines = "\n".join(_toml_lines(_build_settings(plan, job, model, judge)))
     return f"{header}\n{lines}\n"
 
 
-def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
+def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
     policy = plan.policy
     training = plan.training
     nodes = math.ceil(plan.num_devices / plan.cluster.devices_per_node)
@@ -43,7 +43,7 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
     if job.reference:
         actor["loss"] = {"kl_loss_coef": _KL_LOSS_COEF}
     settings: dict[str, str | int | float | bool | Settings] = {
-        "model": _folder(model),
+        "model": _model_folder(model),
         "runtime": "ray",
         # One a node, each with an engine or more of its own.
         "controllers": min(nodes, policy.num_replicas),
@@ -78,7 +78,7 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
         settings["placement"] = {"strategy": plan.strategy}
         settings["reward_model"] = {
             "kind": "judge",
-            "path": _folder(judge),
+            "path": _model_folder(judge),
             "judge": {
                 "engine": "vllm",
                 "num_processes": plan.judge.num_replicas,
@@ -89,12 +89,12 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
     return settings
 
 
-def _folder(model: str) -> str:
+def _model_folder(model: str) -> str:
     path = Path(model)
     return str(path.parent if path.name == "config.json" else path)
 
 
-def _lines(settings: Settings, table: str = "") -> Iterator[str]:
+def _toml_lines(settings: Settings, table: str = "") -> Iterator[str]:
     values = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
     if table and values:
         yield f"\n[{table}]"
@@ -103,4 +103,4 @@ def _lines(settings: Settings, table: str = "") -> Iterator[str]:
         yield f"{name} = {json.dumps(value)}"
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _lines(value, f"{table}.{name}".lstrip("."))
+            yield from _toml_lines(value, f"{table}.{name}".lstrip("."))

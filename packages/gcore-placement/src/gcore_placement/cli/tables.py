@@ -25,7 +25,7 @@ _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that noth
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
     """Print the shares of work, and of each cause of idleness, in the device time of each role and of all roles."""
-    console = _console()
+    console = _open_console()
     roles = (*ledger.device_ns, None)
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
@@ -38,7 +38,7 @@ def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
             label = f"idle: {column}" if column in CAUSES else column
             cells = [f"{ledger.share(column, role):.1%}" for role in roles]
             rows.append([label, *cells, f"{seconds:,.1f}"])
-    table = _table(["", *names], rows, right=names)
+    table = _build_table(["", *names], rows, right=names)
     table.add_section()
     idle = [f"{ledger.idle_share(role):.1%}" for role in roles]
     table.add_row("idle", *idle, "")
@@ -49,7 +49,7 @@ def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
 
 def print_plan(plan: Plan) -> None:
     """Print a plan: devices, seconds, memory and reasons."""
-    console = _console()
+    console = _open_console()
     text = (
         f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}, {plan.strategy}: "
         f"{plan.step_s:.1f} s a step, {gigabytes(plan.peak_bytes)} of {gigabytes(plan.usable_bytes)} usable"
@@ -75,13 +75,16 @@ def print_plan(plan: Plan) -> None:
     for phase, parts in plan.memory.items():
         sizes = [f"{name} {gigabytes(size)}" for name, size in parts.items() if size]
         memory.append((phase, gigabytes(sum(parts.values())), ", ".join(sizes)))
-    tables = [_table(("role", "devices", "layout"), roles), _table(("stage", "seconds"), stages, right=("seconds",))]
+    tables = [
+        _build_table(("role", "devices", "layout"), roles),
+        _build_table(("stage", "seconds"), stages, right=("seconds",)),
+    ]
     if plan.correction is not None:
         factors = [(stage, f"{factor:.2f}") for stage, factor in plan.correction.items()]
-        tables.append(_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
-    tables.append(_table(("memory of a device", "peak", "of which"), memory, right=("peak",)))
+        tables.append(_build_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
+    tables.append(_build_table(("memory of a device", "peak", "of which"), memory, right=("peak",)))
     rows = [(alternative.choice, alternative.option, alternative.reason) for alternative in plan.alternatives]
-    tables.append(_table(("in the place of", "one could take", "which"), rows))
+    tables.append(_build_table(("in the place of", "one could take", "which"), rows))
     for table in tables:
         console.print()
         console.print(table)
@@ -89,7 +92,7 @@ def print_plan(plan: Plan) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """Print a row for each strategy."""
-    console = _console()
+    console = _open_console()
     steps = len(comparison["colocated"].steps)
     console.print(f"{comparison.name}: {comparison.num_devices:,} devices, {steps} steps")
     causes = [name for name in IDLE if any(run.share(name) >= 5e-4 for run in comparison.runs)]
@@ -108,7 +111,7 @@ def print_comparison(comparison: Comparison) -> None:
         rows.append(row)
     names = ["step", "x colocated", "x best split", "moves", "loans", "idle"]
     names += [cause.replace("_", " ") for cause in causes]
-    console.print(_table(["strategy", *names], rows, right=names))
+    console.print(_build_table(["strategy", *names], rows, right=names))
 
 
 @contextmanager
@@ -121,11 +124,11 @@ def counting(what: str) -> Generator[Callable[[int], None]]:
         yield lambda number: progress.advance(task, number)
 
 
-def _console() -> Console:
+def _open_console() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, emoji=False)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+def _build_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")

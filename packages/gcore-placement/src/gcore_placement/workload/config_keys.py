@@ -30,10 +30,10 @@ def workload_fields(config: Mapping[str, object]) -> dict[str, Any]:
     for key, value in sizes.items():
         _check_whole(key, value, least=1)
     shared_experts: Any = config.get("n_shared_experts") or 0
-    return {**sizes, **_heads(config, sizes), **_mixture(config, sizes), "n_shared_experts": shared_experts}
+    return {**sizes, **_read_heads(config, sizes), **_read_mixture(config, sizes), "n_shared_experts": shared_experts}
 
 
-def _heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
+def _read_heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the fields of attention's heads."""
     hidden_size = sizes["hidden_size"]
     heads = sizes["num_attention_heads"]
@@ -56,7 +56,7 @@ def _heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, 
     return fields
 
 
-def _mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
+def _read_mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the fields of the mixture of experts; none for a dense model."""
     num_experts: Any = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if not num_experts:
