@@ -169,7 +169,7 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
     judges = engines[: sizes.num_judges] if sizes.judges_in_turns else placed["num_judges"]
     if sizes.ranks_in_turns:
         shared = sorted(set(chain(*engines, *judges)))[: layout.num_ranks]
-        ranks = [*shared, *_groups(free, layout.num_ranks - len(shared), 1, "data_parallel_size", cluster)]
+        ranks = shared + _groups(free, layout.num_ranks - len(shared), 1, "data_parallel_size", cluster)
         for first in range(0, len(ranks), together):
             if not _is_on_one_node(ranks[first : first + together]):
                 accepted = "a number that divides the devices of engines and judges on each node"

@@ -30,7 +30,7 @@ CAUSES = (
 )
 """Columns of idleness."""
 
-COLUMNS = (*WORK.values(), *CAUSES)
+COLUMNS = tuple(WORK.values()) + CAUSES
 
 Interval = tuple[str, float, float]
 """Stage, start and end in seconds."""
@@ -41,7 +41,7 @@ _NS = 1_000_000_000
 _NAMED = ("swap", "data", "checkpoint", "failure")
 """Stages that are causes of idleness, of a device or of a controller that delays all others."""
 
-_STAGES = (*_NAMED, *WORK)
+_STAGES = _NAMED + tuple(WORK)
 _NO_STAGE = len(_STAGES)
 
 _AFTER_SAMPLING = dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights")

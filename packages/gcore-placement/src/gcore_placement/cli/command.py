@@ -188,7 +188,7 @@ def _read_model(path: str) -> ModelShape:
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    names = (*SCENARIOS, *FAMILY, *PUBLISHED)
+    names = SCENARIOS | FAMILY | PUBLISHED
     parser.add_argument("--scenario", choices=names, default="growing", help="recipe of the trace (%(default)s)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written")

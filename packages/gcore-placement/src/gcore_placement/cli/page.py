@@ -7,7 +7,7 @@ import numpy as np
 
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.continuous_batching import EngineRun
-from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
+from gcore_placement.simulation.simulator import Comparison, StrategyRun
 
 COLOURS = {
     "generation": "#2f6fb0",
@@ -91,7 +91,7 @@ def _draw_bars(runs: Sequence[StrategyRun]) -> str:
         y = 4 + 30 * row
         x = float(_LABEL)
         shapes.append(f'<text x="0" y="{y + 16}">{run.strategy}</text>')
-        for name in (*WORK, *IDLE):
+        for name in COLOURS:
             width = run.share(name) * run.seconds / longest * (_WIDTH - _LABEL)
             title = f"{name.replace('_', ' ')}: {run.share(name):.1%}"
             shapes.append(

@@ -64,8 +64,15 @@ class LoadHistory:
         if not any(load.lent_devices for load in loads):
             seconds = (floors + work_s / np.array(devices)) * corrections
             error = measured_error(seconds, max(load.finish_s for load in loads))
-        row = [(work_s / size).tolist(), floors, corrections.tolist(), list(map(float, devices))]
-        self.rows = [*self.rows[1 - NUM_ROUNDS :], [*row, [size] * self._num_roles, [error] * self._num_roles]]
+        row = [
+            (work_s / size).tolist(),
+            floors,
+            corrections.tolist(),
+            list(map(float, devices)),
+            [size] * self._num_roles,
+            [error] * self._num_roles,
+        ]
+        self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
 
     @property
     def corrections(self) -> Floats:

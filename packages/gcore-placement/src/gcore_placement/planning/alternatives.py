@@ -77,7 +77,7 @@ def _engines(candidates: Candidates, same_strategy: list[Candidate], chosen: Can
         for candidate in same_strategy:
             tp = getattr(candidate, role).tp
             best[tp] = min(candidate.step_s, best.get(tp, inf))
-        for tp in sorted({*powers(node), *options.sizes(chosen.num_devices)}):
+        for tp in sorted(set(powers(node) + options.sizes(chosen.num_devices))):
             if tp == getattr(chosen, role).tp:
                 continue
             seconds = best.get(tp, inf)

@@ -202,7 +202,7 @@ class _Planner:
         usable = self.device.memory_bytes * self.efficiency.free_memory
         parts = self._training_parts(job, self.state)
         without_critic = self._training_parts(replace(job, critic=None), self.state)
-        resident = sum(parts[name] for name in (*_STATE, *_FROZEN))
+        resident = sum(parts[name] for name in _STATE + _FROZEN)
         resident_models = sum(self.others.values())
         train = sum(parts.values())
         # A pass that only scores keeps one layer's activations at a time.
@@ -319,7 +319,7 @@ class _Planner:
         most_kv = {stage: self._max_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed}
         engines: dict[EngineStage, dict[str, float]] = {}
         for stage, items in fixed.items():
-            awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else [*fixed]
+            awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else list(fixed)
             free = free_bytes - sum(sum(fixed[name].values()) for name in awake)
             part = min(1.0, max(0.0, free) / sum(most_kv[name] for name in awake))
             least = self._longest(stage) * self._roofline(stage).kv_token_bytes

@@ -49,7 +49,7 @@ def nothing_fits(settings: Sequence[Setting], strategy: Strategy | None) -> Plac
     cluster = settings[0].cluster
     usable = settings[0].usable_bytes
     host = gigabytes(cluster.host_memory_bytes)
-    lines = [*_too_large(settings)] or [f"roles do not fit on the same devices, nor states into {host} of the host"]
+    lines = list(_too_large(settings)) or [f"roles do not fit on the same devices, nor states into {host} of the host"]
     fits = ", or ".join(_what_would_fit(settings, strategy)) or "nothing that was tried"
     memory = gigabytes(cluster.device.memory_bytes)
     free = gigabytes(usable)

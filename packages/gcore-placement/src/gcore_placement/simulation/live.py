@@ -185,7 +185,7 @@ class RunningLedger:
         self._num_in: Counter[str | None] = Counter(self._stages)
         self._whole: tuple[str, float] | None = None
         self._since_s = 0.0
-        self._seconds: dict[str, float] = dict.fromkeys((*WORK, *IDLE), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(WORK + IDLE, 0.0)
 
     def change(self, work: Literal["generation", "reward"], num_devices: int) -> None:
         """Count more devices as doing this work, or fewer if negative."""

@@ -203,7 +203,7 @@ def scenario(
         progress: see `Simulator`.
     """
     recipes = SCENARIOS | FAMILY
-    check_known("scenario", name, (*recipes, *PUBLISHED))
+    check_known("scenario", name, recipes | PUBLISHED)
     check_known("job", job, JOBS)
     check_known("devices", num_devices, SCALES)
     costs = costs or JOBS[job]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -276,8 +275,10 @@ class Simulator:
         devices = [partition.devices[0] for partition in partitions]
         moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
         steps: list[SimulatedStep] = []
-        for step, (first, end) in enumerate(pairwise([0, *self._end])):
+        first = 0
+        for step, end in enumerate(self._end):
             steps.append(self._step(step, outcomes[first:end], partitions[first:end], moved[first:end]))
+            first = end
         return StrategyRun(strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps))
 
     def _step(
@@ -304,7 +305,7 @@ class Simulator:
             "training": float(train_s),
             "weight_sync": sync_s,
         }
-        device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in (*WORK, *IDLE)}
+        device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in WORK + IDLE}
         for name in ("swap", "preparation", "training"):
             device_s[name] += num_devices * stage_s[name]
         device_s["weight_sync"] += policy_devices * sync_s

@@ -130,7 +130,8 @@ class Trace:
         except (BadZipFile, EOFError, ValueError, TypeError) as error:
             accepted = f"an .npz file written by Trace.save ({error})"
             raise PlacementError(f"{path} is not a trace; expected {accepted}") from error
-        if set(arrays) != {"format", *(field.name for field in fields(cls))} or int(arrays["format"]) != FORMAT:
+        names = {field.name for field in fields(cls)}
+        if set(arrays) != names | {"format"} or int(arrays["format"]) != FORMAT:
             raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
         del arrays["format"]
         arrays["name"] = str(arrays["name"])
