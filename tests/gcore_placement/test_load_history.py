@@ -46,7 +46,7 @@ def test_a_trend_is_seen_and_carried_on(growth: float, sign: float) -> None:
     assert first == pytest.approx(sign * growth, abs=0.005)
     assert second == 0
     next_at = at[-1] + sizes[-1] / 2 / (sizes @ sizes / sizes.sum()) + 0.5
-    work, _ = history.settled()
+    work, _ = history.settled_load()
     usual = sizes @ sizes / sizes.sum()
     assert work[0] == pytest.approx(100 * np.exp(sign * growth * next_at) * usual, rel=0.05)
     assert work[1] == pytest.approx(100 * usual, rel=0.05)

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from recorded_run import recorded_run
 
 from gcore_placement import Drift, PlacementError, RecordedStep, Trace, TraceRecipe, recorded_trace
-from gcore_placement.simulation.scenarios import sized
+from gcore_placement.simulation.scenarios import resize
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import lengths_from_quantiles, steady
 
@@ -39,7 +39,7 @@ def test_what_has_a_period_swings_however_long_the_run() -> None:
     assert sine.over(6).tolist() == pytest.approx([1, 4, 16, 4, 1, 4])
     assert Drift(first=1, last=16, period=3).over(4).tolist() == [1, 1, 16, 1]
     recipe = replace(RECIPE, response_median=square, judge_median=Drift(first=1, last=2, jump_step=10))
-    short = sized(recipe, num_steps=6, train_batch_size=8, seed=0)
+    short = resize(recipe, num_steps=6, train_batch_size=8, seed=0)
     assert (short.response_median, short.judge_median.jump_step) == (square, 3)
 
 

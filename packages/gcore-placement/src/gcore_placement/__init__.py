@@ -1,4 +1,4 @@
-"""Placement of RLHF work: what it costs, how to divide it evenly, and a plan for all roles of a job.
+"""Placement of RLHF work: costs of the roles of a job, even division of work, and plans for all roles.
 
 Pure and light: numpy is the only dependency, and nothing here touches a device. Names are imported when they are first
 used.

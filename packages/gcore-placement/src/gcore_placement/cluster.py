@@ -30,24 +30,24 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Return one of DEVICES. Raises PlacementError if it is not one of them."""
+        """Return the device of DEVICES with this name; PlacementError if there is none."""
         check_known("device", name, DEVICES)
         return DEVICES[name]
 
     @classmethod
     def matching(cls, full_name: str) -> "Device":
-        """Return the device whose name occurs in a driver's, as in `NVIDIA H100 80GB HBM3`; PlacementError if none.
+        """Return the device for a driver's name such as `NVIDIA H100 80GB HBM3`; PlacementError if there is none.
 
         Of several, it is the one with most words: `NVIDIA A100-SXM4-40GB` is A100-40GB and not A100.
         """
-        found = [name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))]
-        if not found:
+        names = [name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))]
+        if not names:
             raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
-        return DEVICES[max(found, key=lambda name: name.count("-"))]
+        return DEVICES[max(names, key=lambda name: name.count("-"))]
 
     @classmethod
     def of_memory(cls, name: str, memory_bytes: float) -> "Device":
-        """Return a device to plan the memory of, whose rates are not known: they are 1."""
+        """Return a device with all rates 1, for plans of memory alone."""
         rates = dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1.0)
         return cls(name=name, memory_bytes=memory_bytes, **rates)
 
@@ -144,7 +144,7 @@ class Efficiency(Checked):
     prefill: Share = 0.5
     """Share of the peak in an engine's pass over prompts."""
     decode: Share = 0.4
-    """Share of the peak in a decoding step, where products and not memory are what limits it."""
+    """Share of the peak in a decoding step that is limited by products and not by memory."""
     memory: Share = 0.75
     """Share of the memory's rate."""
     links: Share = 0.7
@@ -154,7 +154,7 @@ class Efficiency(Checked):
     free_memory: Share = 0.92
     """Share of a device's memory that may be planned with; the rest is for contexts, buffers and fragmentation."""
     activations: Amount = 1.25
-    """Bytes of activations, over those that the formula counts: transformers' norms, which are not fused, keep more."""
+    """Bytes of activations over the bytes of the formula: transformers' norms, which are not fused, keep more."""
     decode_step_s: Amount = 0.003
     """Seconds that a decoding step takes in addition to its arithmetic."""
     decode_sequence_s: Amount = 5e-6
@@ -164,8 +164,8 @@ class Efficiency(Checked):
     all_reduce_s: Amount = 1e-5
     """Seconds of a sum over devices in addition to its bytes."""
     overlap: float = 1.0
-    """Overlap of work that could be done at the same time: reading or gathering weights, and multiplying by them. 1: it
-    takes as long as the longer of the two; 0: as long as both, as on a CPU, whose cores do all of it."""
+    """Overlap of reading or gathering weights with multiplying by them. 1: together they take as long as the longer
+    of the two; 0: as long as both, as on a CPU, whose cores do both."""
     host_update_s: Amount = 1.5e-9
     """Seconds of AdamW's update of a parameter on the host's processors: 28 bytes of traffic, at the about 20 GB/s that
     each of eight devices has of a host's memory. An assumption, not a measurement."""
@@ -175,7 +175,7 @@ class Efficiency(Checked):
     """Seconds to put an engine to sleep, or to wake it, in addition to its bytes."""
 
     def together_s(self, one_s: Floats, other_s: Floats) -> Floats:
-        """Return the seconds of two kinds of work that could be done at the same time."""
+        """Return the seconds of two kinds of work with their overlap."""
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ def gather_seconds(
     span: int | None = None,
     count: int = 1,
 ) -> float:
-    """Return the seconds of gathers, or scatters, of so many bytes in all over groups of g devices.
+    """Return the seconds of gathers, or scatters, of `size_bytes` in all over groups of g devices.
 
     Each is by a ring, in which (g - 1) / g of the bytes are on every link, after `Efficiency.all_reduce_s` to start.
     A sum over the devices is a scatter and a gather.

@@ -16,13 +16,18 @@ Costs = TypeVar("Costs")
 
 def times(costs: Costs, factor: float) -> Costs:
     """Return costs, or laws, with all fields that are seconds times a factor."""
-    found: Any = costs
-    return replace(found, **{name: value * factor for name, value in vars(costs).items() if name.endswith("_s")})
+    instance: Any = costs
+    scaled = {name: value * factor for name, value in vars(costs).items() if name.endswith("_s")}
+    return replace(instance, **scaled)
 
 
 def _at(laws: object, index: int) -> dict[str, Any]:
-    fields = vars(laws).items()
-    return {name: value[index].item() if isinstance(value, np.ndarray) else value for name, value in fields}
+    """Return the fields of one law as numbers."""
+    fields = dict(vars(laws))
+    for name, value in fields.items():
+        if isinstance(value, np.ndarray):
+            fields[name] = value[index].item()
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +91,12 @@ class TrainingCosts(Checked):
     per_token_s: Amount
     """Device-seconds of a token, forward and backward."""
     per_pair_s: Amount = 0.0
-    """Device-seconds of a query token and a key token that it attends to."""
+    """Device-seconds of a pair of a query token and a key token."""
     forward_share: Amount = 1 / 3
     num_forward_passes: Amount = 0
     """Passes that only score, before the training: old log-probs, reference, values, teachers."""
     sync_s: Amount = 0.0
-    """Seconds in which the new weights reach all policy engines."""
+    """Seconds of sending the new weights to all policy engines."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,17 +129,17 @@ def training_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class SwapCosts(Checked):
-    """The seconds in which devices change their role.
+    """The seconds of a device's change of role.
 
     G-Core (arXiv 2507.22789, section 1) reports 30 to 60 s for a 32B model where roles take turns.
     """
 
     sleep_s: Amount = 0.0
-    """Seconds in which a replica gives its memory up."""
+    """Seconds of putting a replica to sleep, which frees its memory."""
     wake_s: Amount = 0.0
-    """Seconds until a replica that slept, its weights in host memory, serves again."""
+    """Seconds of waking a replica with its weights in host memory."""
     load_s: Amount = 0.0
-    """Seconds in which a device that never held the role's weights gets them, from a peer or from disk."""
+    """Seconds of loading the role's weights on a new device, from a peer or from disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ class JobCosts:
 
     policy: EngineCosts
     reward: EngineCosts | None
-    """A generative judge; None: scores are made at once, elsewhere."""
+    """A generative judge; None: scores take no time."""
     training: TrainingCosts
     swap: SwapCosts = field(default_factory=SwapCosts)
-    """Between generation, rewarding and training, where they share devices; and when a replica changes its role."""
+    """Seconds of swaps between roles that share devices, and of replicas that change their role."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeVar
 
 from gcore_placement.cluster import Cluster
@@ -71,7 +72,7 @@ class DeviceMap:
     judges: Sequence[Sequence[Slot]]
     reward_models: Sequence[Slot]
     ranks: Sequence[Slot]
-    """Sorted by node and GPU, those on the devices of engines and those on their own; see `rank_place`."""
+    """By rank; first ranks on the devices of engines, then ranks on other devices, each sorted; see `rank_place`."""
 
     @property
     def lent(self) -> Sequence[Sequence[Slot]]:
@@ -91,41 +92,43 @@ class DeviceMap:
 
     def awake(self, stage: Literal["generation", "reward", "training"]) -> Collection[MappedRole]:
         """Return the roles that are awake at a stage."""
-        found: list[MappedRole] = ["reward model"]
+        roles: list[MappedRole] = ["reward model"]
         if stage == "training" or not (self.sizes.ranks_in_turns or self.sizes.lends_ranks):
-            found.append("training rank")
+            roles.append("training rank")
         elif self.sizes.lends_ranks:
-            found.append("lent engine")
+            roles.append("lent engine")
         if stage != "training" or not self.sizes.ranks_in_turns:
             if stage != "reward" or not self.sizes.judges_in_turns:
-                found.append("policy engine")
+                roles.append("policy engine")
             if stage == "reward" or not self.sizes.judges_in_turns:
-                found.append("judge")
-        return found
+                roles.append("judge")
+        return roles
 
     def on(self, slot: Slot) -> Mapping[MappedRole, int]:
         """Return the number of the process of each role that is on a device."""
-        return {
-            role: number
-            for role, processes in self.placed().items()
-            for number, slots in enumerate(processes)
-            if slot in slots
-        }
+        numbers: dict[MappedRole, int] = {}
+        for role, processes in self.placed().items():
+            for number, slots in enumerate(processes):
+                if slot in slots:
+                    numbers[role] = number
+        return numbers
 
     def rank_place(self, rank: int) -> Mapping[str, int]:
-        """Return the place of a rank in its groups, by TP, CP, DP and PP; neighbours are in one TP group, then one CP.
+        """Return the index of a rank in each of its groups: TP, CP, DP and PP; TP varies fastest.
 
-        It is Megatron's order, and that of the torch backend, which has CP and DP alone.
+        The order is Megatron's, and that of the torch backend, which has only CP and DP.
         """
-        layout, found, rest = self.sizes.training, dict[str, int](), rank
+        layout = self.sizes.training
+        positions: dict[str, int] = {}
+        rest = rank
         for name, size in (
             ("TP", layout.tensor_model_parallel_size),
             ("CP", layout.context_parallel_size),
             ("DP", layout.data_parallel_size),
             ("PP", layout.pipeline_model_parallel_size),
         ):
-            rest, found[name] = divmod(rest, size)
-        return found
+            rest, positions[name] = divmod(rest, size)
+        return positions
 
 
 def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
@@ -138,13 +141,15 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
     Raises:
         PlacementError: a process or a group that has no place; it names the field, and what would fit.
     """
-    layout, per_node = sizes.training, cluster.devices_per_node
+    layout = sizes.training
+    per_node = cluster.devices_per_node
     together = layout.tensor_model_parallel_size * layout.context_parallel_size
     for name in ("tensor_model_parallel_size", "context_parallel_size"):
         _check_node(name, getattr(layout, name), per_node)
     _check_node("tensor_model_parallel_size x context_parallel_size", together, per_node)
     _check_node("devices_per_engine", sizes.devices_per_engine, per_node)
-    _check_node("devices_per_judge", sizes.devices_per_judge if sizes.num_judges else 1, per_node)
+    if sizes.num_judges:
+        _check_node("devices_per_judge", sizes.devices_per_judge, per_node)
     free = [Slot(*divmod(i, per_node)) for i in range(cluster.num_devices)]
     ranks: list[Slot] = []
     if not sizes.ranks_in_turns:
@@ -154,36 +159,39 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
     if not sizes.judges_in_turns:
         blocks["num_judges"] = (sizes.num_judges, sizes.devices_per_judge)
     blocks["num_reward_models"] = (sizes.num_reward_models, 1)
-    found: dict[str, list[list[Slot]]] = {}
+    placed: dict[str, list[list[Slot]]] = {}
     # The largest first: small ones fit in what these leave of a node.
     for name, (count, size) in sorted(blocks.items(), key=lambda block: -block[1][1]):
         slots = _groups(free, count, size, name, cluster)
-        found[name] = [slots[i : i + size] for i in range(0, len(slots), size)]
+        placed[name] = [slots[i : i + size] for i in range(0, len(slots), size)]
         free = [slot for slot in free if slot not in set(slots)]
-    engines = found["num_engines"]
-    judges = engines[: sizes.num_judges] if sizes.judges_in_turns else found["num_judges"]
+    engines = placed["num_engines"]
+    judges = engines[: sizes.num_judges] if sizes.judges_in_turns else placed["num_judges"]
     if sizes.ranks_in_turns:
-        shared = sorted({slot for block in (*engines, *judges) for slot in block})[: layout.num_ranks]
-        own = _groups(free, layout.num_ranks - len(shared), 1, "data_parallel_size", cluster)
-        ranks = [*shared, *own]
-        _check_groups(ranks, together)
-    [*reward_models] = (slot for [slot] in found["num_reward_models"])
-    placed = DeviceMap(sizes=sizes, engines=engines, judges=judges, reward_models=reward_models, ranks=ranks)
-    if any(len({slot.node for slot in slots}) > 1 for slots in placed.lent):
+        shared = sorted(set(chain(*engines, *judges)))[: layout.num_ranks]
+        ranks = shared + _groups(free, layout.num_ranks - len(shared), 1, "data_parallel_size", cluster)
+        for first in range(0, len(ranks), together):
+            if not _is_on_one_node(ranks[first : first + together]):
+                accepted = "a number that divides the devices of engines and judges on each node"
+                raise refusal("tensor_model_parallel_size x context_parallel_size", together, accepted)
+    reward_models = list(chain(*placed["num_reward_models"]))
+    device_map = DeviceMap(sizes=sizes, engines=engines, judges=judges, reward_models=reward_models, ranks=ranks)
+    if not all(map(_is_on_one_node, device_map.lent)):
         accepted = "a divisor of the ranks of each node with lends_ranks"
         raise refusal("devices_per_engine", sizes.devices_per_engine, accepted)
-    return placed
+    return device_map
 
 
 def engine_order(places: Sequence[Place], training: Collection[Place], *, takes_turns: bool) -> list[Place]:
-    """Return the order in which engines take places: those without a training rank first, or in turns those with one.
+    """Return the places in the order in which engines take them: free ones first, or in turns those of ranks first.
 
     Args:
         places: all of them, in their order.
         training: those of training ranks.
     """
-    busy, free = ([place for place in places if (place in training) is is_busy] for is_busy in (True, False))
-    return [*busy, *free] if takes_turns else [*free, *busy]
+    busy = [slot for slot in places if slot in training]
+    free = [slot for slot in places if slot not in training]
+    return busy + free if takes_turns else free + busy
 
 
 def _check_node(field: str, size: int, per_node: int) -> None:
@@ -192,20 +200,19 @@ def _check_node(field: str, size: int, per_node: int) -> None:
 
 
 def _groups(free: Iterable[Slot], count: int, size: int, field: str, cluster: Cluster) -> list[Slot]:
-    """Return the slots of so many groups, each on one node; the first ones that there are."""
+    """Return the slots of the first `count` groups of `size` free devices, each group on one node."""
     nodes: dict[int, list[Slot]] = {}
     for slot in free:
         nodes.setdefault(slot.node, []).append(slot)
-    whole = [slot for own in nodes.values() for slot in own[: len(own) // size * size]]
-    if (fits := len(whole) // size) < count:
-        left = f"of {cluster.num_devices} devices in nodes of {cluster.devices_per_node}"
-        raise refusal(field, count, f"at most {fits}, each of {size} of what is free {left}")
-    return whole[: count * size]
+    usable: list[Slot] = []
+    for slots in nodes.values():
+        usable.extend(slots[: len(slots) // size * size])
+    fits = len(usable) // size
+    if fits < count:
+        devices = f"of {cluster.num_devices} devices in nodes of {cluster.devices_per_node}"
+        raise refusal(field, count, f"at most {fits}, each of {size} of what is free {devices}")
+    return usable[: count * size]
 
 
-def _check_groups(ranks: Sequence[Slot], together: int) -> None:
-    """Check that neighbours that are on the devices of engines are on one node."""
-    for first in range(0, len(ranks), together):
-        if len({slot.node for slot in ranks[first : first + together]}) > 1:
-            accepted = "a number that divides the devices of engines and judges on each node"
-            raise refusal("tensor_model_parallel_size x context_parallel_size", together, accepted)
+def _is_on_one_node(slots: Iterable[Slot]) -> bool:
+    return len({slot.node for slot in slots}) == 1

@@ -22,22 +22,22 @@ def refusal(field: str, value: object, accepted: str) -> PlacementError:
     return PlacementError(f"{field} is {value!r}; expected {accepted}")
 
 
-def check_known(field: str, value: object, known: Iterable[object]) -> None:
-    """Raise PlacementError unless the value is one of those that are known."""
-    known = list(known)
-    if value not in known:
-        raise refusal(field, value, f"one of {', '.join(map(str, known))}")
+def check_known(field: str, value: object, choices: Iterable[object]) -> None:
+    """Raise PlacementError unless the value is one of the choices."""
+    choices = list(choices)
+    if value not in choices:
+        raise refusal(field, value, f"one of {', '.join(map(str, choices))}")
 
 
 def read_json(field: str, path: str | Path, name: str, *, accepted: str, content: str) -> dict[str, Any]:
-    """Read a file with a JSON object, or the file `name` in a folder; PlacementError where it is neither."""
+    """Read a file with a JSON object, or the file `name` in a folder; PlacementError if it is neither."""
     file = Path(path) / name if Path(path).is_dir() else Path(path)
     try:
-        found: Any = json.loads(file.read_text())
+        contents: Any = json.loads(file.read_text())
     except FileNotFoundError:
         raise refusal(field, str(file), accepted) from None
     except ValueError as error:
         raise PlacementError(f"{file} is not JSON; expected {content} ({error})") from None
-    if not isinstance(found, dict):
-        raise PlacementError(f"{file} is a JSON {type(found).__name__}; expected an object")
-    return found
+    if not isinstance(contents, dict):
+        raise PlacementError(f"{file} is a JSON {type(contents).__name__}; expected an object")
+    return contents

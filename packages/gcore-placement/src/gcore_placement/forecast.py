@@ -34,7 +34,7 @@ from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.model_shape import ModelShape
 
 RUN_FILE = "placement.json"
-"""A file in a run's folder, whose key `correction` holds `Correction.state()`."""
+"""A file in a run's folder; its key `correction` holds `Correction.state()`."""
 
 Stage = Literal["generation", "reward", "preparation", "training", "weight_sync", "swap"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -57,8 +57,8 @@ class Job(Checked):
     acceptance: Share = 1.0
     """Share of prompts whose responses do not all score alike; the others are sampled again (dynamic sampling)."""
     judge: ModelShape | None = None
-    """A generative reward model, which reads the mean prompt and the response and writes a judgement; None: scores are
-    made elsewhere, at once."""
+    """A generative reward model, which reads the mean prompt and the response and writes a judgement; None: scores
+    take no time."""
     judge_lengths: Lengths | None = None
     """Lengths of judgements."""
     reference: bool = False
@@ -73,7 +73,7 @@ class Job(Checked):
     old_log_probs: bool = False
     """The policy scores all responses again before it trains; else the engine's log-probs serve."""
     ppo_mini_batch_size: Amount = 0
-    """Prompts of an update; 0: those of the whole step, which is one update."""
+    """Prompts of an update; 0: all prompts of the step are one update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,10 +92,10 @@ class Job(Checked):
 
     @property
     def num_forward_passes(self) -> float:
-        """Passes that only score, in preparation; those of teachers count by their FLOPs, against the policy's."""
-        taught = sum(teacher.workload.flops_per_token for teacher in self.teachers)
-        own = int(self.reference) + int(self.old_log_probs) + int(self.critic is not None)
-        return own + taught / self.policy.workload.flops_per_token
+        """Scoring passes in preparation; a teacher's pass counts as its FLOPs over the policy's."""
+        teacher_flops = sum(teacher.workload.flops_per_token for teacher in self.teachers)
+        num_passes = int(self.reference) + int(self.old_log_probs) + int(self.critic is not None)
+        return num_passes + teacher_flops / self.policy.workload.flops_per_token
 
     @property
     def longest_sequence(self) -> int:
@@ -126,13 +126,14 @@ class Job(Checked):
     @cached_property
     def training_pairs(self) -> float:
         """Pairs of a query token and a key token it attends to; see `TransformerWorkload.group_flops`."""
-        prompts, responses = self.prompt_lengths, self.response_lengths
+        prompts = self.prompt_lengths
+        responses = self.response_lengths
         in_prompt = (prompts.mean_square + prompts.mean) / 2
         in_response = prompts.mean * responses.mean + (responses.mean_square + responses.mean) / 2
         return self.train_batch_size * (in_prompt + self.n * in_response)
 
     def engine_role(self, stage: EngineStage) -> tuple[ModelShape, Lengths, Lengths]:
-        """Return the model of a stage's engines, and the lengths that it reads and writes."""
+        """Return the model of a stage's engines, and the lengths of its inputs and outputs."""
         if stage == "generation":
             return self.policy, self.prompt_lengths, self.response_lengths
         if self.judge is None or self.judge_lengths is None:
@@ -187,20 +188,19 @@ def predict_step(
         judging = seconds("reward", "reward", reward_devices, costs.reward)
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
-    tokens, pairs = job.training_tokens, job.training_pairs
-    preparation_s, training_s = map(float, training_seconds(costs.training, tokens, pairs, num_devices))
+    preparation_s, training_s = training_seconds(costs.training, job.training_tokens, job.training_pairs, num_devices)
     return StepTime(
         generation_s=float(job.wave_chances @ generation[:, 0]),
         reward_s=float(job.wave_chances @ reward[:, 0]),
         swap_s=num_swaps(job, strategy=strategy) * (costs.swap.sleep_s + costs.swap.wake_s),
-        preparation_s=preparation_s,
-        training_s=training_s,
+        preparation_s=float(preparation_s),
+        training_s=float(training_s),
         weight_sync_s=costs.training.sync_s,
     )
 
 
 def added_by_reward(generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats) -> Floats:
-    """Return the seconds by which judging makes each wave longer than its generation: [num_waves, ...]."""
+    """Return the seconds that judging adds to the generation of each wave: [num_waves, ...]."""
     if STRATEGIES[strategy].is_time_shared:
         return judging
     return np.maximum(judging - generation, 0.0) + last_s
@@ -227,26 +227,28 @@ def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage
     """
     _, read, written = job.engine_role(stage)
     # The policy reads a prompt once for a group, the judge for each response.
-    num_reads, prompt_mean = 1 if stage == "generation" else job.n, read.mean
+    num_reads = 1 if stage == "generation" else job.n
+    prompt_mean = read.mean
     context_tokens = prompt_mean * written.mean + (written.mean_square + written.mean) / 2
     rows: list[Floats] = []
     for prompts in job.wave_prompts.tolist():
-        num_sequences, read_tokens = prompts * job.n, prompts * num_reads * prompt_mean
-        each = np.maximum(num_sequences / num_replicas, min(1.0, num_sequences))
-        steps = np.full(each.shape, written.expected_longest(num_sequences))
-        waiting = each > engine.max_num_seqs
+        num_sequences = prompts * job.n
+        read_tokens = prompts * num_reads * prompt_mean
+        replica_seqs = np.maximum(num_sequences / num_replicas, min(1.0, num_sequences))
+        steps = np.full(replica_seqs.shape, written.expected_longest(num_sequences))
+        waiting = replica_seqs > engine.max_num_seqs
         if waiting.any():
-            left = written.remaining()
+            remaining = written.remaining()
             # Where some laws make sequences wait, all are for the most sequences that memory holds.
-            most = float(np.max(engine.max_num_seqs))
-            last_begins = each * written.mean / engine.max_num_seqs - left.mean
-            drained = last_begins + left.expected_longest(most)
+            max_num_seqs = float(np.max(engine.max_num_seqs))
+            last_begins = replica_seqs * written.mean / engine.max_num_seqs - remaining.mean
+            drained = last_begins + remaining.expected_longest(max_num_seqs)
             steps = np.where(waiting, np.maximum(steps, drained), steps)
         rows.append(
             engine.decode_base_s * steps
-            + engine.decode_per_sequence_s * each * written.mean
-            + engine.decode_per_context_token_s * each * context_tokens
-            + engine.prefill_per_token_s * each * (read_tokens / num_sequences)
+            + engine.decode_per_sequence_s * replica_seqs * written.mean
+            + engine.decode_per_context_token_s * replica_seqs * context_tokens
+            + engine.prefill_per_token_s * replica_seqs * (read_tokens / num_sequences)
         )
     return np.stack(rows)
 
@@ -281,10 +283,10 @@ class Correction(Checked):
     def load(cls, path: str | Path) -> Self:
         """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone."""
         accepted = f"a run's folder with {RUN_FILE}, or such a file"
-        kept = read_json("correction", path, RUN_FILE, accepted=accepted, content="the state of a Correction")
-        found = cls()
-        found.load_state(kept.get("correction", kept))
-        return found
+        contents = read_json("correction", path, RUN_FILE, accepted=accepted, content="the state of a Correction")
+        correction = cls()
+        correction.load_state(contents.get("correction", contents))
+        return correction
 
     def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
         """Observe the seconds of a kind of work, above 0: measured, and as the uncorrected model predicts them."""
@@ -318,7 +320,8 @@ class Correction(Checked):
 
     def training(self, costs: Training) -> Training:
         """Return the laws of training and preparation times their factors."""
-        training, preparation = self.factor("training"), self.factor("preparation")
+        training = self.factor("training")
+        preparation = self.factor("preparation")
         return replace(times(costs, training), forward_share=costs.forward_share * (preparation / training))
 
     def state(self) -> dict[str, Any]:
@@ -326,20 +329,20 @@ class Correction(Checked):
         return {"ratios": {stage: list(ratios) for stage, ratios in self._ratios.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the ratios of a state, but no settings; PlacementError where it is not one: nothing is changed."""
-        # From a file the state may be anything.
-        given: Any = state
-        ratios = given.get("ratios") if isinstance(given, Mapping) else None
+        """Restore the ratios of a state, but no settings; on a PlacementError nothing has changed."""
+        # A state from a file may be of any type.
+        untyped: Any = state
+        ratios = untyped.get("ratios") if isinstance(untyped, Mapping) else None
         if not isinstance(ratios, Mapping) or set(ratios) != set(STAGES):
             raise refusal("state", state, f"of Correction.state(): ratios of {', '.join(STAGES)}")
-        found: dict[Stage, list[float]] = {}
+        checked: dict[Stage, list[float]] = {}
         for stage in STAGES:
             if not isinstance(ratios[stage], list):
                 raise refusal(f"ratios.{stage}", ratios[stage], "a list")
             for ratio in ratios[stage]:
                 check_above_0(f"ratios.{stage}", ratio)
-            found[stage] = [float(ratio) for ratio in ratios[stage]][-self.window :]
-        self._ratios = found
+            checked[stage] = [float(ratio) for ratio in ratios[stage]][-self.window :]
+        self._ratios = checked
 
 
 _MEASURED: Mapping[Stage, str] = {
@@ -368,22 +371,27 @@ class Forecast:
         if not metrics.get("sampling/groups") or "response_length/mean" not in metrics:
             return {}
         groups = metrics["sampling/groups"]
+        response_mean = metrics["response_length/mean"]
+        num_responses = groups * self.job.n
         job = replace(
             self.job,
             prompt_lengths=Lengths.recorded([max(1.0, metrics["prompt_length/mean"])]),
-            response_lengths=lengths_of(
-                metrics["response_length/mean"], metrics["response_length/max"], count=groups * self.job.n
-            ),
+            response_lengths=lengths_of(response_mean, metrics["response_length/max"], count=num_responses),
             train_batch_size=round(groups),
             acceptance=min(1.0, max(metrics["sampling/acceptance"], 1e-3)),
         )
-        law, predicted_s, measured_s = self.predict(job), 0.0, 0.0
+        law = self.predict(job)
+        predicted_s = 0.0
+        measured_s = 0.0
         for stage, name in _MEASURED.items():
-            law_s, took_s = getattr(law, f"{stage}_s"), metrics.get(name, 0.0)
+            law_s = getattr(law, f"{stage}_s")
+            took_s = metrics.get(name, 0.0)
             if law_s > 0 and took_s > 0:
                 predicted_s += law_s * self.correction.factor(stage)
                 measured_s += took_s
                 self.correction.observe(stage, predicted_s=law_s, measured_s=took_s)
         state = json.dumps({"correction": self.correction.state()})
         self.save(lambda path: path.write_text(state))
-        return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1} if measured_s else {}
+        if not measured_s:
+            return {}
+        return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1}

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ CAUSES = (
 )
 """Columns of idleness."""
 
-COLUMNS = (*WORK.values(), *CAUSES)
+COLUMNS = tuple(WORK.values()) + CAUSES
 
 Interval = tuple[str, float, float]
 """Stage, start and end in seconds."""
@@ -39,9 +39,9 @@ Span = tuple[str, int, int]
 
 _NS = 1_000_000_000
 _NAMED = ("swap", "data", "checkpoint", "failure")
-"""Stages that are causes of idleness themselves, of a device or of a controller that delays all others."""
+"""Stages that are causes of idleness, of a device or of a controller that delays all others."""
 
-_STAGES = (*_NAMED, *WORK)
+_STAGES = _NAMED + tuple(WORK)
 _NO_STAGE = len(_STAGES)
 
 _AFTER_SAMPLING = dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights")
@@ -49,7 +49,7 @@ _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
     "engine": {"gen": "long_tail", "reward": "waiting_for_reward", **_AFTER_SAMPLING},
     "judge": {"gen": "waiting_for_generation", "reward": "long_tail", **_AFTER_SAMPLING},
     "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
-    # One that engines and training ranks share, by turns.
+    # A device that engines and training ranks share, by turns.
     "device": {"gen": "long_tail", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
 }
 """The cause of idleness of a role's device, by the stage of the controllers."""
@@ -80,15 +80,15 @@ class StepIntervals:
         """Build a step from seconds since `offset_s`; it lasts from the first start to the last end."""
         offset_ns = round(offset_s * _NS)
 
-        def exact(row: Iterable[Interval]) -> list[Span]:
+        def to_spans(row: Iterable[Interval]) -> list[Span]:
             return [(name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in row]
 
-        rows = [exact(intervals) for intervals in controllers]
-        named = {name: exact(intervals) for name, intervals in devices.items()}
-        found = [interval for row in (*rows, *named.values()) for interval in row]
-        start_ns = min((start for _, start, _ in found), default=offset_ns)
-        stop_ns = max((stop for *_, stop in found), default=start_ns)
-        return cls(step=step, start_ns=start_ns, stop_ns=stop_ns, controllers=rows, devices=named)
+        rows = [to_spans(intervals) for intervals in controllers]
+        device_rows = {name: to_spans(intervals) for name, intervals in devices.items()}
+        spans = list(chain(*rows, *device_rows.values()))
+        start_ns = min((start for _, start, _ in spans), default=offset_ns)
+        stop_ns = max((stop for _, _, stop in spans), default=start_ns)
+        return cls(step=step, start_ns=start_ns, stop_ns=stop_ns, controllers=rows, devices=device_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,32 +114,38 @@ class Ledger:
         column_of_stage = np.array([COLUMNS.index(WORK.get(stage, stage)) for stage in (*_STAGES, "unassigned")])
         for step in steps:
             rows = step.devices or {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)}
-            times = {time for row in (*rows.values(), *step.controllers) for _, *ends in row for time in ends}
-            inside = sorted({min(max(time, step.start_ns), step.stop_ns) for time in times})
-            cuts = np.array(sorted({step.start_ns, *inside, step.stop_ns}), dtype=np.int64)
+            times = {step.start_ns, step.stop_ns}
+            for _, start_ns, stop_ns in chain(*rows.values(), *step.controllers):
+                times.update((start_ns, stop_ns))
+            cuts = np.unique(np.clip(np.array(list(times), dtype=np.int64), step.start_ns, step.stop_ns))
             widths = np.diff(cuts)
             labels = [_stages(row, cuts) for row in step.controllers]
             held_up_by = np.min(labels, axis=0) if labels else np.full(len(widths), _NO_STAGE)
             by_role: dict[str, list[Ints]] = {}
             for name, row in rows.items():
-                kind, _, number = name.rpartition(" ")
-                by_role.setdefault(kind if number.isdecimal() and kind else name, []).append(_stages(row, cuts))
+                role, _, number = name.rpartition(" ")
+                if not role or not number.isdecimal():
+                    role = name
+                by_role.setdefault(role, []).append(_stages(row, cuts))
             for role, stages in by_role.items():
                 causes = _causes(role, held_up_by, np.min(stages, axis=0) < _NO_STAGE)
-                found = np.zeros(len(COLUMNS), dtype=np.int64)
-                for own in stages:
-                    np.add.at(found, np.where(own == _NO_STAGE, causes, column_of_stage[own]), widths)
+                column_ns = np.zeros(len(COLUMNS), dtype=np.int64)
+                for device_stages in stages:
+                    columns = np.where(device_stages == _NO_STAGE, causes, column_of_stage[device_stages])
+                    np.add.at(column_ns, columns, widths)
                 entry = device_ns.setdefault(role, dict.fromkeys(COLUMNS, 0))
-                for column, width in zip(COLUMNS, found.tolist(), strict=True):
+                for column, width in zip(COLUMNS, column_ns.tolist(), strict=True):
                     entry[column] += width
                 total_ns[role] = total_ns.get(role, 0) + len(stages) * (step.stop_ns - step.start_ns)
         return cls(device_ns=device_ns, total_ns=total_ns)
 
     def share(self, column: str, role: str | None = None) -> float:
-        """Return the share of a column in a role's device time, or in that of all; 0 where there is none."""
+        """Return the share of a column in the device time of a role, or of all roles; 0 without device time."""
         roles = self.device_ns if role is None else (role,)
         total = sum(self.total_ns[name] for name in roles)
-        return sum(self.device_ns[name][column] for name in roles) / total if total else 0.0
+        if not total:
+            return 0.0
+        return sum(self.device_ns[name][column] for name in roles) / total
 
     def idle_share(self, role: str | None = None) -> float:
         """Return the share of all causes of idleness together."""
@@ -151,11 +157,12 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: seconds by role and column, and shares of all roles together."""
+        roles: dict[str, Any] = {}
+        for role, entry in self.device_ns.items():
+            columns_s = {column: duration_ns / _NS for column, duration_ns in entry.items()}
+            roles[role] = {"device_s": self.total_ns[role] / _NS, "columns_s": columns_s}
         return {
-            "roles": {
-                role: {"device_s": self.total_ns[role] / _NS, "columns_s": {c: ns / _NS for c, ns in entry.items()}}
-                for role, entry in self.device_ns.items()
-            },
+            "roles": roles,
             "shares": {column: self.share(column) for column in COLUMNS},
             "idle_share": self.idle_share(),
         }
@@ -175,23 +182,26 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
     for number, line in enumerate(lines, start=1):
         try:
             row: dict[str, Any] = json.loads(line)
-            spans = row["controllers"], row.get("devices", {})
-            found = StepIntervals.of(row["step"], *spans, offset_s=float(row["start_s"]))
+            controllers = row["controllers"]
+            devices = row.get("devices", {})
+            step = StepIntervals.of(row["step"], controllers, devices, offset_s=float(row["start_s"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
             raise PlacementError(message) from error
-        while steps and steps[-1].step >= found.step:
+        while steps and steps[-1].step >= step.step:
             steps.pop()
-        steps.append(found)
+        steps.append(step)
     return _end_to_end(steps)
 
 
 def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepIntervals]:
-    """Select the steps of a range, as in `10:20`, both included; either end may be left out. One must hold any."""
+    """Select the steps of a range such as `10:20`, ends included and optional; PlacementError if there are none."""
     first, colon, last = text.partition(":")
     if not colon or any(end and not end.isdecimal() for end in (first, last)):
         raise refusal("steps", text, "FIRST:LAST, as in 10:20")
-    chosen = [step for step in steps if int(first or 0) <= step.step and (not last or step.step <= int(last))]
+    first_step = int(first or 0)
+    last_step = int(last) if last else float("inf")
+    chosen = [step for step in steps if first_step <= step.step <= last_step]
     if not chosen:
         there = f"{steps[0].step}:{steps[-1].step}" if steps else "none"
         raise refusal("steps", text, f"a range that holds steps of the run ({there})")
@@ -203,9 +213,10 @@ def _end_to_end(steps: Sequence[StepIntervals]) -> list[StepIntervals]:
     lasting: list[StepIntervals] = []
     for step, following in zip_longest(steps, steps[1:]):
         devices = {name: list(row) for name, row in step.devices.items()}
-        for name, row in lasting[-1].devices.items() if lasting else ():
-            if name in devices:
-                devices[name].extend(span for span in row if span[2] > step.start_ns)
+        if lasting:
+            for name, row in lasting[-1].devices.items():
+                if name in devices:
+                    devices[name].extend(span for span in row if span[2] > step.start_ns)
         stop_ns = step.stop_ns if following is None else max(following.start_ns, step.start_ns)
         lasting.append(replace(step, stop_ns=stop_ns, devices=devices))
     return lasting
@@ -225,6 +236,10 @@ def _stages(row: Sequence[Span], cuts: NDArray[np.int64]) -> Ints:
 def _causes(role: str, held_up_by: Ints, any_busy: NDArray[np.bool_]) -> Ints:
     """Return the column of a role's idle devices between each two cuts."""
     reasons = _CAUSE_BY_ROLE.get(role.partition("_")[0], {})
-    causes = [stage if stage in _NAMED else reasons.get(stage, "unassigned") for stage in _STAGES]
-    found = np.array([COLUMNS.index(cause) for cause in [*causes, "unassigned"]], dtype=np.intp)[held_up_by]
-    return np.where((found == COLUMNS.index("unassigned")) & any_busy, COLUMNS.index("imbalance"), found)
+    unassigned = COLUMNS.index("unassigned")
+    column_of_stage = np.full(_NO_STAGE + 1, unassigned, dtype=np.intp)
+    for index, stage in enumerate(_STAGES):
+        cause = stage if stage in _NAMED else reasons.get(stage, "unassigned")
+        column_of_stage[index] = COLUMNS.index(cause)
+    columns = column_of_stage[held_up_by]
+    return np.where((columns == unassigned) & any_busy, COLUMNS.index("imbalance"), columns)

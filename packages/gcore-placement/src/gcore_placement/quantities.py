@@ -26,10 +26,13 @@ def check_positive(field: str, value: object) -> None:
         raise refusal(field, value, "an integer of at least 1")
 
 
-def check_above_0(field: str, value: object) -> None:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int | np.number) and not isinstance(value, bool)
+
+
+def check_above_0(field: str, value: Any) -> None:
     """Check that `value` is a finite number above 0."""
-    number = float("nan") if isinstance(value, bool) or not isinstance(value, float | int | np.number) else float(value)
-    if not 0 < number < np.inf:
+    if not _is_number(value) or not 0 < float(value) < np.inf:
         raise refusal(field, value, "a finite number above 0")
 
 
@@ -42,8 +45,7 @@ def check_share(field: str, value: float) -> None:
 
 def check_amount(field: str, value: Any) -> None:
     """Check that `value` is a finite number of at least 0."""
-    is_number = isinstance(value, float | int | np.number) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(value) < np.inf:
+    if not _is_number(value) or not 0 <= float(value) < np.inf:
         raise refusal(field, value, "a finite number of at least 0")
 
 
@@ -56,8 +58,9 @@ def check_amounts(field: str, values: ArrayLike) -> Floats:
     wrong = ~np.isfinite(amounts) | (amounts < 0)
     if wrong.any():
         index = np.unravel_index(int(wrong.argmax()), amounts.shape)
-        where = ", ".join(str(int(axis)) for axis in index)
-        raise refusal(f"{field}[{where}]" if where else field, float(amounts[index]), "a finite number of at least 0")
+        if index:
+            field = f"{field}[{', '.join(str(int(axis)) for axis in index)}]"
+        raise refusal(field, float(amounts[index]), "a finite number of at least 0")
     return amounts
 
 
@@ -85,7 +88,7 @@ Amount = Annotated[float, check_amount]
 
 
 class Checked:
-    """A dataclass whose fields are checked by what their types say: `Positive`, `Above0`, `Share` or `Amount`."""
+    """A dataclass that checks each field of type `Positive`, `Above0`, `Share` or `Amount`."""
 
     def __post_init__(self) -> None:
         for name, check in _checks(type(self)):
@@ -93,12 +96,15 @@ class Checked:
 
 
 @cache
-def _checks(kind: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
-    return [(field.name, check) for field in fields(kind) for check in getattr(field.type, "__metadata__", ())]
+def _checks(dataclass_type: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
+    checks: list[tuple[str, Callable[[str, Any], object]]] = []
+    for field in fields(dataclass_type):
+        checks.extend((field.name, check) for check in getattr(field.type, "__metadata__", ()))
+    return checks
 
 
 _EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 42), [1.0]])
-"""Edges of the probabilities that the lengths of a law stand for, finer and finer in the long tail."""
+"""Edges of the ranges of probability that the values of a law stand for, finer in the long tail."""
 _MIDDLES = (_EDGES[1:] + _EDGES[:-1]) / 2
 
 
@@ -118,7 +124,7 @@ class Lengths:
 
     @classmethod
     def log_normal(cls, *, median: float, sigma: float, longest: float) -> Self:
-        """Return log-normal lengths, cut at `longest`, at least `median`; sigma is that of their logarithm."""
+        """Return log-normal lengths cut at `longest` (at least `median`); sigma: deviation of their logarithm."""
         check_above_0("median", median)
         check_above_0("longest", longest)
         check_amounts("sigma", sigma)
@@ -130,7 +136,7 @@ class Lengths:
 
     @classmethod
     def recorded(cls, lengths: ArrayLike) -> Self:
-        """Return the distribution of recorded lengths, of which there must be one."""
+        """Return the distribution of recorded lengths, at least one."""
         values = np.sort(check_amount_list("lengths", lengths))
         if not values.size:
             raise refusal("lengths", [], "at least one length")
@@ -169,13 +175,14 @@ class Lengths:
         return Lengths(values=np.interp(_MIDDLES, cumulated / cumulated[-1], rising), edges=_EDGES)
 
     def most_alive(self, offset: float) -> float:
-        """Return the most tokens held per sequence if all start together and leave as they end; offset: of prompts."""
+        """Return the most tokens per sequence at any moment if all start together; offset: tokens of the prompt."""
         return float(np.max((1 - self.edges[:-1]) * (offset + self.values)))
 
 
 def lengths_of(mean: float, longest: float, *, count: float) -> Lengths:
     """Return log-normal lengths of this mean; the longest of `count` of them is about `longest`."""
-    mean, longest = max(1.0, mean), max(1.0, longest)
+    mean = max(1.0, mean)
+    longest = max(1.0, longest)
     deviations = NormalDist().inv_cdf(1 - 1 / (count + 1)) if count > 1 else 0.0
     # ln(longest / mean) = sigma * deviations - sigma^2 / 2
     sigma = deviations - math.sqrt(max(0.0, deviations**2 - 2 * math.log(max(1.0, longest / mean))))
@@ -216,31 +223,33 @@ class TransformerWorkload:
     num_moe_layers: int = 0
     """Layers whose MLP is a mixture of experts; the others have one of intermediate_size."""
     n_shared_experts: int = 0
-    """Experts of a mixture through which each token goes besides those that are chosen."""
+    """Experts of a mixture that compute each token, in addition to the chosen ones."""
     kv_lora_rank: int = 0
-    """Width of the state from which keys and values of all heads are made: latent attention."""
+    """Width of the compressed state of keys and values of all heads: latent attention."""
     q_lora_rank: int = 0
-    """Width of the state from which queries are made; 0: they are made from the hidden state."""
+    """Width of the compressed state of queries; 0: they are computed from the hidden state."""
     qk_nope_head_dim: int = 0
     """Part of a key that is made from the compressed state, without rotary embedding."""
     qk_rope_head_dim: int = 0
-    """Part of a key with rotary embedding, which all heads share, and which is kept besides the compressed state."""
+    """Part of a key with rotary embedding, shared by all heads; cached in addition to the compressed state."""
     v_head_dim: int = 0
 
     def __post_init__(self) -> None:
-        groups = (_MOE_FIELDS, LATENT_FIELDS)
-        unused = {name for group in groups if not any(getattr(self, name) for name in group) for name in group}
-        for field in fields(self):
-            if field.name in _OPTIONAL_FIELDS and not getattr(self, field.name):
-                continue
-            if field.name not in unused:
-                check_positive(field.name, getattr(self, field.name))
+        values = vars(self)
+        unused: set[str] = set()
+        for group in (_MOE_FIELDS, LATENT_FIELDS):
+            if not any(values[name] for name in group):
+                unused.update(group)
+        for name, value in values.items():
+            is_left_out = name in _OPTIONAL_FIELDS and not value
+            if name not in unused and not is_left_out:
+                check_positive(name, value)
         for name, needed in (("n_shared_experts", "num_experts"), ("q_lora_rank", "kv_lora_rank")):
-            if needed in unused and getattr(self, name):
-                raise refusal(name, getattr(self, name), f"0 without {needed}")
-        for name, most in (("num_moe_layers", "num_hidden_layers"), ("num_experts_per_tok", "num_experts")):
-            if getattr(self, name) > getattr(self, most):
-                raise refusal(name, getattr(self, name), f"at most {most} ({getattr(self, most)})")
+            if needed in unused and values[name]:
+                raise refusal(name, values[name], f"0 without {needed}")
+        for name, bound in (("num_moe_layers", "num_hidden_layers"), ("num_experts_per_tok", "num_experts")):
+            if values[name] > values[bound]:
+                raise refusal(name, values[name], f"at most {bound} ({values[bound]})")
         if self.num_attention_heads % self.num_key_value_heads:
             accepted = f"a divisor of num_attention_heads ({self.num_attention_heads})"
             raise refusal("num_key_value_heads", self.num_key_value_heads, accepted)
@@ -269,8 +278,10 @@ class TransformerWorkload:
 
     @property
     def value_size(self) -> int:
-        """Width of what all heads of attention give together."""
-        return self.num_attention_heads * (self.v_head_dim if self.is_latent else self.head_dim)
+        """Width of the outputs of all attention heads together."""
+        if self.is_latent:
+            return self.num_attention_heads * self.v_head_dim
+        return self.query_size
 
     @property
     def key_value_size(self) -> int:
@@ -281,8 +292,10 @@ class TransformerWorkload:
 
     @property
     def cached_size(self) -> int:
-        """Numbers that a layer's cache has of a token: keys and values, or the state that they are made from."""
-        return self.kv_lora_rank + self.qk_rope_head_dim if self.is_latent else self.key_value_size
+        """Numbers of a token in a layer's cache: keys and values, or the compressed state."""
+        if self.is_latent:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.key_value_size
 
     @property
     def num_cached_heads(self) -> int:
@@ -292,15 +305,15 @@ class TransformerWorkload:
     @property
     def attention_matrices(self) -> list[tuple[int, int]]:
         """Inputs and outputs of the matrices of a layer's attention."""
-        h, heads = self.hidden_size, self.num_attention_heads
+        h = self.hidden_size
         if not self.is_latent:
             key_size = self.key_value_size // 2
             return [(h, self.query_size), (h, key_size), (h, key_size), (self.value_size, h)]
         queries = [(h, self.query_size)]
         if self.q_lora_rank:
             queries = [(h, self.q_lora_rank), (self.q_lora_rank, self.query_size)]
-        made = heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return [*queries, (h, self.cached_size), (self.kv_lora_rank, made), (self.value_size, h)]
+        keys_and_values = self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return [*queries, (h, self.cached_size), (self.kv_lora_rank, keys_and_values), (self.value_size, h)]
 
     @property
     def num_attention_weights(self) -> int:
@@ -309,7 +322,7 @@ class TransformerWorkload:
 
     @property
     def shared_experts_size(self) -> int:
-        """Width of the MLP that the shared experts of a layer are together."""
+        """Width of all shared experts of a layer together."""
         return self.n_shared_experts * self.moe_intermediate_size
 
     @property
@@ -328,14 +341,14 @@ class TransformerWorkload:
 
     @property
     def expert_flops_per_token(self) -> float:
-        """The part of `flops_per_token` that the chosen experts of a mixture take; 0 without one."""
+        """FLOPs of the chosen experts, a part of `flops_per_token`; 0 without a mixture."""
         width = self.num_experts_per_tok * self.moe_intermediate_size
         return float(FORWARD_AND_BACKWARD * 2 * self.num_moe_layers * 3 * self.hidden_size * width)
 
     def expert_tiles(self, tokens: Floats) -> Floats:
-        """Return the rows that an expert computes over those that it is given, as so many tokens reach all experts.
+        """Return the ratio of computed rows to given rows of an expert, if `tokens` reach all experts together.
 
-        A product of matrices computes whole tiles of 128 rows: of M rows (M + 64) / M times as many on average.
+        A product of matrices computes whole tiles of 128 rows: for M rows (M + 64) / M times as many on average.
         """
         if not self.num_experts:
             return np.ones_like(tokens)

@@ -11,7 +11,7 @@ Strategy = Literal["colocated", "split", "dynamic", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTraits:
-    """The properties of a strategy by which plans, predictions and runs handle it."""
+    """The properties of a strategy."""
 
     is_time_shared: bool
     """Generation and reward take turns on all devices; otherwise each has a part of them."""

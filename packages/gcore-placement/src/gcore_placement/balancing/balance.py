@@ -68,7 +68,7 @@ def balance(
     """
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
-    most = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
+    most_items = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
     check_amounts("tolerance", tolerance)
     sizes, most_weight = _capacity(weights, capacity, len(amounts), counted=equal_count or max_count is not None)
     if not len(amounts):
@@ -82,22 +82,37 @@ def balance(
     company = len(falling) // num_parts - 1 if equal_count else 0
     lower_bound = max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
     if sizes is None:
-        sizes, most_weight = np.ones(len(falling)), float(most)
-        start = longest_first(falling, num_parts, max_count=most)
+        sizes = np.ones(len(falling))
+        most_weight = float(most_items)
+        start = longest_first(falling, num_parts, max_count=most_items)
         # A bound that folding keeps, and that the rule was never seen to break.
         if sum_per_part(start, falling, num_parts).max() > falling.sum() / num_parts + falling[0]:
-            start = longest_first(falling, num_parts, max_count=most, is_folded=True)
+            start = longest_first(falling, num_parts, max_count=most_items, is_folded=True)
         starts = [start]
     else:
         sizes = sizes[order]
         starts = _starts_within(falling, sizes, num_parts, capacity=most_weight)
-    results = [
-        Assignment(part_of=start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
-        for start in starts
-    ]
-    for result in results:
-        refine(result, lower_bound=lower_bound, tolerance=tolerance)
-    return min(results, key=lambda result: result.makespan).parts(order)
+    best = _refine_starts(starts, falling, sizes, num_parts, most_weight, lower_bound=lower_bound, tolerance=tolerance)
+    return best.parts(order)
+
+
+def _refine_starts(
+    starts: list[Ints],
+    costs: Floats,
+    weights: Floats,
+    num_parts: int,
+    capacity: float,
+    *,
+    lower_bound: float,
+    tolerance: float = 0.0,
+) -> Assignment:
+    """Refine an assignment from each start, and return the one with the smallest makespan."""
+    assignments: list[Assignment] = []
+    for start in starts:
+        assignment = Assignment(part_of=start, costs=costs, weights=weights, capacity=capacity, num_parts=num_parts)
+        refine(assignment, lower_bound=lower_bound, tolerance=tolerance)
+        assignments.append(assignment)
+    return min(assignments, key=lambda assignment: assignment.makespan)
 
 
 def scale_to_one(costs: Floats) -> Floats:
@@ -143,7 +158,7 @@ def _capacity(
 
 
 def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> list[Ints]:
-    """Return starts that keep the capacity: by cost alone where that does; otherwise by cost, and by weight."""
+    """Return starts that keep the capacity: by cost alone if possible; otherwise by cost, and by weight."""
     start = longest_first(costs, num_parts, max_count=len(costs))
     if sum_per_part(start, weights, num_parts).max() <= capacity:
         return [start]
@@ -151,7 +166,8 @@ def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: 
     by_weight = np.argsort(-weights, kind="stable")
     # Even weights leave most capacity to exchange items in.
     packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
-    fullest, total = float(sum_per_part(packed, weights[by_weight], num_parts).max()), float(weights.sum())
+    fullest = float(sum_per_part(packed, weights[by_weight], num_parts).max())
+    total = float(weights.sum())
     if fullest > capacity:
         packed = best_fit_decreasing(weights[by_weight], capacity=capacity)
         if packed.max() >= num_parts:
@@ -162,7 +178,7 @@ def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: 
     start = np.empty(len(costs), dtype=np.intp)
     start[by_weight] = packed
     starts = [start] if by_cost is None else [by_cost, start]
-    return [fill_empty(each, num_parts) for each in starts]
+    return [fill_empty(start, num_parts) for start in starts]
 
 
 def micro_batches(
@@ -200,19 +216,16 @@ def micro_batches(
     if num_multiple == 1 and tokens.sum() <= max_tokens:
         return [np.arange(len(tokens))]
     order = np.lexsort((-tokens, -work))
-    tokens, work = tokens[order], work[order]
+    tokens = tokens[order]
+    work = work[order]
     by_tokens, num_parts = _fewest(tokens, max_tokens=max_tokens, num_multiple=num_multiple)
     by_work = longest_first_within(work, tokens, num_parts, capacity=max_tokens)
     starts = [by_tokens] if by_work is None else [by_work, by_tokens]
 
+    starts = [fill_empty(start, num_parts) for start in starts]
     scaled = scale_to_one(work)
-    assignments = [
-        Assignment(part_of=start, costs=scaled, weights=tokens, capacity=max_tokens, num_parts=num_parts)
-        for start in (fill_empty(start, num_parts) for start in starts)
-    ]
-    for assignment in assignments:
-        refine(assignment, lower_bound=max(float(scaled.sum()) / num_parts, float(scaled.max())))
-    return min(assignments, key=lambda assignment: assignment.makespan).parts(order)
+    lower_bound = max(float(scaled.sum()) / num_parts, float(scaled.max()))
+    return _refine_starts(starts, scaled, tokens, num_parts, max_tokens, lower_bound=lower_bound).parts(order)
 
 
 def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints, int]:
@@ -229,14 +242,15 @@ def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints
         for part, items in enumerate(balance(tokens, middle * num_multiple)):
             tried[items] = part
         if sum_per_part(tried, tokens, middle * num_multiple).max() <= max_tokens:
-            fewest, enough = tried, middle
+            fewest = tried
+            enough = middle
         else:
             below = middle
     return fewest, enough * num_multiple
 
 
 _SINGLE_ROUNDS = 512
-"""Rounds that deal one item to each part; later ones deal bundles, whose items are too light to matter."""
+"""Rounds that assign one item to each part; later rounds assign bundles of light items."""
 
 
 def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: bool = False) -> Ints:
@@ -252,9 +266,11 @@ def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: b
     until = np.concatenate([[0.0], np.cumsum(costs)])
     depth = max(1, -(-(len(costs) // num_parts - _SINGLE_ROUNDS) // _SINGLE_ROUNDS))
     part_of = np.empty(len(costs), dtype=np.intp)
-    loads, counts = np.zeros(num_parts), np.zeros(num_parts, dtype=np.intp)
+    loads = np.zeros(num_parts)
+    counts = np.zeros(num_parts, dtype=np.intp)
     num_dealt = num_rounds = 0
-    while num_left := len(costs) - num_dealt:
+    while num_dealt < len(costs):
+        num_left = len(costs) - num_dealt
         parts = np.flatnonzero(counts < max_count)
         parts = parts[np.argsort(loads[parts], kind="stable")]
         num_rows = 1 if num_rounds < _SINGLE_ROUNDS else depth
@@ -284,7 +300,7 @@ def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: b
 
 
 def longest_first_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints | None:
-    """`longest_first` under a bound on each part's summed weights; None where no part has the capacity for an item."""
+    """Run `longest_first` with a bound on each part's summed weights; None if no part has capacity for an item."""
     part_of = np.empty(len(costs), dtype=np.intp)
     loads = np.zeros(num_parts)
     free = np.full(num_parts, capacity)
@@ -310,17 +326,18 @@ def best_fit_decreasing(weights: Floats, *, capacity: float) -> Ints:
     for item, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
         fit = bisect_left(free, (weight, -1))
         if fit < len(free):
-            left, part = free.pop(fit)
+            part_capacity, part = free.pop(fit)
         else:
-            left, part = capacity, num_parts
+            part_capacity = capacity
+            part = num_parts
             num_parts += 1
         part_of[item] = part
-        insort(free, (left - weight, part))
+        insort(free, (part_capacity - weight, part))
     return part_of
 
 
 def fill_empty(part_of: Ints, num_parts: int) -> Ints:
-    """Return `part_of` with an item of a fuller part in each empty one, as long as a part holds two."""
+    """Return `part_of` with one item moved to each empty part, from the part with most items, if it has two."""
     filled = part_of.copy()
     counts = np.bincount(filled, minlength=num_parts)
     for empty in np.flatnonzero(counts == 0).tolist():

@@ -18,7 +18,7 @@ def sum_per_part(part_of: Ints, amounts: Floats, num_parts: int) -> Floats:
 
 
 def by_part(part_of: Ints, num_parts: int) -> tuple[Ints, Ints, Ints]:
-    """Return the items sorted by part, ties by index, and each part's number of items and place of its first."""
+    """Return the items sorted by part, ties by index, and the count and first position of each part's items."""
     # Two bytes are sorted by radix, many times as fast.
     keys = part_of.astype(np.uint16) if num_parts <= 1 << 16 else part_of
     counts = np.bincount(part_of, minlength=num_parts)
@@ -69,28 +69,33 @@ class Assignment:
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
         items = np.sort(order[rank % stride == first % stride])
         sampled = replace(self, costs=self.costs[items], weights=self.weights[items], part_of=self.part_of[items])
-        sampled.loads, sampled.filled = self.loads, self.filled
+        sampled.loads = self.loads
+        sampled.filled = self.filled
         return sampled, items
 
     def apply(self, exchanges: "Exchanges") -> None:
         """Carry out exchanges; no part may occur in two of them."""
-        heavy, light, given, taken = exchanges
-        shift, weight_shift = _shift(self.costs, given, taken), _shift(self.weights, given, taken)
-        swapped = taken != NOTHING
-        self.part_of[given] = light[:, None]
-        self.part_of[taken[swapped]] = np.broadcast_to(heavy[:, None], taken.shape)[swapped]
+        heavy, light, heavy_items, light_items = exchanges
+        shift = _shift(self.costs, heavy_items, light_items)
+        weight_shift = _shift(self.weights, heavy_items, light_items)
+        swapped = light_items != NOTHING
+        self.part_of[heavy_items] = light[:, None]
+        self.part_of[light_items[swapped]] = np.broadcast_to(heavy[:, None], light_items.shape)[swapped]
         self.loads[heavy] -= shift
         self.loads[light] += shift
         self.filled[heavy] -= weight_shift
         self.filled[light] += weight_shift
 
-    def miss(self, heavy: Ints, light: Ints, given: Ints, taken: Ints, possible: NDArray[np.bool_]) -> Floats:
-        """Return how far the load that exchanges shift is from half the gap; infinite where they would not help.
+    def miss(
+        self, heavy: Ints, light: Ints, heavy_items: Ints, light_items: Ints, possible: NDArray[np.bool_]
+    ) -> Floats:
+        """Return the distance of the load that exchanges shift from half the gap; infinite if they do not help.
 
         Items are [..., num_items], all else and the result [...]
         """
         half_gap = (self.loads[heavy] - self.loads[light]) / 2
-        shift, weight_shift = _shift(self.costs, given, taken), _shift(self.weights, given, taken)
+        shift = _shift(self.costs, heavy_items, light_items)
+        weight_shift = _shift(self.weights, heavy_items, light_items)
         fits = self.filled[light] + weight_shift <= self.capacity
         fits &= self.filled[heavy] - weight_shift <= self.capacity
         helps = (shift > 0) & (shift < 2 * half_gap)
@@ -98,13 +103,13 @@ class Assignment:
 
 
 Exchanges = tuple[Ints, Ints, Ints, Ints]
-"""Heavy and light parts, [num_pairs], and the items that a heavy part gives and takes, [num_pairs, num_items]; these
+"""Heavy and light parts, [num_pairs], and the items of each that change sides, [num_pairs, num_items]; a light part's
 may be NOTHING. The load that is shifted is above 0, and below the gap."""
 
 
-def _shift(amounts: Floats, given: Ints, taken: Ints) -> Floats:
+def _shift(amounts: Floats, heavy_items: Ints, light_items: Ints) -> Floats:
     """Return the amount that exchanges take from the heavy part to the light one: [...]."""
-    return amounts[given].sum(axis=-1) - np.where(taken == NOTHING, 0.0, amounts[taken]).sum(axis=-1)
+    return amounts[heavy_items].sum(axis=-1) - np.where(light_items == NOTHING, 0.0, amounts[light_items]).sum(axis=-1)
 
 
 class ExchangeSearch:
@@ -124,7 +129,8 @@ class ExchangeSearch:
         keys = self._sort_by_part_then_cost()
         counts = np.bincount(state.part_of, minlength=state.num_parts)
         uneven = (state.loads[heavy] > state.loads[light]) & (counts[heavy] > 0)
-        heavy, light = heavy[uneven], light[uneven]
+        heavy = heavy[uneven]
+        light = light[uneven]
         ends = np.cumsum(counts)
         starts = ends - counts
 
@@ -132,26 +138,28 @@ class ExchangeSearch:
         sizes = counts[heavy]
         first_query = np.cumsum(sizes) - sizes
         pair = np.repeat(np.arange(len(heavy)), sizes)
-        heavy, light = heavy[pair], light[pair]
-        given = self._order[starts[heavy] + np.arange(len(pair)) - first_query[pair]]
+        heavy = heavy[pair]
+        light = light[pair]
+        heavy_items = self._order[starts[heavy] + np.arange(len(pair)) - first_query[pair]]
 
         half_gap = (state.loads[heavy] - state.loads[light]) / 2
-        above = np.searchsorted(keys, 2 * light + np.maximum(state.costs[given] - half_gap, 0.0))
+        above = np.searchsorted(keys, 2 * light + np.maximum(state.costs[heavy_items] - half_gap, 0.0))
         # Rounding in `loads` must not let a part give away its only item.
-        taken = np.full(len(pair), NOTHING)
-        miss = state.miss(heavy, light, given[:, None], taken[:, None], sizes[pair] > 1)
+        light_items = np.full(len(pair), NOTHING)
+        miss = state.miss(heavy, light, heavy_items[:, None], light_items[:, None], sizes[pair] > 1)
         for position in (above - 1, above):
             inside = (position >= starts[light]) & (position < ends[light])
             partner = self._order[np.where(inside, position, 0)]
-            partner_miss = state.miss(heavy, light, given[:, None], partner[:, None], inside)
+            partner_miss = state.miss(heavy, light, heavy_items[:, None], partner[:, None], inside)
             better = partner_miss < miss
-            taken[better], miss[better] = partner[better], partner_miss[better]
+            light_items[better] = partner[better]
+            miss[better] = partner_miss[better]
 
         # The first of each pair's best queries.
         best = np.flatnonzero(miss == np.minimum.reduceat(miss, first_query)[pair]) if len(pair) else pair
         best = best[np.searchsorted(best, first_query)]
         best = best[np.isfinite(miss[best])]
-        return heavy[best], light[best], given[best, None], taken[best, None]
+        return heavy[best], light[best], heavy_items[best, None], light_items[best, None]
 
     def _sort_by_part_then_cost(self) -> Floats:
         """Sort `_order` again and return its keys; few items have moved since, which a stable sort is quick at."""
@@ -163,10 +171,11 @@ class ExchangeSearch:
 
 MAX_SUMS = 1 << 16
 """Sums of two items that a round looks at, on either side."""
-FEWEST_ITEMS, MOST_ITEMS = 12, 64
+FEWEST_ITEMS = 12
+MOST_ITEMS = 64
 """Least and most items of a part to try."""
 GOLDEN = 0.6180339887498949
-"""Multiples of it, without their whole part, are spread evenly over [0, 1]."""
+"""Golden ratio: the fractional parts of its multiples are spread evenly over [0, 1]."""
 
 
 def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: float, number: int) -> None:
@@ -179,7 +188,8 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
     order, counts, starts = by_part(assignment.part_of, assignment.num_parts)
     chosen = assignment.loads[heavy] > np.maximum(target, assignment.loads[light])
     chosen &= np.minimum(counts[heavy], counts[light]) >= 2
-    heavy, light = heavy[chosen], light[chosen]
+    heavy = heavy[chosen]
+    light = light[chosen]
     if not len(heavy):
         return
     size = int(np.clip(np.sqrt(2 * MAX_SUMS / len(heavy)), FEWEST_ITEMS, MOST_ITEMS))
@@ -188,45 +198,48 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
     one, two = np.triu_indices(size, 1)
 
     def sums_of(parts: Ints) -> tuple[Ints, Floats]:
-        """Return the items of every sum, [num_pairs, num_sums, 2], and the sums; 4, more than any, without items."""
-        place = ((np.arange(size) + phase) * np.maximum(counts[parts] / size, 1)[:, None]).astype(np.intp)
-        exists = place < counts[parts][:, None]
-        items = order[np.where(exists, starts[parts][:, None] + place, 0)]
-        both = np.stack([items[:, one], items[:, two]], axis=-1)
-        return both, np.where(exists[:, one] & exists[:, two], assignment.costs[both].sum(axis=-1), 4.0)
+        """Return the items of each sum, [num_pairs, num_sums, 2], and the sums; 4, above any sum, without items."""
+        rank = ((np.arange(size) + phase) * np.maximum(counts[parts] / size, 1)[:, None]).astype(np.intp)
+        exists = rank < counts[parts][:, None]
+        items = order[np.where(exists, starts[parts][:, None] + rank, 0)]
+        pairs = np.stack([items[:, one], items[:, two]], axis=-1)
+        return pairs, np.where(exists[:, one] & exists[:, two], assignment.costs[pairs].sum(axis=-1), 4.0)
 
-    given, given_sums = sums_of(heavy)
-    taken, taken_sums = sums_of(light)
-    by_sum = np.argsort(taken_sums, axis=1)
+    heavy_items, heavy_sums = sums_of(heavy)
+    light_items, light_sums = sums_of(light)
+    by_sum = np.argsort(light_sums, axis=1)
     row = np.arange(len(heavy))
     pair = row[:, None]
     half_gap = (assignment.loads[heavy] - assignment.loads[light])[:, None] / 2
-    keys = (8 * pair + taken_sums[pair, by_sum]).ravel()
-    above = np.searchsorted(keys, (8 * pair + np.maximum(given_sums - half_gap, 0.0)).ravel()).reshape(given_sums.shape)
+    keys = (8 * pair + light_sums[pair, by_sum]).ravel()
+    above = np.searchsorted(keys, (8 * pair + np.maximum(heavy_sums - half_gap, 0.0)).ravel()).reshape(heavy_sums.shape)
     above -= pair * len(one)
 
     best_miss = np.full(len(heavy), np.inf)
-    best_given, best_taken = given[:, 0], taken[:, 0]
+    best_heavy_items = heavy_items[:, 0]
+    best_light_items = light_items[:, 0]
     for position in (above - 1, above):
         inside = (position >= 0) & (position < len(one))
         partner = by_sum[pair, np.where(inside, position, 0)]
-        exists = inside & (given_sums < 4) & (taken_sums[pair, partner] < 4)
-        miss = assignment.miss(heavy[:, None], light[:, None], given, taken[pair, partner], exists)
+        exists = inside & (heavy_sums < 4) & (light_sums[pair, partner] < 4)
+        miss = assignment.miss(heavy[:, None], light[:, None], heavy_items, light_items[pair, partner], exists)
         first = miss.argmin(axis=1)
         better = miss[row, first] < best_miss
         best_miss = np.where(better, miss[row, first], best_miss)
-        best_given = np.where(better[:, None], given[row, first], best_given)
-        best_taken = np.where(better[:, None], taken[row, partner[row, first]], best_taken)
+        best_heavy_items = np.where(better[:, None], heavy_items[row, first], best_heavy_items)
+        best_light_items = np.where(better[:, None], light_items[row, partner[row, first]], best_light_items)
 
-    made = np.isfinite(best_miss)
-    assignment.apply((heavy[made], light[made], best_given[made], best_taken[made]))
+    helps = np.isfinite(best_miss)
+    assignment.apply((heavy[helps], light[helps], best_heavy_items[helps], best_light_items[helps]))
 
 
 MAX_ROUNDS = 200
-CLOSE_ENOUGH, CLOSE_FOR_FEW = 2e-10, 1e-8
+CLOSE_ENOUGH = 2e-10
+CLOSE_FOR_FEW = 1e-8
 """Relative distances from the lower bound at which another round is worth less than its own time: in general, and where
 a round would try all of very many items."""
-FEW_PER_PART, SAMPLES = 64, 8
+FEW_PER_PART = 64
+SAMPLES = 8
 """Items of a part that are enough to choose from, most of the time, and the most samples of so few to try."""
 WORTHWHILE = 0.5
 """Share of the distance from the lower bound that may remain after a round that is followed by another of its kind."""
@@ -276,9 +289,9 @@ def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> Non
         if assignment.makespan < makespan:
             continue
         ranked = np.argsort(assignment.loads, kind="stable")
-        heavy, light, given, taken = search.best(np.repeat(ranked[-1:], len(ranked) - 1), ranked[:-1])
+        heavy, light, heavy_items, light_items = search.best(np.repeat(ranked[-1:], len(ranked) - 1), ranked[:-1])
         if not len(heavy):
             return
-        shift = _shift(assignment.costs, given, taken)
+        shift = _shift(assignment.costs, heavy_items, light_items)
         row = [int(np.maximum(assignment.loads[heavy] - shift, assignment.loads[light] + shift).argmin())]
-        assignment.apply((heavy[row], light[row], given[row], taken[row]))
+        assignment.apply((heavy[row], light[row], heavy_items[row], light_items[row]))

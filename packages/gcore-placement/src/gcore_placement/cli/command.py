@@ -29,7 +29,9 @@ from gcore_placement.workload.model_shape import ModelShape
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import Trace
 
-_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_NO_READER = 2, 130, 141
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_NO_READER = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    def numbers(kind: type, *options: tuple[str, float, str]) -> None:
+    def add_numbers(number_type: type, *options: tuple[str, float, str]) -> None:
+        metavar = "N" if number_type is int else "X"
         for name, default, text in options:
-            metavar = "N" if kind is int else "X"
-            parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+            parser.add_argument(name, type=number_type, default=default, metavar=metavar, help=f"{text} (%(default)s)")
 
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="the policy: a Hugging Face folder or config.json"
@@ -77,7 +79,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judge", metavar="PATH", help="a generative reward model, if there is one")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
     parser.add_argument("--device", choices=DEVICES, default="H100", help="what they are (%(default)s)")
-    numbers(
+    add_numbers(
         int,
         ("--gpus-per-node", 8, "devices of a node"),
         ("--train-batch-size", 512, "prompts that a step trains on"),
@@ -85,7 +87,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         ("--n", 8, "responses to each"),
         ("--max-num-seqs", 1024, "most sequences of an engine at once"),
     )
-    numbers(
+    add_numbers(
         float,
         ("--inter-node-gb-per-s", 50.0, "GB/s of each device to other nodes"),
         ("--host-gb-per-gpu", 200.0, "GB of the host's memory for each device"),
@@ -96,7 +98,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         ("response", "response", 1500, 0.8, 8192),
         ("judge", "judgement", 500, 0.6, 2048),
     ):
-        numbers(
+        add_numbers(
             float,
             (f"--{role}-median", median, f"median tokens of a {name}"),
             (f"--{role}-sigma", sigma, "standard deviation of their logarithm"),
@@ -128,35 +130,38 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     if arguments.toml and arguments.all_layouts:
         raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
-    job = _job(arguments)
-    found = plan(
+    job = _read_job(arguments)
+    correction = None
+    if arguments.correction:
+        correction = Correction.load(arguments.correction)
+    best = plan(
         cluster,
         job,
         strategy=arguments.strategy,
-        correction=Correction.load(arguments.correction) if arguments.correction else None,
+        correction=correction,
         most_num_seqs=arguments.max_num_seqs,
         runnable=not arguments.all_layouts,
         lora_rank=arguments.lora_rank,
     )
     if arguments.toml:
-        print(run_settings(found, job, model=arguments.model, judge=arguments.judge or ""), end="")
+        print(run_settings(best, job, model=arguments.model, judge=arguments.judge or ""), end="")
         return
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(best.to_dict(), indent=2))
         return
     from gcore_placement.cli.tables import print_plan
 
-    print_plan(found)
+    print_plan(best)
 
 
-def _job(arguments: argparse.Namespace) -> Job:
+def _read_job(arguments: argparse.Namespace) -> Job:
     policy = _read_model(arguments.model)
     judge = _read_model(arguments.judge) if arguments.judge else None
 
     def lengths(role: str) -> Lengths:
-        given = vars(arguments)
+        values = vars(arguments)
         return Lengths.log_normal(
-            median=given[f"{role}_median"], sigma=given[f"{role}_sigma"], longest=given[f"max_{role}_length"]
+            median=values[f"{role}_median"], sigma=values[f"{role}_sigma"], longest=values[f"max_{role}_length"]
         )
 
     return Job(
@@ -177,12 +182,13 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _read_model(path: str) -> ModelShape:
     """Read the shape of the model in a Hugging Face folder or `config.json`."""
-    accepted, content = "a Hugging Face folder or its config.json", "a Hugging Face config.json"
+    accepted = "a Hugging Face folder or its config.json"
+    content = "a Hugging Face config.json"
     return ModelShape.from_config(read_json("model", path, "config.json", accepted=accepted, content=content))
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    names = (*SCENARIOS, *FAMILY, *PUBLISHED)
+    names = SCENARIOS | FAMILY | PUBLISHED
     parser.add_argument("--scenario", choices=names, default="growing", help="recipe of the trace (%(default)s)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written")
@@ -212,7 +218,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
             arguments.devices,
             num_steps=arguments.steps,
             seed=arguments.seed,
-            trace=_trace(arguments),
+            trace=_load_trace(arguments),
             progress=counted,
         )
         comparison = compare(simulator.trace.name, simulator)
@@ -222,18 +228,21 @@ def _simulate(arguments: argparse.Namespace) -> None:
     if arguments.save_trace is not None:
         simulator.trace.save(arguments.save_trace)
     if arguments.html is not None:
-        arguments.html.write_text(page([comparison], timelines=_timelines(simulator, comparison)))
+        arguments.html.write_text(page([comparison], timelines=_simulate_timelines(simulator, comparison)))
         print(f"page: {arguments.html}")
 
 
-def _trace(arguments: argparse.Namespace) -> Trace | None:
-    """Return the trace that takes the place of the scenario's; of a run, with the settings in its `config.toml`."""
-    folder: Path | None = arguments.from_run
-    if folder is None:
-        return None if arguments.trace is None else Trace.load(arguments.trace)
+def _load_trace(arguments: argparse.Namespace) -> Trace | None:
+    """Return the trace of --trace or --from-run, which replaces the scenario's; None without these options."""
+    if arguments.trace is not None:
+        return Trace.load(arguments.trace)
+    if arguments.from_run is None:
+        return None
+    folder: Path = arguments.from_run
     try:
         config = tomllib.loads((folder / "config.toml").read_text())
-        n, longest = int(config["rollout"]["n"]), float(config["reward_model"]["judge"]["max_response_length"])
+        n = int(config["rollout"]["n"])
+        longest = float(config["reward_model"]["judge"]["max_response_length"])
     except (OSError, KeyError, ValueError) as error:
         raise PlacementError(
             f"--from-run is {str(folder)!r}; expected a gcore-llm run, with config.toml and metrics.jsonl ({error!r})"
@@ -241,12 +250,15 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
     return run_trace(folder, n=n, judge_median=arguments.judge_length, max_judge_length=longest, seed=arguments.seed)
 
 
-def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
+def _simulate_timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
-    places = {"colocated": simulator.space.num_devices, "dynamic": comparison["dynamic"].steps[step].partitions[0]}
-    return [(f"{name}, step {step}", run_waves(simulator.costs, [wave], place)) for name, place in places.items()]
+    dynamic = comparison["dynamic"].steps[step].partitions[0]
+    return [
+        (f"colocated, step {step}", run_waves(simulator.costs, [wave], simulator.space.num_devices)),
+        (f"dynamic, step {step}", run_waves(simulator.costs, [wave], dynamic)),
+    ]
 
 
 def _ledger_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.continuous_batching import EngineRun
-from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
+from gcore_placement.simulation.simulator import Comparison, StrategyRun
 
 COLOURS = {
     "generation": "#2f6fb0",
@@ -31,7 +31,8 @@ svg { display: block; width: 100%; height: auto; margin: .5rem 0 1rem; }
 svg text { font: 12px system-ui, sans-serif; fill: #333; }
 .key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; }
 """
-_WIDTH, _LABEL = 1000, 110
+_WIDTH = 1000
+_LABEL = 110
 _LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "clairvoyant": "#3fa06b"}
 
 
@@ -42,17 +43,17 @@ def page(
 
     A timeline, of the runs of one wave, shows the devices that are busy over time.
     """
-    parts = [_comparison(comparison) for comparison in comparisons]
+    parts = [_render_comparison(comparison) for comparison in comparisons]
     if timelines:
         parts.append("<h2>Busy replicas over one wave</h2>")
-        parts += [f"<h3>{escape(name)}</h3>{_timeline(runs)}" for name, runs in timelines]
+        parts += [f"<h3>{escape(name)}</h3>{_draw_timeline(runs)}" for name, runs in timelines]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>gcore-placement simulate</title>'
         f"<style>{_STYLE}</style><h1>Placement strategies, simulated</h1>{''.join(parts)}</html>\n"
     )
 
 
-def _comparison(comparison: Comparison) -> str:
+def _render_comparison(comparison: Comparison) -> str:
     runs = comparison.runs
     columns = ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves", "waves with loans")
     head = "".join(f"<th>{name}</th>" for name in columns)
@@ -63,30 +64,34 @@ def _comparison(comparison: Comparison) -> str:
         for run in runs
     )
     key = "".join(
-        f'<span><i style="background:{COLOURS[name]}"></i> {name.replace("_", " ")}</span>' for name in (*WORK, *IDLE)
+        f'<span><i style="background:{colour}"></i> {name.replace("_", " ")}</span>' for name, colour in COLOURS.items()
     )
-    step_lines = [(run.strategy, np.array([step.seconds for step in run.steps])) for run in runs]
-    share_lines = [
-        (run.strategy, np.array([step.partitions[0].devices[0] / run.num_devices for step in run.steps]))
-        for run in runs[1:]
-    ]
+    step_lines: list[tuple[str, Floats]] = []
+    for run in runs:
+        seconds = [step.seconds for step in run.steps]
+        step_lines.append((run.strategy, np.array(seconds)))
+    share_lines: list[tuple[str, Floats]] = []
+    for run in runs[1:]:
+        shares = [step.partitions[0].devices[0] / run.num_devices for step in run.steps]
+        share_lines.append((run.strategy, np.array(shares)))
     return (
         f"<h2>{escape(comparison.name)}, {comparison.num_devices:,} devices, {len(runs[0].steps)} steps</h2>"
-        f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_bars(runs)}"
+        f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_draw_bars(runs)}"
         f'<p class="key">{key}</p>'
-        f"<h3>Seconds of each step</h3>{_lines(step_lines, '{:,.0f} s')}"
-        f"<h3>Share of devices that generate, in a step's first wave</h3>{_lines(share_lines, '{:.0%}', top=1.0)}"
+        f"<h3>Seconds of each step</h3>{_draw_lines(step_lines, '{:,.0f} s')}"
+        f"<h3>Share of devices that generate, in a step's first wave</h3>{_draw_lines(share_lines, '{:.0%}', top=1.0)}"
     )
 
 
-def _bars(runs: Sequence[StrategyRun]) -> str:
-    """Draw one bar per strategy: its device-seconds, as long as its steps are."""
+def _draw_bars(runs: Sequence[StrategyRun]) -> str:
+    """Draw one bar per strategy: device-seconds by column; the length of a bar is that of its steps."""
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
     for row, run in enumerate(runs):
-        y, x = 4 + 30 * row, float(_LABEL)
+        y = 4 + 30 * row
+        x = float(_LABEL)
         shapes.append(f'<text x="0" y="{y + 16}">{run.strategy}</text>')
-        for name in (*WORK, *IDLE):
+        for name in COLOURS:
             width = run.share(name) * run.seconds / longest * (_WIDTH - _LABEL)
             title = f"{name.replace('_', ' ')}: {run.share(name):.1%}"
             shapes.append(
@@ -96,31 +101,32 @@ def _bars(runs: Sequence[StrategyRun]) -> str:
             x += width
     y = 30 * len(runs) + 16
     shapes.append(f'<text x="{_LABEL}" y="{y}">0 s</text>')
-    shapes.append(_at_end(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
-    return _svg(shapes, y + 8)
+    shapes.append(_draw_end_label(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
+    return _render_svg(shapes, y + 8)
 
 
-def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
+def _draw_lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
     """Draw values over steps, from 0 up; `unit` formats them."""
-    height, left = 180, 80
-    most = top or max(float(values.max()) for _, values in lines)
+    height = 180
+    margin = 80
+    highest = top or max(float(values.max()) for _, values in lines)
     shapes = [
-        f'<line x1="{left}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
-        f'<text x="0" y="{y + 4}">{unit.format(share * most)}</text>'
+        f'<line x1="{margin}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
+        f'<text x="0" y="{y + 4}">{unit.format(share * highest)}</text>'
         for share, y in ((0.0, height), (0.5, height / 2 + 5), (1.0, 10))
     ]
     for number, (name, values) in enumerate(lines):
-        x = left + np.arange(len(values)) * (_WIDTH - left) / max(1, len(values) - 1)
-        y = height - values / most * (height - 10)
+        x = margin + np.arange(len(values)) * (_WIDTH - margin) / max(1, len(values) - 1)
+        y = height - values / highest * (height - 10)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>')
-        shapes.append(f'<text x="{left + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
-    shapes.append(f'<text x="{left}" y="{height + 18}">step 0</text>')
-    shapes.append(_at_end(height + 18, f"step {len(lines[0][1]) - 1}"))
-    return _svg(shapes, height + 46)
+        shapes.append(f'<text x="{margin + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
+    shapes.append(f'<text x="{margin}" y="{height + 18}">step 0</text>')
+    shapes.append(_draw_end_label(height + 18, f"step {len(lines[0][1]) - 1}"))
+    return _render_svg(shapes, height + 46)
 
 
-def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
+def _draw_timeline(runs: tuple[EngineRun, EngineRun]) -> str:
     """Draw the number of busy replicas of each role over the wave, scaled to its maximum."""
     end = float(runs[1].finish.max())
     shapes: list[str] = []
@@ -128,18 +134,20 @@ def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
         moments = np.linspace(0, end, 400)
         busy = np.searchsorted(np.sort(run.busy_from), moments, side="right")
         busy = busy - np.searchsorted(np.sort(run.busy_to), moments, side="right")
-        base, most = 70 + 75 * row, max(1, int(busy.max()))
+        base = 70 + 75 * row
+        highest = max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)
-        points = " ".join(f"{a:.1f},{base - 60 * b / most:.1f}" for a, b in zip(x, busy, strict=True))
-        shapes.append(f'<text x="0" y="{base - 36}">{name}</text><text x="0" y="{base - 20}">{most:,} replicas</text>')
+        points = " ".join(f"{a:.1f},{base - 60 * b / highest:.1f}" for a, b in zip(x, busy, strict=True))
+        shapes.append(f'<text x="0" y="{base - 36}">{name}</text>')
+        shapes.append(f'<text x="0" y="{base - 20}">{highest:,} replicas</text>')
         shapes.append(f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>')
-    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_at_end(162, f"{end:,.0f} s")}')
-    return _svg(shapes, 168)
+    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_draw_end_label(162, f"{end:,.0f} s")}')
+    return _render_svg(shapes, 168)
 
 
-def _at_end(y: float, text: str) -> str:
+def _draw_end_label(y: float, text: str) -> str:
     return f'<text x="{_WIDTH}" y="{y}" text-anchor="end">{text}</text>'
 
 
-def _svg(shapes: Iterable[str], height: float) -> str:
+def _render_svg(shapes: Iterable[str], height: float) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(shapes)}</svg>'

@@ -1,4 +1,4 @@
-"""A plan as the settings of `gcore-llm train` under which a run has it, in TOML."""
+"""The settings of `gcore-llm train` for a plan, in TOML."""
 
 import json
 import math
@@ -15,7 +15,7 @@ Settings = Mapping[str, "str | int | float | bool | Settings"]
 
 
 def run_settings(plan: Plan, job: Job, *, model: str, judge: str) -> str:
-    """Return the settings of a plan that is runnable (see `plan`), as the text of a TOML file.
+    """Return the settings of a runnable plan (see `plan`), as the text of a TOML file.
 
     Args:
         model: the policy's folder, or its `config.json`.
@@ -23,18 +23,27 @@ def run_settings(plan: Plan, job: Job, *, model: str, judge: str) -> str:
     """
     used = f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}"
     usable = f"{plan.peak_bytes / 1e9:.1f} of {plan.usable_bytes / 1e9:.1f} GB"
-    lines = [
-        f"# {used}: {plan.step_s:.1f} s a step predicted, {usable} of a device",
-        *_lines(_settings(plan, job, model, judge)),
-    ]
-    return "\n".join(lines) + "\n"
+    header = f"# {used}: {plan.step_s:.1f} s a step predicted, {usable} of a device"
+    lines = "\n".join(_toml_lines(_build_settings(plan, job, model, judge)))
+    return f"{header}\n{lines}\n"
 
 
-def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
-    policy, training = plan.policy, plan.training
+def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
+    policy = plan.policy
+    training = plan.training
     nodes = math.ceil(plan.num_devices / plan.cluster.devices_per_node)
-    found: dict[str, str | int | float | bool | Settings] = {
-        "model": _folder(model),
+    actor: dict[str, str | int | float | bool | Settings] = {"ppo_max_token_len": training.ppo_max_token_len}
+    if job.ppo_mini_batch_size:
+        actor["ppo_mini_batch_size"] = int(job.ppo_mini_batch_size)
+    actor["enable_gradient_checkpointing"] = training.gradient_checkpointing
+    if plan.lora_rank:
+        actor["lora_rank"] = plan.lora_rank
+    if plan.optimizer_offload:
+        actor["offload"] = "optimizer"
+    if job.reference:
+        actor["loss"] = {"kl_loss_coef": _KL_LOSS_COEF}
+    settings: dict[str, str | int | float | bool | Settings] = {
+        "model": _model_folder(model),
         "runtime": "ray",
         # One a node, each with an engine or more of its own.
         "controllers": min(nodes, policy.num_replicas),
@@ -51,14 +60,7 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
             "max_num_seqs": policy.max_num_seqs,
             "colocated": True,
         },
-        "actor": {
-            "ppo_max_token_len": training.ppo_max_token_len,
-            **({"ppo_mini_batch_size": int(job.ppo_mini_batch_size)} if job.ppo_mini_batch_size else {}),
-            "enable_gradient_checkpointing": training.gradient_checkpointing,
-            **({"lora_rank": plan.lora_rank} if plan.lora_rank else {}),
-            **({"offload": "optimizer"} if plan.optimizer_offload else {}),
-            **({"loss": {"kl_loss_coef": _KL_LOSS_COEF}} if job.reference else {}),
-        },
+        "actor": actor,
         "trainer": {
             "backend": training.backend,
             "num_processes": training.num_ranks,
@@ -71,12 +73,12 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
     if job.old_log_probs:
         algorithm["old_log_probs"] = "trainer"
     if algorithm:
-        found["algorithm"] = algorithm
+        settings["algorithm"] = algorithm
     if plan.judge is not None and job.judge_lengths is not None:
-        found["placement"] = {"strategy": plan.strategy}
-        found["reward_model"] = {
+        settings["placement"] = {"strategy": plan.strategy}
+        settings["reward_model"] = {
             "kind": "judge",
-            "path": _folder(judge),
+            "path": _model_folder(judge),
             "judge": {
                 "engine": "vllm",
                 "num_processes": plan.judge.num_replicas,
@@ -84,15 +86,15 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
                 "max_response_length": int(job.judge_lengths.longest),
             },
         }
-    return found
+    return settings
 
 
-def _folder(model: str) -> str:
+def _model_folder(model: str) -> str:
     path = Path(model)
     return str(path.parent if path.name == "config.json" else path)
 
 
-def _lines(settings: Settings, table: str = "") -> Iterator[str]:
+def _toml_lines(settings: Settings, table: str = "") -> Iterator[str]:
     values = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
     if table and values:
         yield f"\n[{table}]"
@@ -101,4 +103,4 @@ def _lines(settings: Settings, table: str = "") -> Iterator[str]:
         yield f"{name} = {json.dumps(value)}"
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _lines(value, f"{table}.{name}".lstrip("."))
+            yield from _toml_lines(value, f"{table}.{name}".lstrip("."))

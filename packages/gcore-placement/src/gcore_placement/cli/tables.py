@@ -24,36 +24,40 @@ _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that noth
 
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
-    """Print the shares of each role's device time, and of all: work, then causes of idleness, where there is any."""
-    console, shares = _console(), (*ledger.device_ns, None)
+    """Print the shares of work, and of each cause of idleness, in the device time of each role and of all roles."""
+    console = _open_console()
+    roles = (*ledger.device_ns, None)
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
     console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle\n", soft_wrap=True)
-    roles = list(ledger.device_ns)
-    rows: list[Sequence[str]] = []
+    names = [*ledger.device_ns, "all", "seconds"]
+    rows: list[list[str]] = []
     for column in COLUMNS:
         seconds = sum(entry[column] for entry in ledger.device_ns.values()) / 1e9
         if seconds:
             label = f"idle: {column}" if column in CAUSES else column
-            rows.append((label, *(f"{ledger.share(column, role):.1%}" for role in shares), f"{seconds:,.1f}"))
-    table = _table(("", *roles, "all", "seconds"), rows, right=(*roles, "all", "seconds"))
+            cells = [f"{ledger.share(column, role):.1%}" for role in roles]
+            rows.append([label, *cells, f"{seconds:,.1f}"])
+    table = _build_table(["", *names], rows, right=names)
     table.add_section()
-    table.add_row("idle", *(f"{ledger.idle_share(role):.1%}" for role in shares), "")
-    totals = [f"{ledger.total_ns[role] / 1e9:,.1f}" for role in roles]
+    idle = [f"{ledger.idle_share(role):.1%}" for role in roles]
+    table.add_row("idle", *idle, "")
+    totals = [f"{total_ns / 1e9:,.1f}" for total_ns in ledger.total_ns.values()]
     table.add_row("seconds", *totals, f"{device_s:,.1f}", f"{device_s:,.1f}")
     console.print(table)
 
 
 def print_plan(plan: Plan) -> None:
     """Print a plan: devices, seconds, memory and reasons."""
-    console = _console()
+    console = _open_console()
     text = (
         f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}, {plan.strategy}: "
         f"{plan.step_s:.1f} s a step, {gigabytes(plan.peak_bytes)} of {gigabytes(plan.usable_bytes)} usable"
     )
     console.print(Text(text), soft_wrap=True)
     if plan.whole_training_bytes > plan.usable_bytes:
-        least, peak = gigabytes(plan.whole_training_bytes), gigabytes(sum(plan.memory["training"].values()))
+        least = gigabytes(plan.whole_training_bytes)
+        peak = gigabytes(sum(plan.memory["training"].values()))
         instead = (
             f"LoRA of rank {plan.lora_rank} trains {plan.trained_parameters / 1e6:,.1f} million parameters in {peak}"
         )
@@ -62,25 +66,25 @@ def print_plan(plan: Plan) -> None:
         text = f"to train all parameters with all states on the devices takes at least {least} of each; {instead}"
         console.print(Text(text), soft_wrap=True)
     state = "on the host while engines work" if plan.offload else "stays on the devices"
-    engines = [(role, found) for role, found in (("policy", plan.policy), ("judge", plan.judge)) if found is not None]
-    roles = [(role, str(found.num_devices), _engines(found)) for role, found in engines]
+    roles = [("policy", str(plan.policy.num_devices), _describe_engines(plan.policy))]
+    if plan.judge is not None:
+        roles.append(("judge", str(plan.judge.num_devices), _describe_engines(plan.judge)))
     roles.append(("training", str(plan.num_devices), f"{plan.training}; state {state}"))
     stages = [(name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()]
-    memory = [
-        (
-            phase,
-            gigabytes(sum(parts.values())),
-            ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),
-        )
-        for phase, parts in plan.memory.items()
+    memory: list[tuple[str, str, str]] = []
+    for phase, parts in plan.memory.items():
+        sizes = [f"{name} {gigabytes(size)}" for name, size in parts.items() if size]
+        memory.append((phase, gigabytes(sum(parts.values())), ", ".join(sizes)))
+    tables = [
+        _build_table(("role", "devices", "layout"), roles),
+        _build_table(("stage", "seconds"), stages, right=("seconds",)),
     ]
-    tables = [_table(("role", "devices", "layout"), roles), _table(("stage", "seconds"), stages, right=("seconds",))]
     if plan.correction is not None:
         factors = [(stage, f"{factor:.2f}") for stage, factor in plan.correction.items()]
-        tables.append(_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
-    tables.append(_table(("memory of a device", "peak", "of which"), memory, right=("peak",)))
-    rows = [(other.choice, other.option, other.reason) for other in plan.alternatives]
-    tables.append(_table(("in the place of", "one could take", "which"), rows))
+        tables.append(_build_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
+    tables.append(_build_table(("memory of a device", "peak", "of which"), memory, right=("peak",)))
+    rows = [(alternative.choice, alternative.option, alternative.reason) for alternative in plan.alternatives]
+    tables.append(_build_table(("in the place of", "one could take", "which"), rows))
     for table in tables:
         console.print()
         console.print(table)
@@ -88,12 +92,13 @@ def print_plan(plan: Plan) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """Print a row for each strategy."""
-    console = _console()
+    console = _open_console()
     steps = len(comparison["colocated"].steps)
     console.print(f"{comparison.name}: {comparison.num_devices:,} devices, {steps} steps")
     causes = [name for name in IDLE if any(run.share(name) >= 5e-4 for run in comparison.runs)]
-    rows = [
-        (
+    rows: list[list[str]] = []
+    for run in comparison.runs:
+        row = [
             run.strategy,
             f"{run.step_s:,.1f} s",
             f"{comparison['colocated'].seconds / run.seconds:.2f}",
@@ -101,20 +106,12 @@ def print_comparison(comparison: Comparison) -> None:
             str(run.num_moves),
             str(run.num_loans),
             f"{run.idle_share:.1%}",
-            *(f"{run.share(cause):.1%}" for cause in causes),
-        )
-        for run in comparison.runs
-    ]
-    names = (
-        "step",
-        "x colocated",
-        "x best split",
-        "moves",
-        "loans",
-        "idle",
-        *(cause.replace("_", " ") for cause in causes),
-    )
-    console.print(_table(("strategy", *names), rows, right=names))
+        ]
+        row += [f"{run.share(cause):.1%}" for cause in causes]
+        rows.append(row)
+    names = ["step", "x colocated", "x best split", "moves", "loans", "idle"]
+    names += [cause.replace("_", " ") for cause in causes]
+    console.print(_build_table(["strategy", *names], rows, right=names))
 
 
 @contextmanager
@@ -127,20 +124,20 @@ def counting(what: str) -> Generator[Callable[[int], None]]:
         yield lambda number: progress.advance(task, number)
 
 
-def _console() -> Console:
+def _open_console() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, emoji=False)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+def _build_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*map(Text, row))
     return table
 
 
-def _engines(engines: EnginePlan) -> str:
+def _describe_engines(engines: EnginePlan) -> str:
     return (
         f"{engines.num_replicas} engine{'s' * (engines.num_replicas != 1)} of TP {engines.tensor_model_parallel_size}, "
         f"{engines.max_num_seqs} sequences each"

@@ -69,12 +69,15 @@ class DynamicPartition:
         """
         check_above_0("size", size)
         num_roles = len(self.space.roles)
-        _check_loads(loads)
+        for index, load in enumerate(loads):
+            if not isinstance(load, RoleLoad):
+                raise refusal(f"loads[{index}]", load, "a RoleLoad")
         if len(loads) != num_roles:
             raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
         self._history.add(loads, self.partition.devices, size)
-        before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
-        latest = self._history.latest(size)
+        before = self._followed
+        move_s = self.config.move_within_s if is_within_step else self.config.move_s
+        latest = self._history.latest_load(size)
         # Where the slowest role is as fast, others count.
         seconds = self._mean_seconds(latest, self._history.error()) + _OTHERS * self._sum_of_roles(latest[0])
         self._follow(move_s, is_within_step=is_within_step)
@@ -91,7 +94,7 @@ class DynamicPartition:
         """Return the mean seconds of a round of usual size, once one was observed, by partition: [num_partitions]."""
         if not self._history.rows:
             raise refusal("observed rounds", 0, "at least 1")
-        return self._seconds(self._history.settled())
+        return self._seconds(self._history.settled_load())
 
     def best(self, work_device_s: Sequence[float], floor_s: Sequence[float] | float = 0.0) -> Partition:
         """Return the partition in which all roles finish this work first; the nearest of equal ones."""
@@ -108,10 +111,12 @@ class DynamicPartition:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`; PlacementError where a cluster that has changed has no such partition."""
-        index, followed = (self.space.index(_partition(state[name])) for name in ("partition", "followed"))
+        """Continue from a `state()`; PlacementError if the cluster no longer has that partition."""
+        index = self.space.index(_partition(state["partition"]))
+        followed = self.space.index(_partition(state["followed"]))
         self._safeguard.load_state(state["safeguard"])
-        self._index, self._followed = index, followed
+        self._index = index
+        self._followed = followed
         self._history.rows = [[list(map(float, entry)) for entry in row] for row in state["history"]]
 
     def _seconds(self, load: Load) -> Floats:
@@ -126,17 +131,24 @@ class DynamicPartition:
         return expected_max(seconds_PRK, NORMAL_WEIGHTS)
 
     def _follow(self, move_s: float, *, is_within_step: bool) -> None:
-        config, now = self.config, self._followed
+        config = self.config
+        now = self._followed
         is_far = self._history.deviation() > config.far
-        target = self._least_regret() if is_far else self._towards_best()
-        seconds = self._seconds(self._history.latest() if is_far else self._history.settled())
         rounds = 1 if is_far or is_within_step else config.horizon_steps
+        if is_far:
+            target = self._least_regret()
+            seconds = self._seconds(self._history.latest_load())
+        else:
+            target = self._towards_best()
+            seconds = self._seconds(self._history.settled_load())
         if (seconds[now] - seconds[target]) * rounds > move_s:
             self._followed = target
 
     def _towards_best(self) -> int:
         """Return the partition on the way to the best one that pays even if the settled load is off by noise."""
-        config, now, (work, floor) = self.config, self._followed, self._history.settled()
+        config = self.config
+        now = self._followed
+        work, floor = self._history.settled_load()
         seconds = self._seconds((work, floor))
         best = self._nearest_best(seconds, now, work)
         if seconds[now] - seconds[best] <= config.min_gain * seconds[now]:
@@ -154,16 +166,19 @@ class DynamicPartition:
 
     def _least_regret(self) -> int:
         """Return the partition of least regret under two cases: the settled load, and that of the last round."""
-        config, now = self.config, self._followed
-        seconds = np.stack([self._seconds(load) for load in (self._history.settled(), self._history.latest())])
+        config = self.config
+        now = self._followed
+        settled = self._history.settled_load()
+        seconds = np.stack([self._seconds(settled), self._seconds(self._history.latest_load())])
         least = seconds.min(axis=1, keepdims=True)
         regret = np.divide(seconds, least, out=np.ones_like(seconds), where=least > 0).max(axis=0)
-        target = self._nearest_best(regret, now, self._history.settled()[0])
-        return target if regret[now] - regret[target] > config.min_gain * regret[now] else now
+        target = self._nearest_best(regret, now, settled[0])
+        if regret[now] - regret[target] > config.min_gain * regret[now]:
+            return target
+        return now
 
     def _nearest_best(self, seconds: Floats, now: int, work: ArrayLike) -> int:
-        """Return the index of the least seconds; of equal ones, where fewest devices move, then where roles are done
-        soonest in the sum."""
+        """Return the index of the least seconds; of equal ones, that with fewest moves, then the least sum of roles."""
         fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
         moved = np.abs(self.space.role_devices[fastest] - self.space.role_devices[now]).sum(axis=1)
         return int(fastest[np.lexsort((self._sum_of_roles(work)[fastest], moved))[0]])
@@ -174,12 +189,7 @@ class DynamicPartition:
 
 
 def _partition(state: Mapping[str, Any]) -> Partition:
-    """Return a partition of a `state()`, in which JSON has made lists of tuples."""
-    replicas, devices = tuple(state["replicas"]), tuple(state["devices"])
+    """Return a partition of a `state()`; JSON has turned its tuples into lists."""
+    replicas = tuple(state["replicas"])
+    devices = tuple(state["devices"])
     return Partition(replicas=replicas, devices=devices, unassigned_devices=state["unassigned_devices"])
-
-
-def _check_loads(loads: Sequence[object]) -> None:
-    for place, load in enumerate(loads):
-        if not isinstance(load, RoleLoad):
-            raise refusal(f"loads[{place}]", load, "a RoleLoad")

@@ -45,7 +45,8 @@ class LendChoice:
             return 0.0
         present_s = median(self._unit_s) * median(self._generated)
         alone_s = present_s / self._ratio if self.lends else present_s
-        return alone_s * (1 - self._ratio) - (median(self._swap_s) if self._swap_s else 0.0)
+        swap_s = median(self._swap_s) if self._swap_s else 0.0
+        return alone_s * (1 - self._ratio) - swap_s
 
     def observe(self, *, generation_s: float, generated: float, swap_s: float) -> bool:
         """Observe a step; return whether ranks lend their devices in the next one.
@@ -68,7 +69,8 @@ class LendChoice:
             return self.lends
         if self._before_s is not None:
             ratio = median(self._unit_s) / self._before_s
-            self._ratio, self._before_s = (ratio if self.lends else 1 / ratio), None
+            self._ratio = ratio if self.lends else 1 / ratio
+            self._before_s = None
         if (self.gain_s > 0) is not self.lends:
             self._before_s = median(self._unit_s)
             self.lends = not self.lends

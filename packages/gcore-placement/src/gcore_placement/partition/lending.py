@@ -1,4 +1,4 @@
-"""Decisions within a step: idle devices of one role work for another one, which has more to do than it can."""
+"""Decisions within a step: idle devices of one role work for another role, which has a queue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gcore_placement.quantities import check_amounts, check_positive
 
 @dataclass(eq=False)
 class _Queue:
-    """The queue of a role, since it last was empty."""
+    """The queue of a role, since it was last empty."""
 
     since_s: float | None = None
     """None: it is empty."""
@@ -21,16 +21,19 @@ class _Queue:
         if not waiting:
             self.since_s = None
         elif self.since_s is None:
-            self.since_s, self.finished_before = now_s, finished
+            self.since_s = now_s
+            self.finished_before = finished
         elif finished > self.finished_before and now_s > self.since_s:
             self.device_rate = (finished - self.finished_before) / (now_s - self.since_s) / serving
 
     def rest_s(self, now_s: float, waiting: int, finished: int, serving: int, arriving: int) -> float:
-        """Return the seconds until it is empty, with the devices that serve it and those on their way."""
+        """Return the seconds until the queue is empty, with the serving devices and those on their way."""
         assert self.since_s is not None
-        # As long as no sample is finished, the rate is at most that of one now.
-        most = 1 / (now_s - self.since_s) if finished == self.finished_before and now_s > self.since_s else float("inf")
-        return waiting / min(self.device_rate * serving, most) * serving / (serving + arriving)
+        rate = self.device_rate * serving
+        if finished == self.finished_before and now_s > self.since_s:
+            # As long as no sample is finished, the rate is at most that of one now.
+            rate = min(rate, 1 / (now_s - self.since_s))
+        return waiting / rate * serving / (serving + arriving)
 
 
 class Loan(NamedTuple):
@@ -68,7 +71,7 @@ class LendingRule:
         self._is_measured = False
         self._rent_s = [0.0] * num_roles
         self._paid_at_s: list[float | None] = [None] * num_roles
-        """When each role last idled while another had a queue; None: it did not at the last observation."""
+        """Time of the last observation at which each role idled while another had a queue; None: not at the last."""
         self._queues = [_Queue() for _ in range(num_roles)]
 
     def observe(
@@ -103,16 +106,17 @@ class LendingRule:
             if paid_at_s is None:
                 continue
             self._rent_s[giver] += (now_s - paid_at_s) * idle[giver]
-            if not (num_paid := self._num_paid(giver, idle[giver], sum(arriving))):
+            num_paid = self._num_paid(giver, idle[giver], sum(arriving))
+            if not num_paid:
                 continue
             least_s = self.lending_s if self._is_measured else self.lending_s / 4
-            found: list[tuple[float, Loan]] = []
+            loans: list[tuple[float, Loan]] = []
             for role in takers:
                 rest_s = self._queues[role].rest_s(now_s, waiting[role], finished[role], serving[role], arriving[role])
                 count = min(num_paid, waiting[role])
                 saved_s = (rest_s - least_s) * count / (serving[role] + arriving[role] + count)
-                found.append((saved_s, Loan(giver, role, count)))
-            saved_s, loan = max(found)
+                loans.append((saved_s, Loan(giver, role, count)))
+            saved_s, loan = max(loans)
             if saved_s > least_s:
                 self._rent_s[giver] -= loan.num_devices * self.lending_s
                 return loan
@@ -122,9 +126,12 @@ class LendingRule:
         """Return how many of a role's idle devices have paid their loan."""
         if not self._is_measured:
             return int(self._rent_s[giver] >= self.lending_s and not num_arriving)
-        return int(min(num_idle, self._rent_s[giver] // self.lending_s)) if self.lending_s else num_idle
+        if not self.lending_s:
+            return num_idle
+        return int(min(num_idle, self._rent_s[giver] // self.lending_s))
 
     def lent(self, seconds: float) -> None:
-        """Take in how long the loan of a device took."""
+        """Observe the seconds that the loan of a device took."""
         check_amounts("seconds", seconds)
-        self.lending_s, self._is_measured = seconds, True
+        self.lending_s = seconds
+        self._is_measured = True

@@ -11,9 +11,9 @@ from gcore_placement.quantities import Floats
 LOST = 0.15
 """Rounds that following the load may lose to the best fixed partition, beyond tolerance and a move, before it ends."""
 WON = 0.5
-"""Rounds that it must win by before it starts again, where it has lost nothing yet."""
+"""Rounds that following must win by before it starts again, if it has lost nothing yet."""
 _LEAD = 3.0
-"""Moves whose seconds a fixed partition must have saved to replace the first one; at least `LOST` rounds."""
+"""Lead, in seconds of a move, by which another partition first replaces the fixed one; at least `LOST` rounds."""
 
 
 class Safeguard:
@@ -45,20 +45,21 @@ class Safeguard:
     """
 
     def __init__(self, role_devices: Floats, start: int, tolerance: float) -> None:
-        self._role_devices, self._tolerance = role_devices, tolerance
+        self._role_devices = role_devices
+        self._tolerance = tolerance
         self._spent_P = np.zeros(len(role_devices))
         """Seconds of all rounds on each partition."""
         self._fixed = start
         self._gained_R = np.zeros(role_devices.shape[1])
         """Devices that each role gained when the fixed partition last changed."""
         self._num_turns = 0
-        """How often a change of it was against the one before."""
+        """Number of changes of the fixed partition that turned back the change before."""
         self._evidence = 0.0
-        """Rounds by which the other choice is better, since that last was doubtful."""
+        """Rounds by which the other choice is better, in a cumulative sum that stays at or above 0."""
         self._won = 0.0
         """Rounds that following has won over the fixed partition while it was chosen; below 0: lost."""
         self._most_won = 0.0
-        """The most that it ever had won."""
+        """Maximum of `_won` so far."""
         self._least_s = self._least_s2 = 0.0
         """Sums of the least seconds of all rounds, and of their squares."""
         self.follows_load = True
@@ -75,11 +76,13 @@ class Safeguard:
             is_within_step: whether the next round belongs to the same step: the choice then stays.
         """
         self._spent_P += seconds_P
-        following_s, fixed_s = float(seconds_P[before]), float(seconds_P[self._fixed])
+        following_s = float(seconds_P[before])
+        fixed_s = float(seconds_P[self._fixed])
         following_s += self._late_s(before, after, move_s)
         best = int(self._spent_P.argmin())
         least_s = float(seconds_P.min())
-        self._least_s, self._least_s2 = self._least_s + least_s, self._least_s2 + least_s**2
+        self._least_s += least_s
+        self._least_s2 += least_s**2
         # The mean, weighted by seconds: a wave of a few prompts is no usual round.
         usual_s = self._least_s2 / self._least_s if self._least_s else 1.0
         lead_s = max(_LEAD * move_s, LOST * usual_s) * 2**self._num_turns
@@ -87,21 +90,27 @@ class Safeguard:
             fixed_s += self._late_s(self._fixed, best, move_s)
             gained_R = self._role_devices[best] - self._role_devices[self._fixed]
             self._num_turns += float(gained_R @ self._gained_R) < 0
-            self._fixed, self._gained_R = best, gained_R
+            self._fixed = best
+            self._gained_R = gained_R
         won = (fixed_s - following_s) / usual_s
         allowed = self._tolerance * least_s / usual_s
-        self._won += won if self.follows_load else 0.0
-        self._evidence = max(0.0, self._evidence + (-won if self.follows_load else won) - allowed)
-        self._most_won = max(self._most_won, self._won)
-        to_start = max(WON, self._most_won - self._won) * 2 ** (max(0.0, -self._won) / LOST)
-        threshold = LOST + move_s / usual_s if self.follows_load else to_start
+        if self.follows_load:
+            self._won += won
+            self._most_won = max(self._most_won, self._won)
+            self._evidence = max(0.0, self._evidence - won - allowed)
+            threshold = LOST + move_s / usual_s
+        else:
+            self._evidence = max(0.0, self._evidence + won - allowed)
+            threshold = max(WON, self._most_won - self._won) * 2 ** (max(0.0, -self._won) / LOST)
         if self._evidence > threshold and not is_within_step:
-            self.follows_load, self._evidence = not self.follows_load, 0.0
+            self.follows_load = not self.follows_load
+            self._evidence = 0.0
         return after if self.follows_load else self._fixed
 
     def _late_s(self, before: int, after: int, move_s: float) -> float:
-        """Return the seconds that a move adds: a role that waits for a share of its devices is late by that share."""
-        had, has = self._role_devices[before], self._role_devices[after]
+        """Return the seconds that a move adds: `move_s` times the largest share of new devices of any role."""
+        had = self._role_devices[before]
+        has = self._role_devices[after]
         return move_s * float((1 - had / has).max())
 
     def state(self) -> dict[str, Any]:
@@ -110,7 +119,7 @@ class Safeguard:
         return {**values, "spent": self._spent_P.tolist(), "gained": self._gained_R.tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state()`; PlacementError where it is of another number of partitions."""
+        """Continue from a `state()`; PlacementError if its number of partitions differs."""
         if len(state["spent"]) != len(self._spent_P):
             raise refusal("partitions of the state", len(state["spent"]), f"{len(self._spent_P)}, as the space has")
         self._spent_P = np.array(state["spent"], dtype=np.float64)

@@ -34,7 +34,7 @@ class RoleLimits(Checked):
     """The limits of one role in a partition. Raises PlacementError if more replicas are needed than are allowed."""
 
     devices_per_replica: Positive
-    """Divides the role's devices: those of tensor and pipeline parallelism."""
+    """Devices of tensor and pipeline parallelism; divides the role's devices."""
     min_replicas: Positive = 1
     """Fewest replicas that hold what the role must keep in memory."""
     max_replicas: int | None = None
@@ -48,10 +48,10 @@ class RoleLimits(Checked):
     def counts(self, num_devices: int, unit_devices: int) -> range:
         """Return the numbers of replicas that the role may have, in whole units."""
         per_unit = lcm(self.devices_per_replica, unit_devices) // self.devices_per_replica
-        most = num_devices // self.devices_per_replica
+        max_replicas = num_devices // self.devices_per_replica
         if self.max_replicas is not None:
-            most = min(most, self.max_replicas)
-        return range(-(-self.min_replicas // per_unit) * per_unit, most + 1, per_unit)
+            max_replicas = min(max_replicas, self.max_replicas)
+        return range(-(-self.min_replicas // per_unit) * per_unit, max_replicas + 1, per_unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,35 +83,38 @@ class PartitionSpace(Checked):
         """All partitions, by ascending replicas of the first roles."""
         sizes_R = np.array([role.devices_per_replica for role in self.roles])
         counts = [np.array(role.counts(self.num_devices, self.unit_devices), dtype=np.intp) for role in self.roles]
-        if not all(own.size for own in counts):
+        if not all(role_counts.size for role_counts in counts):
             return ()
-        least_R = np.array([own[0] for own in counts]) * sizes_R
+        least_R = np.array([role_counts[0] for role_counts in counts]) * sizes_R
         replicas_PR = np.zeros((1, 0), dtype=np.intp)
-        for role, own in enumerate(counts[:-1]):
+        for role, role_counts in enumerate(counts[:-1]):
             fitting = self.num_devices - replicas_PR @ sizes_R[:role] - least_R[role + 1 :].sum()
-            parent, count = np.nonzero(own * sizes_R[role] <= fitting[:, None])
+            parent, count = np.nonzero(role_counts * sizes_R[role] <= fitting[:, None])
             if parent.size > MAX_PARTITIONS:
                 raise PlacementError(
                     f"unit_devices is {self.unit_devices}; expected more: {len(self.roles)} roles divide "
                     f"{self.num_devices} devices in more than {MAX_PARTITIONS} ways"
                 )
-            replicas_PR = np.column_stack([replicas_PR[parent], own[count]])
-        # The last role has all that others leave.
-        left = self.num_devices - replicas_PR @ sizes_R[:-1]
-        last = counts[-1][np.searchsorted(counts[-1] * sizes_R[-1], left, side="right") - 1] if left.size else left
+            replicas_PR = np.column_stack([replicas_PR[parent], role_counts[count]])
+        # The last role has all devices that the others leave.
+        rest = self.num_devices - replicas_PR @ sizes_R[:-1]
+        last = rest
+        if rest.size:
+            last = counts[-1][np.searchsorted(counts[-1] * sizes_R[-1], rest, side="right") - 1]
         replicas_PR = np.column_stack([replicas_PR, last])
         unassigned = self.num_devices - replicas_PR @ sizes_R
-        steps_R = np.array([own[1] - own[0] if own.size > 1 else self.num_devices for own in counts]) * sizes_R
-        could_grow = (replicas_PR < [own[-1] for own in counts]) & (steps_R <= unassigned[:, None])
+        steps_R = np.full(len(counts), self.num_devices)
+        for role, role_counts in enumerate(counts):
+            if role_counts.size > 1:
+                steps_R[role] = role_counts[1] - role_counts[0]
+        largest_R = [role_counts[-1] for role_counts in counts]
+        could_grow = (replicas_PR < largest_R) & (steps_R * sizes_R <= unassigned[:, None])
         is_full = ~could_grow.any(axis=1)
+        replicas_PR = replicas_PR[is_full]
+        rows = zip(replicas_PR.tolist(), (replicas_PR * sizes_R).tolist(), unassigned[is_full].tolist(), strict=True)
         return tuple(
-            Partition(replicas=tuple(replicas), devices=tuple(devices), unassigned_devices=rest)
-            for replicas, devices, rest in zip(
-                replicas_PR[is_full].tolist(),
-                (replicas_PR * sizes_R)[is_full].tolist(),
-                unassigned[is_full].tolist(),
-                strict=True,
-            )
+            Partition(replicas=tuple(replicas), devices=tuple(devices), unassigned_devices=num_unassigned)
+            for replicas, devices, num_unassigned in rows
         )
 
     @cached_property
@@ -124,20 +127,20 @@ class PartitionSpace(Checked):
         return {partition: index for index, partition in enumerate(self.partitions)}
 
     def index(self, partition: Partition) -> int:
-        """Return the index of a partition among `partitions`. Raises PlacementError if it is not one of them."""
+        """Return the index of a partition in `partitions`; PlacementError if it is not one of them."""
         if partition not in self._indices:
             raise refusal("partition", partition, f"one of the {len(self.partitions)} that the cluster allows")
         return self._indices[partition]
 
     def nearest(self, *devices: float) -> Partition:
-        """Return the partition whose first roles have about so many devices each."""
+        """Return the partition with the numbers of devices of its first roles nearest to `devices`."""
         off = np.abs(self.role_devices[:, : len(devices)] - devices).sum(axis=1)
         return self.partitions[int(off.argmin())]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLoad(Checked):
-    """One role's part of the stages in which policy and rewards run side by side, over one step or wave.
+    """The load of one role in one step or wave, while policy and rewards run side by side.
 
     With D devices the role takes `floor_s + work_device_s / D`, were the others never in its way.
     """
@@ -147,16 +150,16 @@ class RoleLoad(Checked):
     floor_s: Amount = 0.0
     """Seconds that no number of devices shortens, such as decoding the longest response."""
     busy_device_s: Amount
-    """Device-seconds in which the role's replicas had something to do, as measured."""
+    """Measured device-seconds in which the role's replicas were busy."""
     finish_s: Amount
     """Seconds until the role was done, as measured."""
     was_waiting: bool
     """Another role held it up: it would not have finished earlier with more devices."""
     lent_devices: Amount = 0.0
-    """Devices of other roles that worked for it, too, on average until it was done: it had more to do than it could."""
+    """Devices of other roles that also worked for it, on average until it was done; above 0 its queues were full."""
 
     def correction(self, devices: int, last: float) -> float:
-        """Return the factor by which the law of seconds agrees with the measurement on so many devices.
+        """Return the factor that makes the law of seconds agree with the measurement on `devices`.
 
         A role that was held up has at most the work that kept its devices busy, or the correction that was last known;
         one that was not takes as long as it did. One that others worked for had full queues, so that its work is what

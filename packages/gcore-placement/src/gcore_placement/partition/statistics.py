@@ -1,4 +1,4 @@
-"""Statistics of few values, of which some may be outliers, and means over normal variables."""
+"""Robust statistics of few values, and means over normal variables."""
 
 import numpy as np
 
@@ -12,11 +12,13 @@ NORMAL_WEIGHTS = np.array([1, 4, 1]) / 6
 
 
 def weighted_median(values: Floats, weights: Floats) -> float:
-    """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
+    """Return the weighted median; if it lies between two values, their mean."""
     order = np.argsort(values, kind="stable")
-    values, total = values[order], np.cumsum(weights[order])
+    values = values[order]
+    total = np.cumsum(weights[order])
     half = total[-1] / 2
-    low, high = np.searchsorted(total, half * (1 - 1e-9)), np.searchsorted(total, half * (1 + 1e-9), side="right")
+    low = np.searchsorted(total, half * (1 - 1e-9))
+    high = np.searchsorted(total, half * (1 + 1e-9), side="right")
     return float(values[low] + values[min(high, len(values) - 1)]) / 2
 
 

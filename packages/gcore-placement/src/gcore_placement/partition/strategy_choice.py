@@ -35,7 +35,8 @@ class StrategyChoice:
         check_amounts("switch_s", switch_s)
         self.strategy: Strategy = start
         self.switch_s = switch_s
-        self._space, self._horizon_steps = space, horizon_steps
+        self._space = space
+        self._horizon_steps = horizon_steps
         self._steps: list[tuple[float, float]] = []
         """Seconds since the last change: measured of the present strategy, and by the law of the other one."""
         self._corrections: dict[Strategy, float] = {name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live}
@@ -55,19 +56,22 @@ class StrategyChoice:
         """
         check_amounts("stage_s", stage_s)
         check_amounts("swap_s", swap_s)
-        [other] = self._corrections.keys() - {self.strategy}
-        self._steps = [*self._steps, (stage_s, self._law(other, loads, swap_s))][-_WINDOW:]
+        [alternative] = self._corrections.keys() - {self.strategy}
+        self._steps = [*self._steps, (stage_s, self._law(alternative, loads, swap_s))][-_WINDOW:]
         if len(self._steps) < _WINDOW:
             return self.strategy
-        measured_s, law_s = (median(values) for values in zip(*self._steps, strict=True))
+        measured_s = median(step[0] for step in self._steps)
+        law_s = median(step[1] for step in self._steps)
         if self._promised_s is not None:
             self._corrections[self.strategy] = measured_s / self._promised_s if self._promised_s else 1.0
-            self._corrections[other] = self._left_s / law_s if law_s else 1.0
+            self._corrections[alternative] = self._left_s / law_s if law_s else 1.0
             self._promised_s = None
-        saved_s = measured_s - law_s * self._corrections[other]
+        saved_s = measured_s - law_s * self._corrections[alternative]
         if saved_s > _MIN_GAIN * measured_s and saved_s * self._horizon_steps > self.switch_s:
-            self.strategy, self._steps = other, []
-            self._promised_s, self._left_s = law_s, measured_s
+            self.strategy = alternative
+            self._steps = []
+            self._promised_s = law_s
+            self._left_s = measured_s
         return self.strategy
 
     def state(self) -> dict[str, Any]:
@@ -85,10 +89,12 @@ class StrategyChoice:
         self.strategy = state["strategy"]
         self._steps = [(measured_s, law_s) for measured_s, law_s in state["steps"]]
         self._corrections = dict(state["corrections"])
-        self._promised_s, self._left_s = state["promised_s"], state["left_s"]
+        self._promised_s = state["promised_s"]
+        self._left_s = state["left_s"]
 
     def _law(self, strategy: Strategy, loads: Sequence[RoleLoad], swap_s: float) -> float:
-        work, floor = [load.work_device_s for load in loads], [load.floor_s for load in loads]
+        work = [load.work_device_s for load in loads]
+        floor = [load.floor_s for load in loads]
         if STRATEGIES[strategy].is_time_shared:
             return sum(work) / self._space.num_devices + sum(floor) + swap_s
         return float(stage_seconds(work, floor, self._space.role_devices).min())

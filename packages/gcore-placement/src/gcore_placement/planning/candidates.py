@@ -10,7 +10,7 @@ import numpy as np
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import SwapCosts, times
 from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
-from gcore_placement.planning.layouts import Setting
+from gcore_placement.planning.layouts import Setting, embedding_bytes
 from gcore_placement.planning.options import EngineOptions, Engines, TrainingChoice, TrainingOptions
 from gcore_placement.strategies import STRATEGIES, Strategy
 
@@ -40,16 +40,19 @@ class Candidates:
 
     @cached_property
     def work_s(self) -> float:
-        """A lower bound of a step's device-seconds: the matrix products of its tokens at the rate that is reached."""
-        job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
-        products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
+        """A lower bound of a step's device-seconds: the matrix products of its tokens at their efficiency."""
+        job = self.setting.job
+        efficiency = self.setting.efficiency
+        factor = self.setting.correction.factor
+        products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / efficiency.training
         if self.setting.state.adapter_parameters:
             # Frozen weights have no gradients.
             products_s *= 2 / 3
-        pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention
+        pair_flops = sum(m.workload.flops_per_attended_pair for m in job.trained)
+        pairs_s = pair_flops * job.training_pairs / efficiency.attention
         seconds = factor("training") * (products_s + pairs_s)
         seconds += factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
-        decoding = float(job.wave_chances @ job.wave_prompts) * job.n / reached.decode
+        decoding = float(job.wave_chances @ job.wave_prompts) * job.n / efficiency.decode
         stages: list[EngineStage] = ["generation"] if job.judge is None else ["generation", "reward"]
         for stage in stages:
             model, _, written = job.engine_role(stage)
@@ -57,7 +60,7 @@ class Candidates:
         return seconds / self.setting.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
-        """Yield all that fit on so many devices, each with its best partition; strategy None: under all strategies."""
+        """Yield the placements that fit on `num_devices`, each with its best partition; None: all strategies."""
         # Of strategies with the same prediction the one that follows the load comes first.
         strategies: list[Strategy] = [strategy] if strategy else []
         for name, traits in reversed(STRATEGIES.items()):
@@ -67,12 +70,18 @@ class Candidates:
         for choice in self.training(num_devices).choices():
             if self.setting.runnable and not choice.offload:
                 continue
-            free_bytes = self.setting.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
+            free_bytes = self.setting.usable_bytes
+            if not choice.offload:
+                free_bytes -= choice.state_bytes
             policies = self.policy.of(num_devices, free_bytes)
             judges = [None] if self.judge is None else self.judge.of(num_devices, free_bytes)
             for policy, judge in product(policies, judges):
-                asleep = policy.weights_bytes + (judge.weights_bytes if judge else 0.0)
-                in_host = asleep + choice.host_bytes + (choice.state_bytes if choice.offload else 0.0)
+                in_host = policy.weights_bytes
+                if judge:
+                    in_host += judge.weights_bytes
+                in_host += choice.host_bytes
+                if choice.offload:
+                    in_host += choice.state_bytes
                 if judge and self.setting.runnable and judge.tp != policy.tp:
                     continue
                 if self.sync_bytes(policy, choice, num_devices) > self.setting.usable_bytes:
@@ -80,26 +89,29 @@ class Candidates:
                 if in_host > self.setting.cluster.host_memory_bytes:
                     continue
                 swap = self.swap_costs(policy, judge)
-                for each in strategies:
-                    swap_s = num_swaps(self.setting.job, strategy=each) * (swap.sleep_s + swap.wake_s)
-                    other_s = choice.seconds + swap_s + self.sync_s(policy, num_devices)
-                    if split := self._fastest_split(num_devices, each, policy, judge):
-                        yield Candidate(
-                            step_s=split[0] + other_s,
-                            num_devices=num_devices,
-                            strategy=each,
-                            training=choice,
-                            policy=policy,
-                            policy_replicas=split[1],
-                            judge=judge,
-                            judge_replicas=split[2],
-                        )
+                for name in strategies:
+                    split = self._fastest_split(num_devices, name, policy, judge)
+                    if split is None:
+                        continue
+                    sampling_s, policy_replicas, judge_replicas = split
+                    swap_s = num_swaps(self.setting.job, strategy=name) * (swap.sleep_s + swap.wake_s)
+                    yield Candidate(
+                        step_s=sampling_s + (choice.seconds + swap_s + self.sync_s(policy, num_devices)),
+                        num_devices=num_devices,
+                        strategy=name,
+                        training=choice,
+                        policy=policy,
+                        policy_replicas=policy_replicas,
+                        judge=judge,
+                        judge_replicas=judge_replicas,
+                    )
 
     def _fastest_split(
         self, num_devices: int, strategy: Strategy, policy: Engines, judge: Engines | None
     ) -> tuple[float, int, int] | None:
-        """Return the least seconds of sampling, and the replicas of policy and judge; None where both do not fit."""
-        policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
+        """Return the least seconds of sampling, and the replicas of policy and judge; None if both do not fit."""
+        policy_replicas = np.array([num_devices // policy.tp])
+        judge_replicas = np.array([0])
         if judge is not None and STRATEGIES[strategy].is_time_shared:
             judge_replicas = np.array([num_devices // judge.tp])
         elif judge is not None:
@@ -109,7 +121,8 @@ class Candidates:
             return None
         waves_s = policy.waves_s[:, policy_replicas - 1]
         if judge is not None:
-            judging, last_s = judge.waves_s[:, judge_replicas - 1], judge.last_s[judge_replicas - 1]
+            judging = judge.waves_s[:, judge_replicas - 1]
+            last_s = judge.last_s[judge_replicas - 1]
             waves_s = waves_s + added_by_reward(waves_s, judging, strategy=strategy, last_s=last_s)
         sampling_s = self.setting.job.wave_chances @ waves_s
         best = int(sampling_s.argmin())
@@ -123,24 +136,25 @@ class Candidates:
         """
         if not self.setting.runnable:
             return 0.0
-        job = self.setting.job
-        largest = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
-        return choice.state_bytes + policy.weights_bytes + (policy.weights_bytes if num_devices == 1 else largest)
+        bucket = policy.weights_bytes if num_devices == 1 else embedding_bytes(self.setting.job)
+        return choice.state_bytes + policy.weights_bytes + bucket
 
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
         """Return the costs of moving the larger of the two models' weights."""
-        size_bytes = max(policy.weights_bytes, judge.weights_bytes if judge else 0.0)
+        size_bytes = policy.weights_bytes
+        if judge:
+            size_bytes = max(size_bytes, judge.weights_bytes)
         costs = swap_costs(self.setting.cluster, self.setting.efficiency, size_bytes)
         return times(costs, self.setting.correction.factor("swap"))
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
-        """Return the seconds in which each device of the policy's engines gets its part of the new weights."""
+        """Return the seconds of sending each device of the policy's engines its part of the new weights."""
         seconds = sync_seconds(self.setting.cluster, self.setting.efficiency, policy.weights_bytes, num_devices)
         return self.setting.correction.factor("weight_sync") * seconds
 
 
 def swap_costs(cluster: Cluster, efficiency: Efficiency, size_bytes: float) -> SwapCosts:
-    """Return the costs of moving so many bytes of weights of each device."""
+    """Return the costs of moving `size_bytes` of weights of each device."""
     host_s = size_bytes / (cluster.device.host_bytes_per_s * efficiency.host)
     device_s = size_bytes / (cluster.inter_node_bytes_per_s * efficiency.links)
     fixed_s = efficiency.swap_s
@@ -148,5 +162,5 @@ def swap_costs(cluster: Cluster, efficiency: Efficiency, size_bytes: float) -> S
 
 
 def sync_seconds(cluster: Cluster, efficiency: Efficiency, size_bytes: float, num_devices: int) -> float:
-    """Return the seconds in which each of so many devices gets so many bytes of new weights."""
+    """Return the seconds of sending `size_bytes` of new weights to each of `num_devices`."""
     return size_bytes / (cluster.link_bytes_per_s(num_devices) * efficiency.links)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, field
 from itertools import product
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -42,8 +43,7 @@ class TrainingLayout:
     @property
     def num_ranks(self) -> int:
         """All ranks."""
-        tp, pp, cp, dp = astuple(self)[1:5]
-        return tp * pp * cp * dp
+        return prod(astuple(self)[1:5])
 
     @property
     def sizes(self) -> str:
@@ -98,7 +98,7 @@ class TrainingLayouts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
-    """A job on a cluster, and the laws by which its layouts are compared."""
+    """A job on a cluster, and the laws that compare its layouts."""
 
     cluster: Cluster
     job: Job
@@ -110,7 +110,7 @@ class Setting:
     engine_devices: int | None = None
     """Devices of each engine; None: any number that an engine can have."""
     runnable: bool = False
-    """Only what a run of gcore-llm takes; see `plan`."""
+    """Only plans that gcore-llm can run; see `plan`."""
     state: "TrainingState" = field(default_factory=lambda: DEFAULT_STATE)
     """The form in which the models in training are held."""
 
@@ -123,41 +123,44 @@ class Setting:
 def training_layouts(
     job: Job, cluster: Cluster, num_devices: int, *, backends: Collection[Backend] = ("torch", "megatron")
 ) -> TrainingLayouts:
-    """Return all ways to train on so many devices, including those that do not fit into memory.
+    """Return all training layouts of `num_devices`, including those that do not fit into memory.
 
     Tensor-parallel ranks stay within a node; the torch backend has neither them nor pipeline stages. There are no more
     data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the longest sequence, once or
     several times.
     """
-    tp_sizes = [
-        tp
-        for tp in powers(cluster.devices_per_node)
-        if not cluster.devices_per_node % tp and all(divides_heads(model, tp) for model in job.trained)
-    ]
-    pp_sizes = [
-        pp
-        for pp in range(1, num_devices + 1)
-        if not num_devices % pp and not any(model.workload.num_hidden_layers % pp for model in job.trained)
-    ]
+    node = cluster.devices_per_node
+    tp_sizes = [tp for tp in powers(node) if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)]
+    pp_sizes: list[int] = []
+    for pp in range(1, num_devices + 1):
+        splits_layers = all(model.workload.num_hidden_layers % pp == 0 for model in job.trained)
+        if num_devices % pp == 0 and splits_layers:
+            pp_sizes.append(pp)
     rows: list[tuple[float, ...]] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
-        if not rest and dp <= job.train_batch_size:
-            sharding = [True] * ("torch" in backends and tp * pp == 1) + [False] * ("megatron" in backends)
-            for sharded, recompute, times in product(sharding, (False, True), _TOKENS_IN_LONGEST):
-                rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence, 1))
+        if rest or dp > job.train_batch_size:
+            continue
+        sharding: list[bool] = []
+        if "torch" in backends and tp * pp == 1:
+            sharding.append(True)
+        if "megatron" in backends:
+            sharding.append(False)
+        for sharded, recompute, times in product(sharding, (False, True), _TOKENS_IN_LONGEST):
+            rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence, 1))
     return _from_rows(rows)
 
 
 def divides_heads(model: ModelShape, tp: int) -> bool:
     """Return whether ``tp`` ranks share the heads evenly; key-value heads may be copied if fewer than ranks."""
-    heads, kv_heads = model.workload.num_attention_heads, model.workload.num_key_value_heads
+    heads = model.workload.num_attention_heads
+    kv_heads = model.workload.num_key_value_heads
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def powers(most: int) -> list[int]:
+def powers(limit: int) -> list[int]:
     """Return the powers of two up to a number."""
-    return [2**k for k in range(most.bit_length())]
+    return [2**k for k in range(limit.bit_length())]
 
 
 def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
@@ -171,7 +174,7 @@ MASTER_BYTES = 4
 _BLOCK = 256
 """Values of an 8-bit moment that share a scale."""
 _LOGITS_COPIES = 2
-"""Float32 arrays of a chunk's logits that are alive at once, besides one in the compute precision."""
+"""Float32 arrays of a chunk's logits at once, in addition to one in the compute precision."""
 
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["float32", "8bit", "muon"]
@@ -213,8 +216,8 @@ class TrainingState(Checked):
                 return 2 * (1 + MASTER_BYTES / _BLOCK)
             case "muon":
                 experts = model.workload.num_moe_layers * model.workload.num_experts * model.num_expert_parameters
-                others = 0 if self.adapter_parameters else model.num_outer_parameters + experts
-                return MASTER_BYTES * (1 + others / model.num_parameters)
+                with_adam = 0 if self.adapter_parameters else model.num_outer_parameters + experts
+                return MASTER_BYTES * (1 + with_adam / model.num_parameters)
             case "float32":
                 return 2 * MASTER_BYTES
 
@@ -255,47 +258,52 @@ def training_memory(
 
     A micro-batch has N tokens in a mean step, or, with ``fills_budget``, at most in any step.
     """
-    ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
+    ranks = layouts.dp * layouts.cp
+    compute_bytes = job.compute_bytes
     is_gathered = layouts.sharded & (ranks > 1)
     replica_tokens = job.training_tokens / job.num_updates / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
     if fills_budget:
         prompts = job.train_batch_size / job.num_updates
-        most = prompts * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
-        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, most)) / layouts.cp
+        rank_tokens = prompts * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
+        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, rank_tokens)) / layouts.cp
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
     master_bytes = MASTER_BYTES if compute_bytes != MASTER_BYTES else 0
     optimizer = np.zeros(len(layouts))
-    weights, gradients = list[Floats](), list[Floats]()
+    weights: list[Floats] = []
+    gradients: list[Floats] = []
     gathered: list[Floats] = []
     unsynced: list[Floats] = []
+    activation_values: list[Floats] = []
     waits = is_gathered & (micro_batches > 1) & (state.gradient_sync == "update")
-    kept: list[Floats] = []
     sharing = np.where(layouts.sharded, np.minimum(state.fsdp_size or ranks, ranks), ranks)
     of_shard = np.where(layouts.sharded, sharing, 1.0)
     for number, model in enumerate(job.trained):
         # Experts that are divided over more ranks are on fewer that share their moments.
-        trained, stepped, held = held_parameters(model, layouts), _divided(model, layouts), 0.0
+        trained = held_parameters(model, layouts)
+        stepped = dense_parameters(model, layouts)
+        frozen = 0.0
         if state.adapter_parameters and not number:
             # Adapters, which experts have none of, are weights besides the frozen ones.
-            held, trained = trained, stepped * (state.adapter_parameters / model.num_parameters)
+            frozen = trained
+            trained = stepped * (state.adapter_parameters / model.num_parameters)
             stepped = trained
-        held = held + trained
-        weights.append(compute_bytes * held / of_shard)
+        weights.append(compute_bytes * (frozen + trained) / of_shard)
         gradients.append(MASTER_BYTES * trained / of_shard)
         unsynced.append(np.where(waits, MASTER_BYTES * trained, 0.0))
         optimizer = optimizer + (state.moment_bytes(model) + master_bytes) * stepped / sharing
-        layer, outer = model.num_layer_parameters, model.num_outer_parameters
+        layer = model.num_layer_parameters
+        outer = model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
         gathered.append(np.where(is_gathered, together, 0.0))
         layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
         checkpointed = layouts.recompute * state.checkpointed_share * layers
         inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
         values = (layers - checkpointed) * model.activations_per_token + inputs * model.workload.hidden_size
-        kept.append(values / layouts.tp)
+        activation_values.append(values / layouts.tp)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
     layer_bytes = np.where(layouts.recompute, activations * compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
     vocab_size = job.policy.workload.vocab_size / layouts.tp
@@ -305,15 +313,17 @@ def training_memory(
     reference = np.zeros(len(layouts))
     if job.reference:
         reference = compute_bytes * held_parameters(job.policy, layouts) / of_shard
-    teachers = sum(
-        (compute_bytes * held_parameters(m, layouts) / of_shard for m in job.teachers), np.zeros(len(layouts))
-    )
+    teachers = np.zeros(len(layouts))
+    for teacher in job.teachers:
+        teachers = teachers + compute_bytes * held_parameters(teacher, layouts) / of_shard
     if state.offload != "none":
         optimizer = np.zeros(len(layouts))
-    # The model at work has its weights and gradients on the device, those of the others are on the host.
-    in_memory = np.max if state.offload == "all" else np.sum
+    in_memory = np.sum
     if state.offload == "all":
-        reference, teachers = np.zeros(len(layouts)), np.zeros(len(layouts))
+        # Only the model at work has its weights and gradients on the device.
+        in_memory = np.max
+        reference = np.zeros(len(layouts))
+        teachers = np.zeros(len(layouts))
     # One model computes at a time.
     return {
         "weights": in_memory(weights, axis=0),
@@ -321,12 +331,17 @@ def training_memory(
         "optimizer": optimizer,
         "gathered": np.max(gathered, axis=0),
         "unsynced gradients": np.max(unsynced, axis=0),
-        "activations": activations * compute_bytes * tokens * np.max(kept, axis=0),
+        "activations": activations * compute_bytes * tokens * np.max(activation_values, axis=0),
         "logits": logits,
         "recomputed layer": np.maximum(layer_bytes - logits, 0.0),
         "reference": reference,
         "teachers": teachers,
     }
+
+
+def embedding_bytes(job: Job) -> float:
+    """Return the bytes of the policy's embedding, the largest tensor of a weight sync."""
+    return float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
 
 
 def resident_state(parts: Bytes) -> Floats:
@@ -345,16 +360,16 @@ def parts_at(parts: Bytes, index: int) -> dict[str, float]:
 
 
 def held_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
-    """Return the parameters of a rank of the heaviest stage, over tensor-parallel ranks, and experts over theirs."""
+    """Return the parameters of each rank of the heaviest stage, with experts divided over expert-parallel ranks."""
     w = model.workload
     experts = w.num_moe_layers * w.num_experts * model.num_expert_parameters / w.num_hidden_layers
     on_stage = np.ceil(w.num_hidden_layers / layouts.pp) * experts
     moved = np.where(layouts.ep > 1, on_stage / layouts.ep - on_stage / layouts.tp, 0.0)
-    return _divided(model, layouts) + moved
+    return dense_parameters(model, layouts) + moved
 
 
-def _divided(model: ModelShape, layouts: TrainingLayouts) -> Floats:
-    """Return the parameters of the heaviest stage, whole layers and embedding or head, over tensor-parallel ranks."""
+def dense_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
+    """Return the parameters of each tensor-parallel rank of the heaviest stage: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)
     outer = np.where(layouts.pp == 1, model.num_outer_parameters, one_table)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from gcore_placement.planning.layouts import (
     TrainingLayout,
     TrainingLayouts,
     TrainingState,
+    embedding_bytes,
     parts_at,
     training_memory,
 )
@@ -63,7 +64,7 @@ class Remedy:
     names: Sequence[str]
     """Names of the changes, of `REMEDIES`; all of them are needed."""
     peak_bytes: float
-    """Bytes at the fullest stage, with the keys and values for which there is memory."""
+    """Bytes at the fullest stage, with as many keys and values as fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +82,13 @@ class DevicePlan:
     """Bytes in the host's memory by item: optimizer states and activations that are offloaded, models of the trainer
     and engines that sleep, and the copy that a checkpoint is written from."""
     kv_tokens: int
-    """Tokens whose keys and values fit in the policy's engine."""
+    """Capacity of the policy's engine for keys and values, in tokens."""
     judge_kv_tokens: int
     takes_turns: bool
     longest_sequence: int
-    """Tokens that the engine must be able to hold: those of the longest prompt and response."""
+    """Tokens of the longest prompt and response together, the least capacity of the engine."""
     remedies: Sequence[Remedy] = field(default=())
-    """Changes under which a job fits that does not."""
+    """Changes under which the job fits; empty if it fits as it is."""
 
     @property
     def fits(self) -> bool:
@@ -130,7 +131,7 @@ def plan_one_device(
     efficiency: Efficiency | None = None,
     residents: Collection[Resident] = ALL_RESIDENTS,
 ) -> DevicePlan:
-    """Plan the memory of one device: the trainer's share by `training_memory`, and what it leaves to the engines.
+    """Plan the memory of one device: the trainer's share by `training_memory`, and the engines' from the rest.
 
     Side by side, the engines get the memory that the peak of training leaves; by turns, all of it. Each engine gets
     keys and values for all sequences that it may run, as far as there is memory, and at least for the longest one.
@@ -165,104 +166,142 @@ class _Planner:
     def plan(self) -> DevicePlan:
         """Plan with turns if they are asked for, or are needed and not excluded."""
         if self.engine.takes_turns is not None:
-            return self._planned(takes_turns=self.engine.takes_turns)
-        together = self._planned(takes_turns=False)
-        has_all = "policy engine" not in self.residents or together.kv_tokens >= self._wanted_tokens("generation")
-        return together if together.fits and has_all else self._planned(takes_turns=True)
+            return self._plan_memory(takes_turns=self.engine.takes_turns)
+        side_by_side = self._plan_memory(takes_turns=False)
+        has_all = True
+        if "policy engine" in self.residents:
+            has_all = side_by_side.kv_tokens >= self._max_tokens("generation")
+        if side_by_side.fits and has_all:
+            return side_by_side
+        return self._plan_memory(takes_turns=True)
 
     def remedies(self) -> list[Remedy]:
         """Return the changes that help alone; if none does, the fewest of the first ones that help together."""
-        found: list[Remedy] = []
-        together, names = self, list[str]()
+        single: list[Remedy] = []
+        combined: list[Remedy] = []
+        together = self
+        names: list[str] = []
         for name, change in REMEDIES.items():
-            if (alone := change(self)) == self:
+            alone = change(self)
+            if alone == self:
                 continue
-            if (plan := alone.plan()).fits:
-                found.append(Remedy(names=(name,), peak_bytes=max(plan.peaks.values())))
+            plan = alone.plan()
+            if plan.fits:
+                single.append(Remedy(names=(name,), peak_bytes=max(plan.peaks.values())))
             together = change(together)
             names.append(name)
-            if not found and (plan := together.plan()).fits:
-                found.append(Remedy(names=tuple(names), peak_bytes=max(plan.peaks.values())))
-        alone = [remedy for remedy in found if len(remedy.names) == 1]
-        return alone or found[:1]
+            if single or combined:
+                continue
+            plan = together.plan()
+            if plan.fits:
+                combined.append(Remedy(names=tuple(names), peak_bytes=max(plan.peaks.values())))
+        return single or combined
 
-    def _planned(self, *, takes_turns: bool) -> DevicePlan:
-        job, usable = self.job, self.device.memory_bytes * self.efficiency.free_memory
-        parts, own = (self._training_parts(each, self.state) for each in (job, replace(job, critic=None)))
-        resident = sum(parts[name] for name in (*_STATE, *_FROZEN))
-        others = sum(self.others.values())
+    def _plan_memory(self, *, takes_turns: bool) -> DevicePlan:
+        job = self.job
+        usable = self.device.memory_bytes * self.efficiency.free_memory
+        parts = self._training_parts(job, self.state)
+        without_critic = self._training_parts(replace(job, critic=None), self.state)
+        resident = sum(parts[name] for name in _STATE + _FROZEN)
+        resident_models = sum(self.others.values())
         train = sum(parts.values())
         # A pass that only scores keeps one layer's activations at a time.
         layer = job.policy.activations_per_token * job.compute_bytes * self._tokens
-        scoring = max(self.efficiency.activations * layer, parts["logits"]) if "trainer" in self.residents else 0.0
-        together = others if takes_turns else others + train
-        policy, judge = self._engines(usable - together)
-        each = (sum(policy.values()), sum(judge.values()))
-        engines = max(each) if self.engine.judge_takes_turns else sum(each)
-        # Weights pass from one to the other a tensor at a time, the largest of which is the embedding, or all at once.
-        copied, has_adapters = self.engine.copies_weights, bool(self.state.adapter_parameters)
-        # An engine that keeps its old weights until it has seen all new ones takes those all at once.
-        is_whole = copied == "all" or (has_adapters and (copied == "merged" or not takes_turns))
-        embedding = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
-        bucket = (policy["weights"] if is_whole else embedding) if policy else 0.0
-        awake = 0.0 if takes_turns else engines
-        peaks: dict[PlanStage, float] = {
-            "generate": others + engines + (0.0 if takes_turns else resident),
-            "prepare": others + awake + resident + parts["gathered"] + scoring,
-            "train": others + awake + train,
-            "sync": others + resident + bucket + (policy.get("weights", 0.0) if takes_turns else engines),
-        }
-        roles = {"policy engine": policy} if policy else {}
+        scoring = 0.0
         if "trainer" in self.residents:
-            roles["trainer"] = {name: own[name] for name in own if name not in _FROZEN}
+            scoring = max(self.efficiency.activations * layer, parts["logits"])
+        engine_free = usable - resident_models if takes_turns else usable - (resident_models + train)
+        policy, judge = self._engines(engine_free)
+        engine_bytes = (sum(policy.values()), sum(judge.values()))
+        engines = max(engine_bytes) if self.engine.judge_takes_turns else sum(engine_bytes)
+        # Weights pass from the trainer to the engine a tensor at a time, or all at once.
+        copied = self.engine.copies_weights
+        has_adapters = bool(self.state.adapter_parameters)
+        bucket = 0.0
+        if policy:
+            bucket = embedding_bytes(job)
+            if copied == "all" or (has_adapters and (copied == "merged" or not takes_turns)):
+                # An engine that keeps its old weights until it has all new ones takes them all at once.
+                bucket = policy["weights"]
+        awake_in_training = engines
+        awake_in_sync = engines
+        resident_in_generation = resident
+        if takes_turns:
+            awake_in_training = 0.0
+            awake_in_sync = policy.get("weights", 0.0)
+            resident_in_generation = 0.0
+        peaks: dict[PlanStage, float] = {
+            "generate": resident_models + engines + resident_in_generation,
+            "prepare": resident_models + awake_in_training + resident + parts["gathered"] + scoring,
+            "train": resident_models + awake_in_training + train,
+            "sync": resident_models + resident + bucket + awake_in_sync,
+        }
+        kv_tokens = 0
+        judge_kv_tokens = 0
+        roles: dict[str, dict[str, float]] = {}
+        if policy:
+            roles["policy engine"] = policy
+            kv_tokens = self._kv_tokens("generation", policy)
+        if "trainer" in self.residents:
+            roles["trainer"] = {name: size for name, size in without_critic.items() if name not in _FROZEN}
             if job.critic is not None:
-                roles["critic"] = {name: parts[name] - own[name] for name in _STATE}
-            for name, is_there in zip(_FROZEN, (job.reference, job.teachers), strict=True):
-                if is_there:
-                    roles[name] = {"weights": parts[name]}
+                roles["critic"] = {name: parts[name] - without_critic[name] for name in _STATE}
+            if job.reference:
+                roles["reference"] = {"weights": parts["reference"]}
+            if job.teachers:
+                roles["teachers"] = {"weights": parts["teachers"]}
         if judge:
             roles["judge"] = judge
+            judge_kv_tokens = self._kv_tokens("reward", judge)
         return DevicePlan(
             device_bytes=self.device.memory_bytes,
             usable_bytes=usable,
             roles=roles | {name: {"weights": size} for name, size in self.others.items()},
             peaks=peaks,
             host=self._host([policy, judge], takes_turns=takes_turns),
-            kv_tokens=self._held_tokens("generation", policy) if policy else 0,
-            judge_kv_tokens=self._held_tokens("reward", judge) if judge else 0,
+            kv_tokens=kv_tokens,
+            judge_kv_tokens=judge_kv_tokens,
             takes_turns=takes_turns,
             longest_sequence=job.longest_sequence,
         )
 
     def _host(self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool) -> dict[str, float]:
-        """Return the bytes in the host's memory: what is offloaded, and what sleeps; gradients are not kept."""
-        job, offload, layout = self.job, self.state.offload, self.layout
-        whole = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
-        has_others = job.critic is not None or job.reference or job.teachers
-        states, models = whole["optimizer"] if takes_turns else 0.0, 0.0
-        sleeps = takes_turns or (self.engine.judge_takes_turns and len([each for each in engines if each]) > 1)
+        """Return the bytes in the host's memory: offloaded states and models, and sleeping engines; no gradients."""
+        job = self.job
+        offload = self.state.offload
+        layout = self.layout
+        on_device = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
+        states = on_device["optimizer"] if takes_turns else 0.0
+        models = 0.0
+        sleeping = 0.0
+        if takes_turns or (self.engine.judge_takes_turns and all(engines)):
+            sleeping = sum(engine.get("weights", 0.0) for engine in engines)
         if offload != "none" and "trainer" in self.residents:
             # Master weights and a gradient in float32, and two moments.
-            states = (2 + self.state.moment_bytes(job.policy) / MASTER_BYTES) * whole["gradients"]
-        if takes_turns or (offload == "all" and has_others):
-            models = whole["weights"] + sum(whole[name] for name in _FROZEN)
-        offloaded = whole["activations"] - self._training_parts(job, self.state)["activations"]
+            states = (2 + self.state.moment_bytes(job.policy) / MASTER_BYTES) * on_device["gradients"]
+        if takes_turns or (offload == "all" and self.has_several_models):
+            models = on_device["weights"] + sum(on_device[name] for name in _FROZEN)
+        offloaded = on_device["activations"] - self._training_parts(job, self.state)["activations"]
         # Master weights and two moments in float32, of which each rank has a share.
         num_shares = 1 if layout.backend == "torch" else layout.data_parallel_size * layout.context_parallel_size
         return {
             "optimizer states": states,
             "models": models,
-            "engines": sum(engine.get("weights", 0.0) for engine in engines) if sleeps else 0.0,
+            "engines": sleeping,
             "activations": offloaded,
-            "checkpoint": 3 * whole["gradients"] / num_shares,
+            "checkpoint": 3 * on_device["gradients"] / num_shares,
         }
+
+    @property
+    def has_several_models(self) -> bool:
+        """True if the trainer has models besides the policy."""
+        return bool(self.job.critic is not None or self.job.reference or self.job.teachers)
 
     @property
     def _tokens(self) -> float:
         """Tokens of a micro-batch on this device."""
-        return max(self.job.longest_sequence, min(self.layout.ppo_max_token_len, self.job.training_tokens)) / (
-            self.layout.context_parallel_size
-        )
+        tokens = min(self.layout.ppo_max_token_len, self.job.training_tokens)
+        return max(self.job.longest_sequence, tokens) / self.layout.context_parallel_size
 
     def _training_parts(self, job: Job, state: TrainingState) -> dict[str, float]:
         layouts = TrainingLayouts.of(self.layout)
@@ -271,24 +310,25 @@ class _Planner:
         return parts_at(training_memory(job, layouts, activations=self.efficiency.activations, state=state), 0)
 
     def _engines(self, free_bytes: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Divide the free bytes between the engines of the policy and the judge, by the tokens that they want."""
+        """Divide the free bytes between the engines of the policy and the judge, by the most tokens of each."""
         fixed: dict[EngineStage, dict[str, float]] = {}
         if "policy engine" in self.residents:
-            fixed["generation"] = self._fixed("generation")
+            fixed["generation"] = self._fixed_bytes("generation")
         if "judge" in self.residents and self.job.judge is not None:
-            fixed["reward"] = self._fixed("reward")
-        wanted = {stage: self._wanted_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed}
-        found: dict[EngineStage, dict[str, float]] = {}
+            fixed["reward"] = self._fixed_bytes("reward")
+        most_kv = {stage: self._max_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed}
+        engines: dict[EngineStage, dict[str, float]] = {}
         for stage, items in fixed.items():
-            awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else [*fixed]
-            free = free_bytes - sum(sum(fixed[each].values()) for each in awake)
-            part = min(1.0, max(0.0, free) / sum(wanted[each] for each in awake))
+            awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else list(fixed)
+            free = free_bytes - sum(sum(fixed[name].values()) for name in awake)
+            part = min(1.0, max(0.0, free) / sum(most_kv[name] for name in awake))
             least = self._longest(stage) * self._roofline(stage).kv_token_bytes
-            found[stage] = {**items, "keys and values": max(least, part * wanted[stage])}
-        return found.get("generation", {}), found.get("reward", {})
+            engines[stage] = {**items, "keys and values": max(least, part * most_kv[stage])}
+        return engines.get("generation", {}), engines.get("reward", {})
 
-    def _fixed(self, stage: EngineStage) -> dict[str, float]:
-        roofline, w = self._roofline(stage), self.job.engine_role(stage)[0].workload
+    def _fixed_bytes(self, stage: EngineStage) -> dict[str, float]:
+        roofline = self._roofline(stage)
+        w = self.job.engine_role(stage)[0].workload
         share = self.engine.max_num_batched_tokens / 8192
         # Logits of the running sequences in float32, and their probabilities.
         sampling = 2.0 * 4 * self.engine.max_num_seqs * w.vocab_size
@@ -299,32 +339,29 @@ class _Planner:
         }
 
     def _roofline(self, stage: EngineStage) -> EngineRoofline:
-        engine = self.engine
-        num_devices = engine.devices_per_engine if stage == "generation" else engine.devices_per_judge
-        cluster = Cluster(num_devices=num_devices, device=self.device)
-        return EngineRoofline(
-            model=self.job.engine_role(stage)[0],
-            cluster=cluster,
-            tp=num_devices,
-            compute_bytes=self.job.compute_bytes,
-            efficiency=self.efficiency,
-        )
+        tp = self.engine.devices_per_engine if stage == "generation" else self.engine.devices_per_judge
+        cluster = Cluster(num_devices=tp, device=self.device)
+        return EngineRoofline.of(self.job, stage, cluster=cluster, tp=tp, efficiency=self.efficiency)
 
     def _longest(self, stage: EngineStage) -> int:
         _, read, written = self.job.engine_role(stage)
         return int(np.ceil(read.longest + written.longest))
 
-    def _wanted_tokens(self, stage: EngineStage) -> int:
+    def _max_tokens(self, stage: EngineStage) -> int:
         """Return the tokens of all sequences that the engine may run at once, at their longest."""
         return self._longest(stage) * min(self.engine.max_num_seqs, self.job.train_batch_size * self.job.n)
 
-    def _held_tokens(self, stage: EngineStage, items: Mapping[str, float]) -> int:
+    def _kv_tokens(self, stage: EngineStage, items: Mapping[str, float]) -> int:
         return int(items["keys and values"] / self._roofline(stage).kv_token_bytes + 1e-6)
 
 
+def _with_state(planner: _Planner, **changes: Any) -> _Planner:
+    return replace(planner, state=replace(planner.state, **changes))
+
+
 def _with_checkpointing(planner: _Planner) -> _Planner:
-    state = replace(planner.state, checkpointed_share=1.0)
-    return replace(planner, layout=replace(planner.layout, gradient_checkpointing=True), state=state)
+    layout = replace(planner.layout, gradient_checkpointing=True)
+    return replace(_with_state(planner, checkpointed_share=1.0), layout=layout)
 
 
 def _with_small_micro_batches(planner: _Planner) -> _Planner:
@@ -333,7 +370,7 @@ def _with_small_micro_batches(planner: _Planner) -> _Planner:
 
 
 def _with_frequent_sync(planner: _Planner) -> _Planner:
-    return replace(planner, state=replace(planner.state, gradient_sync="micro_batch"))
+    return _with_state(planner, gradient_sync="micro_batch")
 
 
 def _with_turns(planner: _Planner) -> _Planner:
@@ -341,28 +378,28 @@ def _with_turns(planner: _Planner) -> _Planner:
 
 
 def _with_8bit_moments(planner: _Planner) -> _Planner:
-    is_offloaded = planner.state.offload != "none"
-    is_torch = planner.layout.backend == "torch"
-    return planner if is_offloaded or not is_torch else replace(planner, state=replace(planner.state, moments="8bit"))
+    if planner.state.offload != "none" or planner.layout.backend != "torch":
+        return planner
+    return _with_state(planner, moments="8bit")
 
 
 def _with_optimizer_offload(planner: _Planner) -> _Planner:
-    has_less = planner.state.offload == "all"
-    return planner if has_less else replace(planner, state=replace(planner.state, offload="optimizer"))
+    if planner.state.offload == "all":
+        return planner
+    return _with_state(planner, offload="optimizer")
 
 
 def _with_offload(planner: _Planner) -> _Planner:
-    if planner.job.critic is None and not planner.job.reference and not planner.job.teachers:
+    if not planner.has_several_models:
         # A model alone is always at work.
         return planner
-    return replace(planner, state=replace(planner.state, offload="all"))
+    return _with_state(planner, offload="all")
 
 
 def _with_lora(planner: _Planner) -> _Planner:
     if planner.state.adapter_parameters:
         return planner
-    adapters = planner.job.policy.adapter_parameters(_LORA_RANK)
-    return replace(planner, state=replace(planner.state, adapter_parameters=adapters))
+    return _with_state(planner, adapter_parameters=planner.job.policy.adapter_parameters(_LORA_RANK))
 
 
 REMEDIES = {

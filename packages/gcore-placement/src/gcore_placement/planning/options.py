@@ -1,7 +1,8 @@
-"""The engines and the ways to train that a job may have: their costs by shapes and data sheets, and their memory."""
+"""The engines and training layouts of a job: their costs, by shapes and data sheets, and their memory."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Self
 
 import numpy as np
 
@@ -40,6 +41,12 @@ class EngineRoofline:
     tp: int
     compute_bytes: int
     efficiency: Efficiency
+
+    @classmethod
+    def of(cls, job: Job, stage: EngineStage, *, cluster: Cluster, tp: int, efficiency: Efficiency) -> Self:
+        """Return a replica of a stage's model."""
+        model, _, _ = job.engine_role(stage)
+        return cls(model=model, cluster=cluster, tp=tp, compute_bytes=job.compute_bytes, efficiency=efficiency)
 
     def laws(self, max_num_seqs: Floats) -> EngineLaws:
         """Return the replica's laws for several maxima of running sequences, each linear in the number that runs.
@@ -85,7 +92,7 @@ class EngineRoofline:
         return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
 
     def decode_s(self, num_seqs: Floats) -> Floats:
-        """Return the seconds of a step in which each sequence gets a token, without reading their keys and values.
+        """Return the seconds of a decoding step of `num_seqs` sequences, without reading their keys and values.
 
         The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
         sums over the devices in each layer; and the overhead of a step. The result has the shape of `num_seqs`.
@@ -144,7 +151,7 @@ class Engines:
     """Seconds of the last judgement; 0 for a policy."""
 
     def plan(self, num_replicas: int) -> EnginePlan:
-        """Return the plan of so many replicas."""
+        """Return the plan of `num_replicas`."""
         return EnginePlan(
             tensor_model_parallel_size=self.tp,
             num_replicas=num_replicas,
@@ -154,18 +161,14 @@ class Engines:
 
 
 class EngineOptions:
-    """The engines that a stage may have: the judge's, or the policy's."""
+    """The possible engines of a stage: the policy's, or the judge's."""
 
     def __init__(self, setting: Setting, stage: EngineStage) -> None:
         self._setting = setting
         self._stage: EngineStage = stage
         self._model, self._read, self._written = setting.job.engine_role(stage)
         self._roofline = partial(
-            EngineRoofline,
-            model=self._model,
-            cluster=setting.cluster,
-            compute_bytes=setting.job.compute_bytes,
-            efficiency=setting.efficiency,
+            EngineRoofline.of, setting.job, stage, cluster=setting.cluster, efficiency=setting.efficiency
         )
         self._build = cache(self._engines)
 
@@ -175,18 +178,23 @@ class EngineOptions:
         They are powers of two that divide the heads, in a node or, where the plan need not be runnable, over whole
         ones; or the one that the setting names.
         """
-        node, only = self._setting.cluster.devices_per_node, self._setting.engine_devices
-        most = min(num_devices, self._model.workload.num_attention_heads)
+        node = self._setting.cluster.devices_per_node
+        only = self._setting.engine_devices
+        max_tp = min(num_devices, self._model.workload.num_attention_heads)
         if self._setting.runnable:
-            most = min(most, node)
-        sizes = [tp for tp in powers(most) if divides_heads(self._model, tp) and (tp <= node or not tp % node)]
-        return sizes if only is None else [tp for tp in sizes if tp == only]
+            max_tp = min(max_tp, node)
+        sizes: list[int] = []
+        for tp in powers(max_tp):
+            fits_nodes = tp <= node or not tp % node
+            if fits_nodes and divides_heads(self._model, tp) and only in (None, tp):
+                sizes.append(tp)
+        return sizes
 
     def of(self, num_devices: int, free_bytes: float) -> list[Engines]:
-        """Return the engines that fit into the free memory of so many devices, smallest first."""
+        """Return the engines that fit into `free_bytes` of each of `num_devices`, smallest first."""
         steps = int(free_bytes / self._setting.cluster.device.memory_bytes * _MEMORY_STEPS)
-        found = [self._build(tp, steps) for tp in self.sizes(num_devices)]
-        return [engines for engines in found if engines is not None]
+        by_size = [self._build(tp, steps) for tp in self.sizes(num_devices)]
+        return [engines for engines in by_size if engines is not None]
 
     def least_bytes(self, tp: int) -> float:
         """Return the bytes that each device of an engine needs: weights, workspace, and the longest sequence."""
@@ -198,28 +206,34 @@ class EngineOptions:
         return self._read.longest + self._written.longest
 
     def _engines(self, tp: int, memory_steps: int) -> Engines | None:
-        job, cluster, roofline = self._setting.job, self._setting.cluster, self._roofline(tp=tp)
+        job = self._setting.job
+        cluster = self._setting.cluster
+        roofline = self._roofline(tp=tp)
         free_bytes = memory_steps / _MEMORY_STEPS * cluster.device.memory_bytes
-        held = roofline.sequence_bytes(self._read, self._written)
+        sequence_bytes = roofline.sequence_bytes(self._read, self._written)
         free_for_kv = free_bytes - roofline.weights_bytes - roofline.workspace_bytes
-        most = min(self._setting.most_num_seqs, int(free_for_kv / held))
-        if most < 1 or free_bytes < self.least_bytes(tp):
+        max_num_seqs = min(self._setting.most_num_seqs, int(free_for_kv / sequence_bytes))
+        if max_num_seqs < 1 or free_bytes < self.least_bytes(tp):
             return None
         replicas = np.arange(1, cluster.num_devices // tp + 1, dtype=np.float64)
         # No engine is sized for more sequences than it gets.
-        each = np.ceil(job.wave_prompts.max() * job.n / replicas)
-        laws = times(roofline.laws(np.clip(each, 1, most)), self._setting.correction.factor(self._stage))
+        replica_seqs = np.ceil(job.wave_prompts.max() * job.n / replicas)
+        laws = roofline.laws(np.clip(replica_seqs, 1, max_num_seqs))
+        laws = times(laws, self._setting.correction.factor(self._stage))
+        last_s = np.zeros(replicas.size)
+        if self._stage == "reward":
+            last_s = last_judgement_s(laws, job)
         return Engines(
             tp=tp,
             weights_bytes=roofline.weights_bytes,
             memory={
                 "weights": np.full(replicas.size, roofline.weights_bytes),
                 "workspace": np.full(replicas.size, roofline.workspace_bytes),
-                "KV cache": np.maximum(laws.max_num_seqs * held, self._longest * roofline.kv_token_bytes),
+                "KV cache": np.maximum(laws.max_num_seqs * sequence_bytes, self._longest * roofline.kv_token_bytes),
             },
             laws=laws,
             waves_s=waves_seconds(laws, job, self._stage, replicas),
-            last_s=last_judgement_s(laws, job) if self._stage == "reward" else np.zeros(replicas.size),
+            last_s=last_s,
         )
 
 
@@ -262,12 +276,17 @@ def training_laws(
     scatter and AdamW's traffic are left to the adapters. An optimizer in the host's memory gets all gradients and gives
     the weights back over the link to the host, and updates at `Efficiency.host_update_s`.
     """
-    tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
+    tp = layouts.tp
+    pp = layouts.pp
+    cp = layouts.cp
+    ranks = layouts.dp * layouts.cp
+    num_devices = layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
-    updates, replica_tokens = job.num_updates, job.training_tokens / job.num_updates / layouts.dp
+    updates = job.num_updates
+    replica_tokens = job.training_tokens / job.num_updates / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     rank_tokens = replica_tokens / micro_batches / cp
     bubble = 1 + (pp - 1) / micro_batches
@@ -281,15 +300,16 @@ def training_laws(
     for number, model in enumerate(job.trained):
         w = model.workload
         is_frozen = bool(state.adapter_parameters) and not number
-        once = 1 - _FORWARD if is_frozen else 1.0
-        again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
-        flops = (once + _FORWARD * again) * w.flops_per_token
+        first_share = 1 - _FORWARD if is_frozen else 1.0
+        recomputed_share = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
+        flops = (first_share + _FORWARD * recomputed_share) * w.flops_per_token
         tiles = w.expert_tiles(rank_tokens * np.where(layouts.ep > 1, layouts.ep / tp, 1.0))
-        slow_s = (once + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (tiles * expert_flop_s - flop_s)
+        expert_flops = (first_share + _FORWARD * layouts.recompute) * w.expert_flops_per_token
+        slow_s = expert_flops * (tiles * expert_flop_s - flop_s)
         logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
         computing = bubble * (flops * flop_s + slow_s + logits_s)
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
-        own_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
+        model_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
 
         state_bytes = float(w.hidden_size * job.compute_bytes)
         kv_bytes = float(w.key_value_size * job.compute_bytes)
@@ -300,9 +320,8 @@ def training_laws(
 
         # Each token's state goes to its experts and comes back.
         sent_bytes = 2 * w.num_experts_per_tok * state_bytes
-        expert_s = np.where(
-            layouts.ep > 1, passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep), 0.0
-        )
+        exchange_s = passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep)
+        expert_s = np.where(layouts.ep > 1, exchange_s, 0.0)
 
         num_trained = state.adapter_parameters if is_frozen else model.num_parameters
         parameters = num_trained / (tp * pp)
@@ -318,7 +337,7 @@ def training_laws(
         per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s + expert_s)
         per_pair = per_pair + pairs
         base = base + updates * (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
-        base = base + np.where(layouts.sharded, efficiency.together_s(updates * zero_3_s, own_s) - own_s, 0.0)
+        base = base + np.where(layouts.sharded, efficiency.together_s(updates * zero_3_s, model_s) - model_s, 0.0)
         base = base + updates * micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,
@@ -348,7 +367,10 @@ class TrainingOptions:
 
     def __init__(self, setting: Setting, num_devices: int) -> None:
         self._setting = setting
-        job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
+        job = setting.job
+        cluster = setting.cluster
+        efficiency = setting.efficiency
+        correction = setting.correction
         backends: tuple[Backend, ...] = ("torch",) if setting.runnable else ("torch", "megatron")
         self.layouts = training_layouts(job, cluster, num_devices, backends=backends)
         # A run meets steps with more than the mean work.
@@ -356,12 +378,13 @@ class TrainingOptions:
         self.memory = training_memory(
             job, self.layouts, activations=efficiency.activations, state=state, fills_budget=setting.runnable
         )
-        self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
+        self.total_bytes = total(self.memory)
+        self.state_bytes = resident_state(self.memory)
         self.host_bytes = np.zeros(len(self.layouts))
         """Bytes in the host's memory at all times: of an optimizer that is offloaded, and of the gradients it gets."""
         if state.offload != "none":
-            whole = training_memory(job, self.layouts, state=replace(state, offload="none"))
-            self.host_bytes = whole["optimizer"] + whole["gradients"]
+            on_devices = training_memory(job, self.layouts, state=replace(state, offload="none"))
+            self.host_bytes = on_devices["optimizer"] + on_devices["gradients"]
         laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
         self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)
@@ -371,27 +394,33 @@ class TrainingOptions:
         """Seconds to bring the state from the host's memory and back."""
 
     def choices(self) -> list[TrainingChoice]:
-        """Return the layouts to try: the fastest that fits and moves its state to the host, and those that fit and keep
-        it where no other is both faster and smaller."""
-        found: list[TrainingChoice] = []
+        """Return the layouts to try.
+
+        They are the fastest that moves its state to the host, and each that keeps its state on the devices, unless
+        another is both faster and smaller.
+        """
+        choices: list[TrainingChoice] = []
         fits = self.total_bytes <= self._setting.usable_bytes
         in_host = fits & (self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes)
         with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
         if np.isfinite(with_moving).any():
-            found.append(self._choice(int(with_moving.argmin()), offload=True))
+            choices.append(self._choice(int(with_moving.argmin()), offload=True))
         smallest = np.inf
         order = np.lexsort((self.state_bytes, self.seconds))
         for index in order[fits[order]].tolist():
             if self.state_bytes[index] < smallest:
                 smallest = self.state_bytes[index]
-                found.append(self._choice(index, offload=False))
-        return found
+                choices.append(self._choice(index, offload=False))
+        return choices
 
     def _choice(self, index: int, *, offload: bool) -> TrainingChoice:
+        seconds = self.seconds[index]
+        if offload:
+            seconds = seconds + self.moving_s[index]
         return TrainingChoice(
             layout=index,
             offload=offload,
-            seconds=float(self.seconds[index] + (self.moving_s[index] if offload else 0.0)),
+            seconds=float(seconds),
             state_bytes=float(self.state_bytes[index]),
             host_bytes=float(self.host_bytes[index]),
         )

@@ -110,34 +110,34 @@ def plan(
         runnable=runnable,
     )
     settings = settings_to_try(setting, lora_rank)
-    for each in settings:
-        known = Candidates(each)
-        if (best := _fastest(known, strategy)) is not None:
-            rank = (lora_rank or LORA_RANK) if each.state.adapter_parameters else 0
-            return _plan(known, best, correction, rank)
+    for option in settings:
+        candidates = Candidates(option)
+        best = _fastest(candidates, strategy)
+        if best is not None:
+            rank = (lora_rank or LORA_RANK) if option.state.adapter_parameters else 0
+            return _plan(candidates, best, correction, rank)
     raise nothing_fits(settings, strategy)
 
 
-def _fastest(known: Candidates, strategy: Strategy | None) -> Candidate | None:
+def _fastest(candidates: Candidates, strategy: Strategy | None) -> Candidate | None:
     best: Candidate | None = None
-    for size in known.setting.cluster.sizes():
-        if best is None or known.work_s / size < best.step_s:
-            for candidate in known.of(size, strategy):
+    for size in candidates.setting.cluster.sizes():
+        if best is None or candidates.work_s / size < best.step_s:
+            for candidate in candidates.of(size, strategy):
                 if best is None or candidate.step_s < best.step_s:
                     best = candidate
     return best
 
 
-def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, lora_rank: int) -> Plan:
-    options, index = known.training(chosen.num_devices), chosen.training.layout
+def _plan(candidates: Candidates, chosen: Candidate, correction: Correction | None, lora_rank: int) -> Plan:
+    options = candidates.training(chosen.num_devices)
+    index = chosen.training.layout
     moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
-    costs = JobCosts(
-        policy=chosen.policy.laws.costs(chosen.policy_replicas - 1),
-        reward=chosen.judge.laws.costs(chosen.judge_replicas - 1) if chosen.judge else None,
-        training=options.laws.costs(index, sync_s=known.sync_s(chosen.policy, chosen.num_devices), moving_s=moving_s),
-        swap=known.swap_costs(chosen.policy, chosen.judge),
-    )
-    policy, judge = chosen.policy.plan(chosen.policy_replicas), None
+    sync_s = candidates.sync_s(chosen.policy, chosen.num_devices)
+    policy = chosen.policy.plan(chosen.policy_replicas)
+    judge = None
+    judge_costs = None
+    judge_devices = 0
     state = {"training state": 0.0 if chosen.training.offload else chosen.training.state_bytes}
     memory = {
         "training": parts_at(options.memory, index),
@@ -145,12 +145,24 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, l
     }
     if chosen.judge:
         judge = chosen.judge.plan(chosen.judge_replicas)
+        judge_costs = chosen.judge.laws.costs(chosen.judge_replicas - 1)
+        judge_devices = judge.num_devices
         memory["reward"] = {**parts_at(chosen.judge.memory, chosen.judge_replicas - 1), **state}
-    if sync_bytes := known.sync_bytes(chosen.policy, chosen.training, chosen.num_devices):
-        held = {"training state": chosen.training.state_bytes, "weights": chosen.policy.weights_bytes}
-        memory["weight sync"] = {**held, "on their way": sync_bytes - sum(held.values())}
+    sync_bytes = candidates.sync_bytes(chosen.policy, chosen.training, chosen.num_devices)
+    if sync_bytes:
+        resident = {"training state": chosen.training.state_bytes, "weights": chosen.policy.weights_bytes}
+        memory["weight sync"] = {**resident, "on their way": sync_bytes - sum(resident.values())}
+    costs = JobCosts(
+        policy=chosen.policy.laws.costs(chosen.policy_replicas - 1),
+        reward=judge_costs,
+        training=options.laws.costs(index, sync_s=sync_s, moving_s=moving_s),
+        swap=candidates.swap_costs(chosen.policy, chosen.judge),
+    )
+    factors = None
+    if correction is not None:
+        factors = {stage: correction.factor(stage) for stage in STAGES}
     return Plan(
-        cluster=known.setting.cluster,
+        cluster=candidates.setting.cluster,
         num_devices=chosen.num_devices,
         strategy=chosen.strategy,
         policy=policy,
@@ -158,20 +170,22 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, l
         training=options.layouts[index],
         offload=chosen.training.offload,
         lora_rank=lora_rank,
-        optimizer_offload=known.setting.state.offload != "none",
-        trained_parameters=int(known.setting.state.adapter_parameters or known.setting.job.policy.num_parameters),
-        whole_training_bytes=least_training_bytes(known.setting, chosen.num_devices),
+        optimizer_offload=candidates.setting.state.offload != "none",
+        trained_parameters=int(
+            candidates.setting.state.adapter_parameters or candidates.setting.job.policy.num_parameters
+        ),
+        whole_training_bytes=least_training_bytes(candidates.setting, chosen.num_devices),
         costs=costs,
         step=predict_step(
             costs,
-            known.setting.job,
+            candidates.setting.job,
             strategy=chosen.strategy,
             num_devices=chosen.num_devices,
             policy_devices=policy.num_devices,
-            reward_devices=judge.num_devices if judge else 0,
+            reward_devices=judge_devices,
         ),
         memory=memory,
-        usable_bytes=known.setting.usable_bytes,
-        correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
-        alternatives=tuple(alternatives(known, chosen)),
+        usable_bytes=candidates.setting.usable_bytes,
+        correction=factors,
+        alternatives=tuple(alternatives(candidates, chosen)),
     )

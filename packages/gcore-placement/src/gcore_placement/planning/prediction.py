@@ -1,4 +1,4 @@
-"""The predicted step of a placement that is given, by the laws with which plans are compared."""
+"""The predicted step of a given placement, by the laws with which plans are compared."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ import numpy as np
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
 from gcore_placement.errors import refusal
-from gcore_placement.forecast import EngineStage, Job, StepTime, predict_step
+from gcore_placement.forecast import Job, StepTime, predict_step
 from gcore_placement.planning.candidates import swap_costs, sync_seconds
 from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts, resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
@@ -42,7 +42,7 @@ def predict_layout(
     host_moves: int | None = None,
     efficiency: Efficiency | None = None,
 ) -> StepTime:
-    """Predict the mean time of a step of a placement, as `plan` predicts those that it compares.
+    """Predict the mean time of a step of a placement, by the same laws as `plan`.
 
     Args:
         strategy: how policy and judge share the engines' devices; colocated also without a judge.
@@ -53,31 +53,45 @@ def predict_layout(
     """
     if (judge is None) != (job.judge is None):
         raise refusal("judge", judge, "given with job.judge, and only then")
-    own = efficiency or Efficiency()
-    num_devices = max(layout.num_ranks, policy.num_devices + (judge.num_devices if judge else 0))
-    engines = (_engine(cluster, job, "generation", policy, own), judge and _engine(cluster, job, "reward", judge, own))
-    moves = int(takes_turns) if host_moves is None else host_moves
-    training = _training(cluster, job, layout, num_devices, own, host_moves=moves)
-    rooflines = [_roofline(cluster, job, "generation", policy, own)]
+    efficiency = efficiency or Efficiency()
+    if host_moves is None:
+        host_moves = int(takes_turns)
+    roofline = EngineRoofline.of(
+        job, "generation", cluster=cluster, tp=policy.devices_per_engine, efficiency=efficiency
+    )
+    policy_costs = _engine_costs(job, policy, roofline)
+    largest_bytes = roofline.weights_bytes
+    judge_costs = None
+    judge_devices = 0
     if judge is not None:
-        rooflines.append(_roofline(cluster, job, "reward", judge, own))
-    sync_s = sync_seconds(cluster, own, rooflines[0].weights_bytes, num_devices)
-    is_still = not takes_turns and strategy != "colocated"
-    swap = SwapCosts() if is_still else swap_costs(cluster, own, max(each.weights_bytes for each in rooflines))
-    costs = JobCosts(policy=engines[0], reward=engines[1], training=replace(training, sync_s=sync_s), swap=swap)
-    found = predict_step(
+        judge_roofline = EngineRoofline.of(
+            job, "reward", cluster=cluster, tp=judge.devices_per_engine, efficiency=efficiency
+        )
+        judge_costs = _engine_costs(job, judge, judge_roofline)
+        judge_devices = judge.num_devices
+        largest_bytes = max(largest_bytes, judge_roofline.weights_bytes)
+    num_devices = max(layout.num_ranks, policy.num_devices + judge_devices)
+    training = _training_costs(cluster, job, layout, num_devices, efficiency, host_moves=host_moves)
+    sync_s = sync_seconds(cluster, efficiency, roofline.weights_bytes, num_devices)
+    swap = SwapCosts()
+    if takes_turns or strategy == "colocated":
+        swap = swap_costs(cluster, efficiency, largest_bytes)
+    costs = JobCosts(policy=policy_costs, reward=judge_costs, training=replace(training, sync_s=sync_s), swap=swap)
+    step = predict_step(
         costs,
         job,
         strategy=strategy,
         num_devices=num_devices,
         policy_devices=policy.num_devices,
-        reward_devices=judge.num_devices if judge else 0,
+        reward_devices=judge_devices,
     )
-    # Without a judge and without turns no engine ever sleeps.
-    return found if takes_turns or judge is not None else replace(found, swap_s=0.0)
+    if not takes_turns and judge is None:
+        # No engine ever sleeps.
+        return replace(step, swap_s=0.0)
+    return step
 
 
-def _training(
+def _training_costs(
     cluster: Cluster, job: Job, layout: TrainingLayout, num_devices: int, efficiency: Efficiency, *, host_moves: int
 ) -> TrainingCosts:
     layouts = TrainingLayouts.of(layout)
@@ -90,22 +104,7 @@ def _training(
     return replace(costs, per_token_s=costs.per_token_s * share, per_pair_s=costs.per_pair_s * share)
 
 
-def _roofline(
-    cluster: Cluster, job: Job, stage: EngineStage, engines: EngineLayout, efficiency: Efficiency
-) -> EngineRoofline:
-    return EngineRoofline(
-        model=job.engine_role(stage)[0],
-        cluster=cluster,
-        tp=engines.devices_per_engine,
-        compute_bytes=job.compute_bytes,
-        efficiency=efficiency,
-    )
-
-
-def _engine(
-    cluster: Cluster, job: Job, stage: EngineStage, engines: EngineLayout, efficiency: Efficiency
-) -> EngineCosts:
+def _engine_costs(job: Job, engines: EngineLayout, roofline: EngineRoofline) -> EngineCosts:
     # No engine is sized for more sequences than it gets.
-    each: Floats = np.ceil(job.wave_prompts.max() * job.n / np.array([float(engines.num_engines)]))
-    laws = _roofline(cluster, job, stage, engines, efficiency).laws(np.clip(each, 1, engines.max_num_seqs))
-    return laws.costs(0)
+    engine_seqs: Floats = np.ceil(job.wave_prompts.max() * job.n / np.array([float(engines.num_engines)]))
+    return roofline.laws(np.clip(engine_seqs, 1, engines.max_num_seqs)).costs(0)

@@ -25,7 +25,7 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """Seconds at which requests started and were done, and the stretches in which replicas had something to do."""
+    """Seconds at which requests started and were done, and the stretches in which replicas were busy."""
 
     requests: Requests
     start: Floats
@@ -45,9 +45,8 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         none = np.empty(0)
-        return EngineRun(
-            requests=requests, start=none, finish=none, busy_replica=counts[:0], busy_from=none, busy_to=none
-        )
+        idle = counts[:0]
+        return EngineRun(requests=requests, start=none, finish=none, busy_replica=idle, busy_from=none, busy_to=none)
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)
@@ -57,7 +56,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
 
 
 def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
-    """Simulate in closed form the case in which all requests of a replica start together and none waits."""
+    """Simulate in closed form requests that all start together on their replica, without waiting."""
     order = np.lexsort((requests.length, requests.replica))
     used = np.flatnonzero(counts)
     ends = np.cumsum(counts[used])
@@ -76,12 +75,12 @@ def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> Engin
     running = from_here(np.ones(len(order)))
     done = np.concatenate([[0.0], length[:-1]])
     done[starts] = 0.0
-    held = from_here(requests.context[order]) + running * done
+    held_tokens = from_here(requests.context[order]) + running * done
     prefill_s = np.add.reduceat(requests.prefill[order] * costs.prefill_per_token_s, starts)
     arrival = requests.arrival[order]
     finish = np.empty(len(order))
     # Sequences that end at the same step end at the very same second.
-    decoded_s = up_to(costs.decode_s(length - done, running, held))
+    decoded_s = up_to(costs.decode_s(length - done, running, held_tokens))
     finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
     busy_to = finish[order[ends - 1]]
     return EngineRun(
@@ -98,7 +97,9 @@ class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
     def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
-        self._costs, self._requests, self._order = costs, requests, order
+        self._costs = costs
+        self._requests = requests
+        self._order = order
         # After the last request stands one that never arrives.
         self._arrival = np.append(requests.arrival[order], np.inf)
         self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
@@ -122,7 +123,8 @@ class _Batch:
         self._slot_item = np.zeros((num_replicas, self._num_slots), dtype=np.int32)
         self._first = np.zeros(num_replicas, dtype=np.intp)
         """The slot whose sequence ends next."""
-        self._begin, self._finish = np.empty(len(order)), np.empty(len(order))
+        self._begin = np.empty(len(order))
+        self._finish = np.empty(len(order))
         """Seconds at which requests start and are done."""
         self._busy_since = np.zeros(num_replicas)
         self._stretches: list[tuple[Ints, Floats, Floats]] = []
@@ -131,8 +133,10 @@ class _Batch:
         """Advance until no request is unfinished."""
         while self._num_unfinished:
             self._advance()
-        start, finish = np.empty_like(self._finish), np.empty_like(self._finish)
-        start[self._order], finish[self._order] = self._begin, self._finish
+        start = np.empty_like(self._finish)
+        finish = np.empty_like(self._finish)
+        start[self._order] = self._begin
+        finish[self._order] = self._finish
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
         return EngineRun(
             requests=self._requests,
@@ -162,7 +166,8 @@ class _Batch:
             self._start(started, arrival[started])
 
     def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
-        running, slot = self._running[replicas], self._first[replicas]
+        running = self._running[replicas]
+        slot = self._first[replicas]
         time = self._time[replicas] + duration
         self._time[replicas] = time
         self._steps[replicas] = self._slot_end[replicas, slot]
@@ -179,7 +184,8 @@ class _Batch:
         self._num_unfinished -= len(replicas)
 
         is_empty = running == 1
-        empty, time = replicas[is_empty], time[is_empty]
+        empty = replicas[is_empty]
+        time = time[is_empty]
         # Small counts are exact ones.
         self._steps[empty] = self._held[empty] = 0.0
         after = self._next[empty]
@@ -187,17 +193,20 @@ class _Batch:
         self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
 
     def _start(self, replicas: Ints, arrival: Floats) -> None:
-        slot, held, time = self._running[replicas], self._held[replicas], self._time[replicas]
+        slot = self._running[replicas]
+        held_tokens = self._held[replicas]
+        time = self._time[replicas]
         running = slot.astype(np.float64)
         was_idle = (slot == 0) & (arrival >= time)
         self._busy_since[replicas[was_idle]] = arrival[was_idle]
         passed = np.where(slot > 0, np.maximum(arrival - time, 0.0), 0.0)
-        steps, has_passed = np.zeros_like(passed), passed > 0
-        steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held[has_passed])
+        steps = np.zeros_like(passed)
+        has_passed = passed > 0
+        steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held_tokens[has_passed])
 
         item = self._next[replicas]
         self._steps[replicas] += steps
-        self._held[replicas] = held + running * steps + self._context[item]
+        self._held[replicas] = held_tokens + running * steps + self._context[item]
         self._begin[item] = np.maximum(time, arrival)
         self._time[replicas] = self._begin[item] + self._prefill_s[item]
         end = self._steps[replicas] + self._length[item]

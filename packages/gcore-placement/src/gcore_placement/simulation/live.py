@@ -36,7 +36,7 @@ def blend(u_shared: float, u_own: float, share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaRequest:
-    """A sequence to decode; a subclass may hold what it is decoded for."""
+    """A sequence to decode; a subclass may add the purpose of the sequence."""
 
     length: float
     """Tokens to decode."""
@@ -84,9 +84,8 @@ class Replica(Generic[SequenceT]):
         """The time at which the next sequence ends, if nothing changes until then; None if none runs, or when held."""
         if self._is_held or not self._running:
             return None
-        return self._since_s + self._costs.decode_s(
-            self._running[0][0] - self._steps, float(len(self._running)), self._held
-        )
+        steps = self._running[0][0] - self._steps
+        return self._since_s + self._costs.decode_s(steps, float(len(self._running)), self._held)
 
     def submit(self, sequences: Iterable[SequenceT], now_s: float) -> None:
         """Add sequences after those that wait."""
@@ -98,7 +97,8 @@ class Replica(Generic[SequenceT]):
         """Take out the sequences that end next; ``now_s`` is `next_end_s`."""
         end = self._running[0][0]
         self._count(end - self._steps)
-        self._steps, self._since_s = end, now_s
+        self._steps = end
+        self._since_s = now_s
         ended: list[SequenceT] = []
         while self._running and self._running[0][0] <= end:
             ended.append(heappop(self._running)[3])
@@ -107,19 +107,19 @@ class Replica(Generic[SequenceT]):
         return ended
 
     def withdraw(self, which: Callable[[SequenceT], bool], now_s: float) -> list[tuple[SequenceT, float]]:
-        """Take sequences out, waiting or running; each with the tokens that it has been given."""
-        taken = [(sequence, 0.0) for sequence in self._waiting if which(sequence)]
-        if taken:
+        """Take sequences out, waiting or running; return each with the number of its decoded tokens."""
+        withdrawn = [(sequence, 0.0) for sequence in self._waiting if which(sequence)]
+        if withdrawn:
             self._waiting = deque(sequence for sequence in self._waiting if not which(sequence))
         chosen = [entry for entry in self._running if which(entry[3])]
         if chosen:
             self._advance(now_s)
             for _, _, start, sequence in chosen:
-                taken.append((sequence, self._steps - start))
+                withdrawn.append((sequence, self._steps - start))
                 self._held -= sequence.context + self._steps - start
             self._running = sorted(entry for entry in self._running if not which(entry[3]))
             self._admit()
-        return taken
+        return withdrawn
 
     def hold(self, now_s: float) -> None:
         """Stop decoding until `release`."""
@@ -177,13 +177,15 @@ class RunningLedger:
     def __init__(
         self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
     ) -> None:
-        self._num_devices, self._num_reward_devices, self._clock = num_devices, num_reward_devices, clock
+        self._num_devices = num_devices
+        self._num_reward_devices = num_reward_devices
+        self._clock = clock
         self._num_busy = {"generation": 0, "reward": 0}
         self._stages: list[str | None] = [None] * num_controllers
         self._num_in: Counter[str | None] = Counter(self._stages)
         self._whole: tuple[str, float] | None = None
         self._since_s = 0.0
-        self._seconds: dict[str, float] = dict.fromkeys((*WORK, *IDLE), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(WORK + IDLE, 0.0)
 
     def change(self, work: Literal["generation", "reward"], num_devices: int) -> None:
         """Count more devices as doing this work, or fewer if negative."""
@@ -191,7 +193,7 @@ class RunningLedger:
         self._num_busy[work] += num_devices
 
     def enter(self, rank: int, stage: str | None) -> None:
-        """Note the stage of its program that a controller is in from now on; None: it is in none."""
+        """Note the present stage of a controller; None: it is in no stage."""
         self._advance()
         self._num_in[self._stages[rank]] -= 1
         self._num_in[stage] += 1
@@ -213,12 +215,14 @@ class RunningLedger:
     def cut(self) -> dict[str, float]:
         """Return the device-seconds of each of WORK and IDLE since the last call."""
         self._advance()
-        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         return seconds
 
     def _advance(self) -> None:
         now_s = self._clock()
-        passed_s, self._since_s = now_s - self._since_s, now_s
+        passed_s = now_s - self._since_s
+        self._since_s = now_s
         if not passed_s:
             return
         seconds = self._seconds

@@ -13,7 +13,8 @@ from gcore_placement.quantities import Floats
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests
 from gcore_placement.simulation.live import Replica, ReplicaRequest
 
-_POLLS_PER_LOAN, _POLLS_PER_WAVE = 8, 64
+_POLLS_PER_LOAN = 8
+_POLLS_PER_WAVE = 64
 """Observations of the rule in the time that a loan takes, or, where that is rarer, in the time of generation."""
 
 
@@ -26,16 +27,16 @@ class EngineLoan:
     arrive_s: float
 
     def moving_s(self, until_s: float) -> float:
-        """Return the seconds up to a time in which the devices are on their way."""
+        """Return the seconds up to `until_s` that the devices are on their way."""
         return max(0.0, min(self.arrive_s, until_s) - self.start_s)
 
     def lent_s(self, until_s: float) -> float:
-        """Return the seconds up to a time in which the devices are those of the judge."""
+        """Return the seconds up to `until_s` that the devices belong to the judge."""
         return max(0.0, until_s - self.arrive_s)
 
 
 def replicas_done_s(run: EngineRun, num_replicas: int) -> Floats:
-    """Return the seconds at which each replica has nothing more to do: [num_replicas]."""
+    """Return the seconds at which each replica is done: [num_replicas]."""
     done_R = np.zeros(num_replicas)
     np.maximum.at(done_R, run.requests.replica, run.finish)
     return done_R
@@ -55,13 +56,17 @@ def judge_with_loans(
         judged: that of the judge's without loans.
 
     Returns:
-        The run of the judge's replicas, after which lent ones are numbered, and the loans.
+        The run of the judge's replicas, lent ones last, and the loans.
     """
     lender = Lender(costs, replicas, generated)
-    arrival, start, finish = (np.sort(times) for times in (judged.requests.arrival, judged.start, judged.finish))
-    while (now_s := lender.now_s) < start[-1]:
-        arrived, started, finished = (int(np.searchsorted(times, now_s, "right")) for times in (arrival, start, finish))
-        lender.observe(arrived - started, finished)
+    arrival = np.sort(judged.requests.arrival)
+    start = np.sort(judged.start)
+    finish = np.sort(judged.finish)
+    while lender.now_s < start[-1]:
+        num_arrived = int(np.searchsorted(arrival, lender.now_s, "right"))
+        num_started = int(np.searchsorted(start, lender.now_s, "right"))
+        num_finished = int(np.searchsorted(finish, lender.now_s, "right"))
+        lender.observe(num_arrived - num_started, num_finished)
         if lender.loans:
             judges = Judges(costs, judged.requests, replicas[1])
             return judges.run(Lender(costs, replicas, generated))
@@ -69,15 +74,16 @@ def judge_with_loans(
 
 
 class Lender:
-    """The rule, the loans that it makes, and the time of its next observation."""
+    """The lending rule, its loans, and the time of its next observation."""
 
     def __init__(self, costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun) -> None:
         assert costs.reward is not None
         num_engines, num_judges = replicas
-        per_engine, self._per_judge = costs.policy.devices_per_replica, costs.reward.devices_per_replica
+        per_engine = costs.policy.devices_per_replica
+        self._per_judge = costs.reward.devices_per_replica
         self._unit = lcm(per_engine, self._per_judge)
         self._engines_per_unit = self._unit // per_engine
-        self._most = (num_engines - 1) // self._engines_per_unit
+        self._max_lent = (num_engines - 1) // self._engines_per_unit
         self._num_judges = num_judges
         self._done_s = np.sort(replicas_done_s(generated, num_engines))
         self._loan_s = costs.swap.sleep_s + costs.swap.load_s
@@ -88,26 +94,27 @@ class Lender:
         self.loans: list[EngineLoan] = []
 
     def num_judges(self, now_s: float) -> int:
-        """Return the judges of the partition and those that were lent and have arrived."""
+        """Return the number of judges of the partition and of lent ones that have arrived."""
         return self._num_judges + self._num_lent(now_s) * self._unit // self._per_judge
 
     def observe(self, num_waiting: int, num_finished: int) -> None:
-        """Observe judgements at `now_s`, lend what the rule lends, and set the next time."""
-        now_s, unit = self.now_s, self._unit
-        num_lent, num_arrived = self._num_lent(np.inf), self._num_lent(now_s)
+        """Observe the judgements at `now_s`, make the loan of the rule, if any, and advance the time."""
+        now_s = self.now_s
+        unit = self._unit
+        num_lent = self._num_lent(np.inf)
+        num_arrived = self._num_lent(now_s)
         num_idle = int(np.searchsorted(self._done_s, now_s, "right")) // self._engines_per_unit
-        found = self._rule.observe(
+        loan = self._rule.observe(
             now_s,
-            idle=(max(0, min(self._most, num_idle) - num_lent), 0),
+            idle=(max(0, min(self._max_lent, num_idle) - num_lent), 0),
             waiting=(0, num_waiting),
             finished=(0, num_finished),
             serving=(1, max(1, self.num_judges(now_s) * self._per_judge // unit)),
             arriving=(0, num_lent - num_arrived),
         )
-        if found is not None:
-            self.loans.append(
-                EngineLoan(num_devices=found.num_devices * unit, start_s=now_s, arrive_s=now_s + self._loan_s)
-            )
+        if loan is not None:
+            num_devices = loan.num_devices * unit
+            self.loans.append(EngineLoan(num_devices=num_devices, start_s=now_s, arrive_s=now_s + self._loan_s))
         self.now_s = now_s + self._interval_s
 
     def _num_lent(self, now_s: float) -> int:
@@ -125,13 +132,15 @@ class Judges:
 
     def __init__(self, costs: JobCosts, requests: Requests, num_judges: int) -> None:
         assert costs.reward is not None
-        self._costs, self._requests = costs.reward, requests
+        self._costs = costs.reward
+        self._requests = requests
         values = zip(requests.length.tolist(), requests.prefill.tolist(), requests.context.tolist(), strict=True)
         self._judgements = [
             _Judgement(length=length, prefill_s=tokens * self._costs.prefill_per_token_s, context=context, index=index)
             for index, (length, tokens, context) in enumerate(values)
         ]
-        self._start, self._finish = np.empty(len(self._judgements)), np.empty(len(self._judgements))
+        self._start = np.empty(len(self._judgements))
+        self._finish = np.empty(len(self._judgements))
         self._num_finished = self._num_waiting = 0
         self._replicas: list[Replica[_Judgement]] = []
         self._queues: list[deque[_Judgement]] = []
@@ -145,22 +154,21 @@ class Judges:
         self._add(num_judges)
 
     def run(self, lender: Lender) -> tuple[EngineRun, list[EngineLoan]]:
-        """Judge everything with the loans that are made; return the run and the loans."""
+        """Judge all requests while `lender` makes loans; return the run and the loans."""
         order = np.argsort(self._requests.arrival, kind="stable")
         arrivals = deque(zip(self._requests.arrival[order].tolist(), order.tolist(), strict=True))
         while arrivals or self._ends:
-            now_s = min(
-                arrivals[0][0] if arrivals else np.inf,
-                self._ends[0][0] if self._ends else np.inf,
-                lender.now_s,
-            )
-            if self._ends and self._ends[0][0] == now_s:
+            arrival_s = arrivals[0][0] if arrivals else np.inf
+            end_s = self._ends[0][0] if self._ends else np.inf
+            now_s = min(arrival_s, end_s, lender.now_s)
+            if end_s == now_s:
                 self._complete(now_s)
-            elif arrivals and arrivals[0][0] == now_s:
+            elif arrival_s == now_s:
                 self._arrive(arrivals.popleft()[1], now_s)
             else:
                 lender.observe(self._num_waiting, self._num_finished)
-                if (count := lender.num_judges(now_s) - len(self._replicas)) > 0:
+                count = lender.num_judges(now_s) - len(self._replicas)
+                if count > 0:
                     self._join(count, now_s)
         replicas, since, until = (np.array(column) for column in zip(*self._stretches, strict=True))
         run = EngineRun(
@@ -177,10 +185,6 @@ class Judges:
         self._replicas += [Replica(self._costs) for _ in range(count)]
         self._queues += [deque() for _ in range(count)]
         self._busy_since += [0.0] * count
-
-    def _places(self, replica: int) -> int:
-        """Return how many more sequences the replica can run."""
-        return self._costs.max_num_seqs - self._replicas[replica].num_running
 
     def _complete(self, now_s: float) -> None:
         """Complete the sequences that end now on the replica that ends first."""
@@ -202,15 +206,19 @@ class Judges:
         self._queues[index].append(self._judgements[number])
         self._num_waiting += 1
         if self._loads:
-            while self._loads[0][0] != self._replicas[index := self._loads[0][1]].num_running:
+            num_running, index = self._loads[0]
+            while num_running != self._replicas[index].num_running:
                 heappop(self._loads)
+                num_running, index = self._loads[0]
         self._fill(index, now_s)
 
     def _join(self, count: int, now_s: float) -> None:
-        """Have all replicas and so many new ones share one queue, of which each new one takes an equal part."""
-        queues = {id(queue): queue for queue in self._queues}.values()
-        waiting = [judgement for queue in queues for judgement in queue]
-        shared = deque(sorted(waiting, key=lambda own: float(self._requests.arrival[own.index])))
+        """Add `count` replicas; all replicas share one queue, from which each new one takes an equal part."""
+        waiting: list[_Judgement] = []
+        for queue in {id(queue): queue for queue in self._queues}.values():
+            waiting.extend(queue)
+        waiting.sort(key=lambda judgement: float(self._requests.arrival[judgement.index]))
+        shared = deque(waiting)
         first = len(self._replicas)
         self._add(count)
         self._queues = [shared] * len(self._replicas)
@@ -222,15 +230,17 @@ class Judges:
 
     def _fill(self, index: int, now_s: float, at_most: float = np.inf) -> None:
         """Start waiting judgements on a replica, and note when its next sequence ends."""
-        replica, queue = self._replicas[index], self._queues[index]
-        count = int(min(self._places(index), len(queue), at_most))
+        replica = self._replicas[index]
+        queue = self._queues[index]
+        count = int(min(self._costs.max_num_seqs - replica.num_running, len(queue), at_most))
         if count and not replica.num_running:
             self._busy_since[index] = now_s
         started = [queue.popleft() for _ in range(count)]
-        self._start[[own.index for own in started]] = now_s
+        self._start[[judgement.index for judgement in started]] = now_s
         self._num_waiting -= count
         replica.submit(started, now_s)
         if self._loads:
             heappush(self._loads, (replica.num_running, index))
-        if (end_s := replica.next_end_s) is not None:
+        end_s = replica.next_end_s
+        if end_s is not None:
             heappush(self._ends, (end_s, index))

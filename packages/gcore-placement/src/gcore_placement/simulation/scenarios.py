@@ -135,7 +135,8 @@ _STILL = replace(_STEADY, name="no_change", num_steps=80, judge_median=steady(85
 
 def _swinging(name: str, *, is_shuffled: bool = False, **course: Any) -> TraceRecipe:
     """Return a recipe whose load goes from one role to the other: long responses, then judgements that reason."""
-    response, judge = Drift(first=4000, last=1000, **course), Drift(first=300, last=2400, **course)
+    response = Drift(first=4000, last=1000, **course)
+    judge = Drift(first=300, last=2400, **course)
     return replace(_STILL, name=name, response_median=response, judge_median=judge, is_shuffled=is_shuffled)
 
 
@@ -202,32 +203,38 @@ def scenario(
         progress: see `Simulator`.
     """
     recipes = SCENARIOS | FAMILY
-    known_names = (*recipes, *PUBLISHED)
-    for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
-        check_known(field, key, known)
-    costs, size = costs or JOBS[job], SCALES[num_devices]
+    check_known("scenario", name, recipes | PUBLISHED)
+    check_known("job", job, JOBS)
+    check_known("devices", num_devices, SCALES)
+    costs = costs or JOBS[job]
+    size = SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)
     elif trace is None:
-        trace = sized(recipes[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed).trace()
+        trace = resize(recipes[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed).trace()
     assert costs.reward is not None
-    space = PartitionSpace(
-        num_devices=num_devices,
-        roles=tuple(RoleLimits(devices_per_replica=own.devices_per_replica) for own in (costs.policy, costs.reward)),
-        unit_devices=size.unit_devices,
-    )
+    policy = RoleLimits(devices_per_replica=costs.policy.devices_per_replica)
+    reward = RoleLimits(devices_per_replica=costs.reward.devices_per_replica)
+    space = PartitionSpace(num_devices=num_devices, roles=(policy, reward), unit_devices=size.unit_devices)
     return Simulator(trace, costs, space, progress=progress)
 
 
-def sized(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int) -> TraceRecipe:
+def resize(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int) -> TraceRecipe:
     """Return the recipe with another number of steps, with jumps at the same fractions of them; periods stay."""
     steps = recipe.num_steps if num_steps is None else num_steps
 
-    def over(drift: Drift) -> Drift:
-        moments = {"jump_step": drift.jump_step, "back_step": drift.back_step}
-        return replace(
-            drift, **{name: round(at * steps / recipe.num_steps) for name, at in moments.items() if at is not None}
-        )
+    def move(step: int | None) -> int | None:
+        return None if step is None else round(step * steps / recipe.num_steps)
 
-    drifts = {name: over(getattr(recipe, name)) for name in ("response_median", "judge_median", "acceptance")}
-    return replace(recipe, num_steps=steps, train_batch_size=train_batch_size, seed=seed, **drifts)
+    def over(drift: Drift) -> Drift:
+        return replace(drift, jump_step=move(drift.jump_step), back_step=move(drift.back_step))
+
+    return replace(
+        recipe,
+        num_steps=steps,
+        train_batch_size=train_batch_size,
+        seed=seed,
+        response_median=over(recipe.response_median),
+        judge_median=over(recipe.judge_median),
+        acceptance=over(recipe.acceptance),
+    )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ _HELD_UP = 0.3
 judgements of a wave meet engines that are full, and take longer than alone: up to this share that is the law's error.
 """
 _BOUND = 1 - 1e-9
-"""Factor of lower bounds, which rounding must not let exceed what they bound."""
+"""Factor that keeps lower bounds valid under rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +58,25 @@ class SimulatedStep:
 
 
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
-    """Return the loads of a wave that a live run, which believes in these costs, would observe: policy and reward."""
+    """Return the loads of policy and reward that a live run would observe, with `believed` as its costs."""
     policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
     reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
     # Replicas that start late end late, whatever their work.
     was_late = wave.late_s > 0
-    policy_s, reward_s = (max(0.0, end_s - wave.late_s) for end_s in (wave.uncontended_s, wave.seconds))
     return (
         RoleLoad(
             work_device_s=policy_work,
             # The last response has yet to be judged.
             floor_s=policy_floor_s + wave.uncontended_s - wave.generation_s,
             busy_device_s=wave.device_s["generation"],
-            finish_s=policy_s,
+            finish_s=max(0.0, wave.uncontended_s - wave.late_s),
             was_waiting=was_late,
         ),
         RoleLoad(
             work_device_s=reward_work,
             floor_s=reward_floor_s + wave.first_response_s,
             busy_device_s=wave.device_s["reward"],
-            finish_s=reward_s,
+            finish_s=max(0.0, wave.seconds - wave.late_s),
             was_waiting=was_late or wave.seconds <= wave.uncontended_s * (1 + _HELD_UP),
             lent_devices=wave.lent_devices,
         ),
@@ -105,12 +103,12 @@ class StrategyRun:
     @property
     def num_moves(self) -> int:
         """Waves before which devices moved."""
-        return sum(devices > 0 for step in self.steps for devices in step.moved_devices)
+        return sum(_count_positive(step.moved_devices) for step in self.steps)
 
     @property
     def num_loans(self) -> int:
         """Waves within which devices were lent."""
-        return sum(devices > 0 for step in self.steps for devices in step.lent_devices)
+        return sum(_count_positive(step.lent_devices) for step in self.steps)
 
     def share(self, column: str) -> float:
         """Return the share of one of WORK and IDLE in all device-seconds."""
@@ -119,6 +117,10 @@ class StrategyRun:
     @property
     def idle_share(self) -> float:
         return sum(self.share(column) for column in IDLE)
+
+
+def _count_positive(numbers: Iterable[float]) -> int:
+    return sum(number > 0 for number in numbers)
 
 
 class Simulator:
@@ -141,22 +143,26 @@ class Simulator:
         for (name, engine), limits in zip(engines.items(), space.roles, strict=True):
             if not engine.decode_base_s + engine.decode_per_sequence_s:
                 raise refusal(f"costs.{name}.decode_base_s", 0.0, "above 0: a token takes time")
-            if engine.devices_per_replica != (own := limits.devices_per_replica):
+            if engine.devices_per_replica != limits.devices_per_replica:
                 accepted = f"{engine.devices_per_replica}, as the costs have it"
-                raise refusal(f"space.{name}.devices_per_replica", own, accepted)
-        self.trace, self.costs, self.space = trace, costs, space
+                raise refusal(f"space.{name}.devices_per_replica", limits.devices_per_replica, accepted)
+        self.trace = trace
+        self.costs = costs
+        self.space = space
         self._progress = progress or (lambda _: None)
-        by_step = [list(trace.waves(step)) for step in range(trace.num_steps)]
-        self._waves = [wave for waves in by_step for wave in waves]
-        self._end = np.cumsum([len(waves) for waves in by_step]).tolist()
+        self._waves: list[Wave] = []
+        self._end: list[int] = []
         """For each step, the index after its last wave."""
+        for step in range(trace.num_steps):
+            self._waves.extend(trace.waves(step))
+            self._end.append(len(self._waves))
         self._known: dict[tuple[int, int], WaveOutcome] = {}
         """Outcomes of a wave on a partition without moves."""
         self._bounded: set[tuple[int, int]] = set()
-        """Waves and partitions whose lower bounds come from simulated generation."""
+        """Pairs of wave and partition with lower bounds from simulated generation."""
 
     def run(self, strategy: Strategy) -> StrategyRun:
-        """Simulate a planned strategy: the split that is fixed is the best one."""
+        """Simulate a planned strategy; split is the best split."""
         traits = STRATEGIES[strategy]
         if traits.is_time_shared:
             return self.colocated()
@@ -170,9 +176,9 @@ class Simulator:
 
     def split(self, partition: Partition) -> StrategyRun:
         """Simulate split: the same partition in each wave."""
-        chosen = [self.space.index(partition)] * len(self._waves)
-        self._simulate(range(len(self._waves)), chosen[0])
-        return self._fastest("split", lambda: chosen)
+        index = self.space.index(partition)
+        self._simulate(range(len(self._waves)), index)
+        return self._fastest("split", lambda: [index] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
         """Simulate the split that is fastest over the whole trace, chosen with hindsight."""
@@ -244,26 +250,35 @@ class Simulator:
         that often shows that another partition may be faster.
         """
         chosen = choose()
-        while unknown := [pair for pair in enumerate(chosen) if pair not in self._known]:
+        unknown = self._unknown(chosen)
+        while unknown:
             loose = [pair for pair in unknown if pair not in self._bounded]
-            for index in {index for _, index in loose or unknown}:
-                waves = [wave for wave, own in loose or unknown if own == index]
+            waves_by_index: dict[int, list[int]] = {}
+            for wave, index in loose or unknown:
+                waves_by_index.setdefault(index, []).append(wave)
+            for index, waves in waves_by_index.items():
                 if loose:
                     self._raise_bounds(waves, index)
                 else:
                     self._simulate(waves[:: max(1, 4 * len(waves) // len(chosen))], index)
             chosen = choose()
+            unknown = self._unknown(chosen)
         outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
+
+    def _unknown(self, chosen: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the waves, with their chosen partitions, that are not simulated."""
+        return [pair for pair in enumerate(chosen) if pair not in self._known]
 
     def _run(self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()) -> StrategyRun:
         """Combine the outcomes of all waves, and the partitions they ran on; no partitions: colocated."""
         devices = [partition.devices[0] for partition in partitions]
         moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
-        steps = [
-            self._step(step, outcomes[first:end], partitions[first:end], moved[first:end])
-            for step, (first, end) in enumerate(pairwise([0, *self._end]))
-        ]
+        steps: list[SimulatedStep] = []
+        first = 0
+        for step, end in enumerate(self._end):
+            steps.append(self._step(step, outcomes[first:end], partitions[first:end], moved[first:end]))
+            first = end
         return StrategyRun(strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps))
 
     def _step(
@@ -273,19 +288,24 @@ class Simulator:
 
         Engines wake before the waves and sleep after them; where roles take turns, also between waves.
         """
-        num_devices, swap, sync_s = self.space.num_devices, self.costs.swap, self.costs.training.sync_s
-        swap_s = (swap.sleep_s + swap.wake_s) * (1 if partitions else len(waves))
-        work = self.trace.training_tokens(step)
-        prepare_s, train_s = map(float, training_seconds(self.costs.training, *work, num_devices))
+        num_devices = self.space.num_devices
+        swap = self.costs.swap
+        sync_s = self.costs.training.sync_s
+        num_swaps = len(waves)
+        policy_devices = num_devices
+        if partitions:
+            num_swaps = 1
+            policy_devices = partitions[-1].devices[0]
+        tokens, pairs = self.trace.training_tokens(step)
+        prepare_s, train_s = training_seconds(self.costs.training, tokens, pairs, num_devices)
         stage_s = {
-            "swap": swap_s,
+            "swap": (swap.sleep_s + swap.wake_s) * num_swaps,
             "generation": sum(wave.seconds for wave in waves),
-            "preparation": prepare_s,
-            "training": train_s,
+            "preparation": float(prepare_s),
+            "training": float(train_s),
             "weight_sync": sync_s,
         }
-        policy_devices = partitions[-1].devices[0] if partitions else num_devices
-        device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in (*WORK, *IDLE)}
+        device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in WORK + IDLE}
         for name in ("swap", "preparation", "training"):
             device_s[name] += num_devices * stage_s[name]
         device_s["weight_sync"] += policy_devices * sync_s
@@ -300,7 +320,7 @@ class Simulator:
         )
 
     def _simulate(self, waves: Iterable[int], index: int) -> None:
-        """Simulate the waves on a partition that are not known, all at once."""
+        """Simulate those of the waves on a partition that are not yet simulated, all at once."""
         unknown = [wave for wave in waves if (wave, index) not in self._known]
         if not unknown:
             return
@@ -315,8 +335,8 @@ class Simulator:
         """Raise the lower bounds of waves on a partition by simulating generation."""
         judging_W = self._judging_device_s[waves] / self.space.role_devices[index, 1]
         chosen = [self._waves[wave] for wave in waves]
-        found_W = least_seconds(self.costs, chosen, self.space.partitions[index], judging_W)
-        self._least_s[waves, index] = np.maximum(self._least_s[waves, index], found_W * _BOUND)
+        least_W = least_seconds(self.costs, chosen, self.space.partitions[index], judging_W)
+        self._least_s[waves, index] = np.maximum(self._least_s[waves, index], least_W * _BOUND)
         self._bounded.update((wave, index) for wave in waves)
 
     @cached_property
@@ -341,7 +361,7 @@ class Simulator:
 
 
 def _least_generating_s(costs: EngineCosts, partition: Partition, wave: Wave) -> float:
-    """Return a lower bound of the seconds in which the policy's replicas finish a wave.
+    """Return a lower bound of the seconds of generating a wave on the policy's replicas.
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
     """

@@ -35,7 +35,7 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
 
 
 def judge_requests(waves: Sequence[Wave], ready_Q: Floats, num_replicas: int) -> Requests:
-    """Return the judgements, dealt in turn to a wave's replicas as responses finish; each reads prompt and response."""
+    """Return the judgements, assigned in turn to a wave's replicas as responses finish."""
     wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
     read, length = _judgements(waves)
     order = np.lexsort((ready_Q, wave_Q))
@@ -80,15 +80,15 @@ class WaveOutcome:
     generation_s: float
     """Seconds until all was generated."""
     first_response_s: float
-    """Seconds until a first response could be judged."""
+    """Seconds until the first response can be judged."""
     uncontended_s: float
-    """Seconds until all would have been judged, had each judgement had a replica to itself."""
+    """Seconds until all is judged if each judgement has a replica to itself."""
     policy_work: EngineWork
     reward_work: EngineWork
     spare_s: float
-    """Seconds until a first replica of the policy had nothing more to do."""
+    """Seconds until the first replica of the policy is done."""
     queued_until_s: float
-    """Seconds until no judgement waited any more."""
+    """Seconds until no judgement waits."""
     replicas: tuple[int, ...]
     """The replicas of the policy and of the reward at the end."""
     lent_devices: float = 0.0
@@ -100,69 +100,73 @@ class WaveOutcome:
 def simulate_waves(
     costs: JobCosts,
     waves: Sequence[Wave],
-    place: Partition | int,
+    layout: Partition | int,
     *,
     before: tuple[int, ...] | None = None,
     late_s: float = 0,
     lends: bool = False,
 ) -> list[WaveOutcome]:
-    """Simulate waves: side by side on a partition, or in turns on so many devices.
+    """Simulate waves: side by side on a partition, or in turns on `layout` devices.
 
     Side by side, each response is judged once it is done; in turns, all devices generate, swap, and judge. The swap
     back is not part of the wave.
 
     Args:
-        before: the replicas of the policy and of the reward so far; those that a role did not have, its last ones,
-            start the first wave late.
-        late_s: seconds by which they are.
-        lends: of one wave side by side: engines become judges within it, as in `judge_with_loans`.
+        before: the previous replicas of the policy and of the reward; a role's new replicas, its last ones, start
+            the first wave late.
+        late_s: seconds by which new replicas are late.
+        lends: engines become judges within the wave, as in `judge_with_loans`; only for one wave side by side.
     """
-    assert not lends or (len(waves) == 1 and isinstance(place, Partition)), "loans are those of one wave side by side"
+    assert not lends or (len(waves) == 1 and isinstance(layout, Partition)), "loans are those of one wave side by side"
     outcomes: list[WaveOutcome] = []
-    policy, reward = costs.policy, reward_costs(costs)
-    replicas = _replicas(costs, place)
-    for chunk in _chunks(costs, waves, place):
+    policy = costs.policy
+    reward = reward_costs(costs)
+    replicas = _replicas(costs, layout)
+    for chunk in _chunks(costs, waves, layout):
         late = (0, 0)
         if before is not None and not outcomes:
-            late = max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1])
-        generated, judged = run_waves(costs, chunk, place, late, late_s)
+            late = (max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1]))
+        generated, judged = run_waves(costs, chunk, layout, late, late_s)
         loans: list[EngineLoan] = []
         if lends:
             judged, loans = judge_with_loans(costs, replicas, generated, judged)
-        responses, judgements = generated.requests, judged.requests
+        responses = generated.requests
+        judgements = judged.requests
         starts = wave_starts(chunk)
         generation_W = np.maximum.reduceat(generated.finish, starts)
         end_W = np.maximum.reduceat(judged.finish, starts)
         generating_W = _busy_s(generated, replicas[0], end_W) * policy.devices_per_replica
         judging_W = _busy_s(judged, replicas[1], end_W) * reward.devices_per_replica
-        if isinstance(place, int):
+        if isinstance(layout, int):
             swap_s = costs.swap.sleep_s + costs.swap.wake_s
             judging_s_W = end_W - generation_W - swap_s
-            held = replicas[0] * policy.devices_per_replica, replicas[1] * reward.devices_per_replica
+            policy_devices = replicas[0] * policy.devices_per_replica
+            reward_devices = replicas[1] * reward.devices_per_replica
             idle = {
-                "swap": np.full(len(chunk), swap_s * place),
-                "long_tail": generation_W * held[0] - generating_W + judging_s_W * held[1] - judging_W,
-                "unassigned": generation_W * (place - held[0]) + judging_s_W * (place - held[1]),
+                "swap": np.full(len(chunk), swap_s * layout),
+                "long_tail": generation_W * policy_devices - generating_W + judging_s_W * reward_devices - judging_W,
+                "unassigned": generation_W * (layout - policy_devices) + judging_s_W * (layout - reward_devices),
             }
-            uncontended_W, lent_devices = end_W, 0.0
+            uncontended_W = end_W
+            lent_devices = 0.0
         else:
-            policy_devices, reward_devices = place.devices
+            policy_devices, reward_devices = layout.devices
             late_W = np.zeros(len(chunk))
             late_W[0] = late_s
-            after_W, late_before_W = end_W - generation_W, np.minimum(late_W, generation_W)
+            after_W = end_W - generation_W
+            late_before_W = np.minimum(late_W, generation_W)
             late_after_W = np.minimum(late_W, end_W) - late_before_W
-            late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
+            late_policy = late[0] * policy.devices_per_replica
+            late_reward = late[1] * reward.devices_per_replica
             judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
-            # Device-seconds on the way to judging, and there, up to the end of generation and to that of the wave.
-            (moving_before, moving), (lent_before, lent) = (
-                [sum(loan.num_devices * loan_s(loan, until) for loan in loans) for until in (generation_W[0], end_W[0])]
-                for loan_s in (EngineLoan.moving_s, EngineLoan.lent_s)
-            )
+            moving_before, lent_before = _loan_device_s(loans, generation_W[0])
+            moving, lent = _loan_device_s(loans, end_W[0])
             lent_devices = float(lent / end_W[0])
             policy_tail_W = generation_W * policy_devices - generating_W - late_policy * late_before_W
             reward_tail_W = after_W * reward_devices - judging_after_W - late_reward * late_after_W
-            gone_before, gone = moving_before + lent_before, moving + lent
+            gone_before = moving_before + lent_before
+            gone = moving + lent
             idle = {
                 "swap": (late_policy + late_reward) * (late_before_W + late_after_W) + moving,
                 "long_tail": policy_tail_W - gone_before + reward_tail_W + lent - lent_before,
@@ -171,14 +175,15 @@ def simulate_waves(
                 - judging_before_W
                 - late_reward * late_before_W
                 + lent_before,
-                "unassigned": end_W * place.unassigned_devices,
+                "unassigned": end_W * layout.unassigned_devices,
             }
             alone_Q = _judged_alone_s(reward, judgements.prefill, judgements.length)
             uncontended_W = np.maximum.reduceat(judgements.arrival + alone_Q, starts)
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
-        policy_work, reward_work = engine_works(responses, starts), engine_works(judgements, starts)
+        policy_work = engine_works(responses, starts)
+        reward_work = engine_works(judgements, starts)
         spare_W = replicas_done_s(generated, len(chunk) * replicas[0]).reshape(len(chunk), -1).min(axis=1)
         queued_W = np.maximum.reduceat(np.where(judged.start > judgements.arrival, judged.start, 0.0), starts)
         num_lent = sum(loan.num_devices for loan in loans)
@@ -186,8 +191,9 @@ def simulate_waves(
             replicas[0] - num_lent // policy.devices_per_replica,
             replicas[1] + num_lent // reward.devices_per_replica,
         )
-        outcomes += [
-            WaveOutcome(
+        first_late_s = late_s if any(late) else 0.0
+        for wave in range(len(chunk)):
+            outcome = WaveOutcome(
                 seconds=float(end_W[wave]),
                 device_s={name: column[wave] for name, column in rounded.items()},
                 generation_s=float(generation_W[wave]),
@@ -199,17 +205,23 @@ def simulate_waves(
                 queued_until_s=float(queued_W[wave]),
                 replicas=at_end,
                 lent_devices=lent_devices,
-                late_s=late_s if any(late) and not wave else 0.0,
+                late_s=0.0 if wave else first_late_s,
             )
-            for wave in range(len(chunk))
-        ]
+            outcomes.append(outcome)
     return outcomes
 
 
-def _chunks(costs: JobCosts, waves: Sequence[Wave], place: Partition | int) -> Iterator[Sequence[Wave]]:
+def _loan_device_s(loans: Sequence[EngineLoan], until_s: float) -> tuple[float, float]:
+    """Return the device-seconds of loans up to a time: on their way to judging, and judging."""
+    moving = sum(loan.num_devices * loan.moving_s(until_s) for loan in loans)
+    lent = sum(loan.num_devices * loan.lent_s(until_s) for loan in loans)
+    return moving, lent
+
+
+def _chunks(costs: JobCosts, waves: Sequence[Wave], layout: Partition | int) -> Iterator[Sequence[Wave]]:
     """Yield as many waves as may be simulated at once."""
     largest = max(wave.response_length.size for wave in waves)
-    engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, place), strict=True)
+    engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, layout), strict=True)
     slots = max(number * min(engine.max_num_seqs, -(-largest // number)) for engine, number in engines)
     at_once = max(1, _MAX_SLOTS // slots)
     for first in range(0, len(waves), at_once):
@@ -217,18 +229,18 @@ def _chunks(costs: JobCosts, waves: Sequence[Wave], place: Partition | int) -> I
 
 
 def run_waves(
-    costs: JobCosts, waves: Sequence[Wave], place: Partition | int, late: tuple[int, int] = (0, 0), late_s: float = 0.0
+    costs: JobCosts, waves: Sequence[Wave], layout: Partition | int, late: tuple[int, int] = (0, 0), late_s: float = 0.0
 ) -> tuple[EngineRun, EngineRun]:
     """Return the runs of the policy's and of the judge's engines, in seconds from each wave's start.
 
-    So many replicas of each role are late; `simulate_waves` accounts for the result.
+    `late` replicas of each role are late; `simulate_waves` accounts for the result.
     """
-    policy_replicas, reward_replicas = _replicas(costs, place)
+    policy_replicas, reward_replicas = _replicas(costs, layout)
     responses = policy_requests(waves, policy_replicas)
     _delay(responses, policy_replicas, late[0], late_s)
     generated = run_replicas(costs.policy, len(waves) * policy_replicas, responses)
     ready_Q = generated.finish
-    if isinstance(place, int):
+    if isinstance(layout, int):
         starts = wave_starts(waves)
         ready_W = np.maximum.reduceat(ready_Q, starts) + costs.swap.sleep_s + costs.swap.wake_s
         ready_Q = np.repeat(ready_W, np.diff(np.append(starts, len(ready_Q))))
@@ -238,16 +250,17 @@ def run_waves(
 
 
 def least_seconds(costs: JobCosts, waves: Sequence[Wave], partition: Partition, judging_W: Floats) -> Floats:
-    """Return lower bounds of the seconds of waves on a partition, of which only generation is simulated: [W].
+    """Return lower bounds of the seconds of waves on a partition, by simulating only generation: [W].
 
     Args:
-        judging_W: least seconds in which all judges together do a wave's judgements, once all responses are there.
+        judging_W: least seconds of a wave's judgements on all judges together, once all responses are there.
     """
     bounds: list[float] = []
     for chunk in _chunks(costs, waves, partition):
         responses = policy_requests(chunk, partition.replicas[0])
         generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
-        starts, alone_Q = wave_starts(chunk), _judged_alone_s(reward_costs(costs), *_judgements(chunk))
+        starts = wave_starts(chunk)
+        alone_Q = _judged_alone_s(reward_costs(costs), *_judgements(chunk))
         first_W = np.minimum.reduceat(generated.finish, starts)
         judged_W = np.maximum.reduceat(generated.finish + alone_Q, starts)
         bounds += np.maximum(first_W + judging_W[len(bounds) :][: len(chunk)], judged_W).tolist()
@@ -264,16 +277,16 @@ def _judged_alone_s(costs: EngineCosts, read_Q: Floats, length_Q: Floats) -> Flo
 
 
 def reward_costs(costs: JobCosts) -> EngineCosts:
-    """Return the costs of the reward's engine, which must be given."""
+    """Return the costs of the reward's engine, which must not be None."""
     assert costs.reward is not None
     return costs.reward
 
 
-def _replicas(costs: JobCosts, place: Partition | int) -> tuple[int, int]:
+def _replicas(costs: JobCosts, layout: Partition | int) -> tuple[int, int]:
     """Return the replicas of the policy and of the reward."""
-    if isinstance(place, int):
-        return place // costs.policy.devices_per_replica, place // reward_costs(costs).devices_per_replica
-    policy, reward = place.replicas
+    if isinstance(layout, int):
+        return layout // costs.policy.devices_per_replica, layout // reward_costs(costs).devices_per_replica
+    policy, reward = layout.replicas
     return policy, reward
 
 
@@ -286,7 +299,7 @@ def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) 
 
 def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     """Return the busy seconds of each wave's replicas up to a moment, summed: [W]."""
-    # Those that are lent are numbered after all others.
+    # Lent replicas are numbered after all others.
     wave_I = np.minimum(run.busy_replica // replicas_per_wave, len(until_W) - 1)
     seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
@@ -294,12 +307,11 @@ def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
 
 def engine_works(requests: Requests, starts: Ints) -> list[EngineWork]:
     """Return the work of each wave; requests are in order of waves."""
-    sums = [
-        np.add.reduceat(values, starts).tolist()
-        for values in (requests.length, context_tokens(requests), requests.prefill)
-    ]
-    longest = np.maximum.reduceat(requests.length, starts).tolist()
+    tokens_W = np.add.reduceat(requests.length, starts).tolist()
+    context_W = np.add.reduceat(context_tokens(requests), starts).tolist()
+    prefill_W = np.add.reduceat(requests.prefill, starts).tolist()
+    longest_W = np.maximum.reduceat(requests.length, starts).tolist()
     return [
-        EngineWork(num_tokens=tokens, num_context_tokens=context, num_prefill_tokens=prefill, longest=most)
-        for tokens, context, prefill, most in zip(*sums, longest, strict=True)
+        EngineWork(num_tokens=tokens, num_context_tokens=context, num_prefill_tokens=prefill, longest=longest)
+        for tokens, context, prefill, longest in zip(tokens_W, context_W, prefill_W, longest_W, strict=True)
     ]

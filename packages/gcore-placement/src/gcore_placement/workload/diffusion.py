@@ -12,7 +12,7 @@ from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Floats, Po
 Architecture = Literal["dit", "mmdit"]
 
 TIMESTEP_CHANNELS = 256
-"""Sinusoids that a timestep is embedded from."""
+"""Sinusoids of the embedding of a timestep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DiffusionWorkload(Checked):
     patch_size: Positive = 2
     mlp_ratio: Positive = 4
     joint_attention_dim: int = 0
-    """Width of a text token as the text encoders give it."""
+    """Width of a text token from the text encoders."""
     pooled_projection_dim: int = 0
     """Width of the pooled text."""
 
@@ -84,21 +84,32 @@ class DiffusionWorkload(Checked):
 
         PlacementError names a number that is negative, not finite or not whole, and shapes that do not broadcast.
         """
-        given = {"heights": heights, "widths": widths, "text_tokens": text_tokens, "num_timesteps": num_timesteps}
-        checked = {name: check_lengths(name, values) for name, values in given.items()}
+        arrays = {
+            "heights": check_lengths("heights", heights),
+            "widths": check_lengths("widths", widths),
+            "text_tokens": check_lengths("text_tokens", text_tokens),
+            "num_timesteps": check_lengths("num_timesteps", num_timesteps),
+        }
         try:
-            rows, columns, text, timesteps = np.broadcast_arrays(*checked.values())
+            rows, columns, text, timesteps = np.broadcast_arrays(*arrays.values())
         except ValueError:
-            shapes = {name: values.shape for name, values in checked.items()}
+            shapes = {name: values.shape for name, values in arrays.items()}
             raise refusal("the shapes of latents", shapes, "shapes that broadcast") from None
         if self.architecture == "dit" and text.any():
             raise refusal("text_tokens", float(text.max()), "0 in 'dit', which has no text")
-        passes = timesteps * (2 if classifier_free_guidance else 1) * (FORWARD_AND_BACKWARD if backward else 1)
+        passes = timesteps
+        if classifier_free_guidance:
+            passes = passes * 2
+        if backward:
+            passes = passes * FORWARD_AND_BACKWARD
         return np.asarray(passes * self._forward(rows * columns, text), dtype=np.float64)
 
     def _forward(self, image: Floats, text: Floats) -> Floats:
-        """FLOPs of one timestep: 2 for each weight and what it is applied to, and the attention."""
-        h, m, layers, patch = self.hidden_size, self.mlp_ratio, self.num_layers, self.patch_size**2
+        """Return the FLOPs of one timestep: 2 for each weight and token, and the attention."""
+        h = self.hidden_size
+        m = self.mlp_ratio
+        layers = self.num_layers
+        patch = self.patch_size**2
         of_image = layers * (4 + 2 * m) * h**2 + patch * h * (self.in_channels + self.out_channels)
         of_latent = (6 * layers + 2) * h**2 + TIMESTEP_CHANNELS * h + h**2
         weights = image * of_image + of_latent

@@ -8,7 +8,7 @@ import numpy as np
 
 from gcore_placement.errors import check_known
 from gcore_placement.quantities import Floats, TransformerWorkload
-from gcore_placement.workload.config_keys import required
+from gcore_placement.workload.config_keys import require_key
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "deepseek_v2", "deepseek_v3")
 _BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -29,35 +29,41 @@ class ModelShape:
     qk_norm: bool = False
     """Queries and keys are normalised, head by head."""
     other_parameters: int = 0
-    """Parameters that this shape does not describe, such as those of a vision tower."""
+    """Parameters in addition to this shape's, such as those of a vision tower."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
         """Read the mapping in a `config.json` with one of MODEL_TYPES; see `TransformerWorkload.from_config`."""
-        model_type = required(config, "model_type")
+        model_type = require_key(config, "model_type")
         check_known("model_type", model_type, MODEL_TYPES)
-        if isinstance(text := config.get("text_config"), Mapping):
+        text = config.get("text_config")
+        if isinstance(text, Mapping):
             # Newer files of vision-language models have the language model's keys in a section.
             config = {**config, **cast("Mapping[str, object]", text)}
         if config.get("head_dim") is None and model_type == "qwen3":
             # Qwen3's heads have a width of their own where the config names none.
             config = {**config, "head_dim": 128}
         attention_bias = bool(config.get("attention_bias")) and model_type in _BIASED_ATTENTION
+        workload = TransformerWorkload.from_config(config)
+        other_parameters = 0
+        if model_type == "qwen2_5_vl":
+            other_parameters = _vision_parameters(config)
         return cls(
-            workload=TransformerWorkload.from_config(config),
+            workload=workload,
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             qkv_bias=attention_bias or model_type in ("qwen2", "qwen2_5_vl"),
             output_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias")) and model_type == "llama",
             qk_norm=model_type in ("qwen3", "qwen3_moe"),
-            other_parameters=_vision_parameters(config) if model_type == "qwen2_5_vl" else 0,
+            other_parameters=other_parameters,
         )
 
     @property
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         w = self.workload
-        h, i = w.hidden_size, w.intermediate_size
+        h = w.hidden_size
+        i = w.intermediate_size
         # With latent attention the matrices that compress have the biases, and their outputs are normalised.
         biased = w.cached_size + w.q_lora_rank if w.is_latent else w.query_size + w.key_value_size
         biases = self.qkv_bias * biased + self.output_bias * h
@@ -65,27 +71,27 @@ class ModelShape:
         attention_and_norms = w.num_attention_weights + biases + norms
         mixture = w.num_experts * (self.num_expert_parameters + h) + 3 * h * w.shared_experts_size
         dense = 3 * h * i + self.mlp_bias * (2 * i + h)
-        mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
-        described = w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
-        return described + self.other_parameters
+        mlps = self._sum_of_mlps(dense, mixture)
+        return w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters + self.other_parameters
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that a token meets; of the experts, those that it is sent to."""
+        """Parameters that a token is computed with; of the experts, the chosen ones."""
         w = self.workload
         asleep = w.num_experts - w.num_experts_per_tok
         return self.num_parameters - w.num_moe_layers * asleep * self.num_expert_parameters
 
     @property
     def num_multiplied_parameters(self) -> int:
-        """Active parameters that a token is multiplied by: all but embeddings that are not also the head."""
+        """Active parameters that a token is multiplied by: all but an embedding that is not also the head."""
         return self.num_active_parameters - self._num_looked_up
 
     @property
     def num_outer_parameters(self) -> int:
         """Parameters outside the layers: the embedding, the last norm and the head."""
         w = self.workload
-        return w.hidden_size * (w.vocab_size * (1 if self.tie_word_embeddings else 2) + 1)
+        num_tables = 1 if self.tie_word_embeddings else 2
+        return w.hidden_size * (w.vocab_size * num_tables + 1)
 
     @property
     def num_layer_parameters(self) -> int:
@@ -99,12 +105,12 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that a cache has of a token's keys and values, or of what they are made from, in all layers."""
+        """Numbers of a token in the caches of all layers: keys and values, or the compressed state."""
         return self.workload.num_hidden_layers * self.workload.cached_size
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers that the backward pass of the mean layer needs of a token.
+        """Numbers of a token that the backward pass of the mean layer needs.
 
         Inputs and outputs of both norms, 4 h; queries and what attention gives, 2 q; keys and values, 2 kv; gate, up,
         their activation and product, 4 i; each once. This is Korthikanti et al. 2022 (arXiv 2205.05198, equation 1)
@@ -117,8 +123,7 @@ class ModelShape:
         outside += 2 * (w.kv_lora_rank + w.q_lora_rank) + w.qk_rope_head_dim
         dense = 4 * w.intermediate_size
         mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size) + 4 * w.shared_experts_size
-        mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
-        return outside + -(-mlps // w.num_hidden_layers)
+        return outside + -(-self._sum_of_mlps(dense, mixture) // w.num_hidden_layers)
 
     def adapter_parameters(self, rank: int) -> int:
         """Return the parameters of LoRA adapters of a rank on all linear layers but the head and chosen experts.
@@ -129,15 +134,20 @@ class ModelShape:
         attention = sum(inputs + outputs for inputs, outputs in w.attention_matrices)
         dense = 3 * (w.hidden_size + w.intermediate_size)
         shared = 3 * (w.hidden_size + w.shared_experts_size) if w.n_shared_experts else 0
-        mlps = (w.num_hidden_layers - w.num_moe_layers) * dense + w.num_moe_layers * shared
-        return rank * (w.num_hidden_layers * attention + mlps)
+        return rank * (w.num_hidden_layers * attention + self._sum_of_mlps(dense, shared))
+
+    def _sum_of_mlps(self, dense: int, mixture: int) -> int:
+        """Return the sum over all layers of `mixture` for each mixture of experts and `dense` for each other MLP."""
+        w = self.workload
+        return w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
 
     def parameters_read(self, num_tokens: Floats) -> Floats:
-        """Return the parameters that forward passes over so many tokens each read.
+        """Return the number of parameters that a forward pass over each number of tokens reads.
 
-        Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.
+        Not counted are experts without tokens, and an embedding that is not also the head, but for a row a token.
         """
-        w, multiplied = self.workload, self.num_parameters - self._num_looked_up
+        w = self.workload
+        multiplied = self.num_parameters - self._num_looked_up
         if not w.num_experts:
             return np.full(num_tokens.shape, float(multiplied))
         asleep = w.num_experts * (1 - w.num_experts_per_tok / w.num_experts) ** num_tokens
@@ -154,9 +164,9 @@ class ModelShape:
 
 
 def _vision_parameters(config: Mapping[str, object]) -> int:
-    """Return the parameters of Qwen2.5-VL's vision tower, of which every linear layer but the first has a bias."""
-    vision: Any = required(config, "vision_config")
-    depth, h, i, out, patch = (int(cast("Any", required(vision, key))) for key in _VISION_KEYS)
+    """Return the parameters of Qwen2.5-VL's vision tower; every linear layer but the first has a bias."""
+    vision: Any = require_key(config, "vision_config")
+    depth, h, i, out, patch = (int(cast("Any", require_key(vision, key))) for key in _VISION_KEYS)
     merged = h * int(vision.get("spatial_merge_size", 2)) ** 2
     pixels = 3 * int(vision.get("temporal_patch_size", 2)) * patch**2
     attention_and_norms = 2 * h + h * 3 * h + 3 * h + h * h + h

@@ -34,8 +34,10 @@ class SampledLengths:
     def of_metrics(cls, row: Mapping[str, float], *, n: int, limit: int) -> Self:
         """Read a step's line of a gcore-llm run's `metrics.jsonl`; ``n`` is the number of responses to a prompt."""
         mean = row.get("response_length/mean", 0.0)
-        found = row["perf/total_num_tokens"] / (mean + row["prompt_length/mean"]) if mean else 0.0
-        number = round(found / n) * n
+        number = 0
+        if mean:
+            num_responses = row["perf/total_num_tokens"] / (mean + row["prompt_length/mean"])
+            number = round(num_responses / n) * n
         return cls(
             number=number,
             mean=mean,
@@ -56,23 +58,29 @@ def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
         raise refusal("steps", [], "at least one step with responses")
     number = np.array([step.number for step in steps])
     mean = float(np.average([step.mean for step in steps], weights=number))
-    longest, num_cut = (float(np.mean([getattr(s, name) for s in steps])) for name in ("longest", "num_cut"))
-    limit, size = steps[0].limit, float(number.mean())
+    longest = float(np.mean([step.longest for step in steps]))
+    num_cut = float(np.mean([step.num_cut for step in steps]))
+    limit = steps[0].limit
+    size = float(number.mean())
     u = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
     z = normal_quantiles(u)
     # The maximum of N draws has the quantiles of one draw, at the N-th root.
     z_top = normal_quantiles(u ** (1 / size))
 
-    def median(sigma: float) -> float:
-        return _root(lambda m: float(_cut(m * np.exp(sigma * z), limit).mean()), mean, highest=float(limit))
+    def fit_median(sigma: float) -> float:
+        return _find_root(lambda m: float(_cut(m * np.exp(sigma * z), limit).mean()), mean, highest=float(limit))
 
-    def spread(sigma: float) -> float:
-        if num_cut > 1:
-            return float((median(sigma) * np.exp(sigma * z) >= limit - 0.5).mean())
-        return float(_cut(median(sigma) * np.exp(sigma * z_top), limit).mean())
+    def predict_cut_share(sigma: float) -> float:
+        return float((fit_median(sigma) * np.exp(sigma * z) >= limit - 0.5).mean())
 
-    sigma = _root(spread, num_cut / size if num_cut > 1 else longest, highest=_MAX_SIGMA)
-    return median(sigma), sigma
+    def predict_longest(sigma: float) -> float:
+        return float(_cut(fit_median(sigma) * np.exp(sigma * z_top), limit).mean())
+
+    if num_cut > 1:
+        sigma = _find_root(predict_cut_share, num_cut / size, highest=_MAX_SIGMA)
+    else:
+        sigma = _find_root(predict_longest, longest, highest=_MAX_SIGMA)
+    return fit_median(sigma), sigma
 
 
 def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
@@ -84,7 +92,7 @@ def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
         return top
     total = min(max(round(step.number * step.mean) - num_top * step.longest, rest), rest * step.longest)
     shape = np.exp(sigma * normal_quantiles((np.arange(rest) + 0.5) / step.number))
-    scale = _root(lambda s: float(_cut(s * shape, step.longest).sum()), total, highest=step.longest / shape[0])
+    scale = _find_root(lambda s: float(_cut(s * shape, step.longest).sum()), total, highest=step.longest / shape[0])
     exact = _cut(scale * shape, step.longest)
     lengths = np.floor(exact).astype(np.int64)
     # The tokens that rounding down has removed go to the lengths that lost most.
@@ -97,12 +105,16 @@ def _cut(lengths: Floats, limit: int) -> Floats:
     return np.clip(lengths, 1, limit)
 
 
-def _root(function: Callable[[float], float], value: float, *, highest: float) -> float:
-    """Return where a non-decreasing function has a value, between 0 and ``highest``; the nearer end if nowhere."""
-    low, high = 0.0, highest
+def _find_root(function: Callable[[float], float], value: float, *, highest: float) -> float:
+    """Return the argument from 0 to ``highest`` at which a non-decreasing function has a value, or the nearer end."""
+    low = 0.0
+    high = highest
     while high - low > 1e-9 * highest and not math.isclose(low, high):
         middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) < value else (low, middle)
+        if function(middle) < value:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 
@@ -114,7 +126,7 @@ Quantiles = Sequence[tuple[float, float]]
 
 
 def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0) -> Trace:
-    """Read the steps of a run of gcore-llm from its `metrics.jsonl`; PlacementError where it is not one.
+    """Read the trace of a gcore-llm run from its `metrics.jsonl`; PlacementError if the folder is not a run.
 
     A step has its prompts, waves and acceptance, and responses whose sum, maximum and cut share are its own; prompts
     have its mean length. Judgements are not recorded: they are drawn from a log-normal distribution of this median, cut
@@ -137,9 +149,9 @@ def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_leng
     lengths = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in sampled]
     _, sigma = fit_lengths(lengths)
     steps: list[RecordedStep] = []
-    for row, own in zip(sampled, lengths, strict=True):
-        num_prompts = max(1, own.number // n)
-        responses = step_lengths(replace(own, number=num_prompts * n), sigma=sigma)
+    for row, step_sample in zip(sampled, lengths, strict=True):
+        num_prompts = max(1, step_sample.number // n)
+        responses = step_lengths(replace(step_sample, number=num_prompts * n), sigma=sigma)
         steps.append(
             RecordedStep(
                 num_prompts=num_prompts,
@@ -186,14 +198,14 @@ class PublishedCurve:
         limits = limits[np.searchsorted(steps, moments, side="right") - 1]
         medians = np.interp(moments, steps, means) * float(np.exp(-(self.sigma**2) / 2))
         judge = _cut_log_normal(self.judge_median, JUDGE_SIGMA, self.max_judge_length)
-        recorded = [
-            RecordedStep(
+        recorded: list[RecordedStep] = []
+        for median, limit in zip(medians.tolist(), limits.tolist(), strict=True):
+            step = RecordedStep(
                 num_prompts=num_prompts,
                 num_accepted=num_prompts,
                 prompt_quantiles=((0.5, self.prompt_length),),
                 response_quantiles=_cut_log_normal(median, self.sigma, limit),
                 judge_quantiles=judge,
             )
-            for median, limit in zip(medians.tolist(), limits.tolist(), strict=True)
-        ]
+            recorded.append(step)
         return recorded_trace(self.name, recorded, n=n, seed=seed)

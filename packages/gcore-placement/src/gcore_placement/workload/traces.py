@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -65,15 +66,19 @@ class Trace:
         if self.response_length.ndim != 2 or not self.response_length.size:
             raise refusal("response_length.shape", self.response_length.shape, "(groups, n), neither 0")
         for field in fields(self):
+            if field.name == "name":
+                continue
             value = getattr(self, field.name)
             shape = self.response_length.shape if field.name in _OF_RESPONSES else (num_groups,)
-            if field.name != "name" and value.shape != shape:
+            if value.shape != shape:
                 raise refusal(f"{field.name}.shape", value.shape, str(shape))
         for name in ("prompt_length", "response_length", "judge_length"):
-            if check_lengths(name, getattr(self, name)).min() < 1:
-                raise refusal(name, float(getattr(self, name).min()), "at least 1 token each")
+            shortest = float(check_lengths(name, getattr(self, name)).min())
+            if shortest < 1:
+                raise refusal(name, shortest, "at least 1 token each")
         check_amounts("payload_bytes", self.payload_bytes)
-        step_change, wave_change = np.diff(self.step), np.diff(self.wave)
+        step_change = np.diff(self.step)
+        wave_change = np.diff(self.wave)
         same_step = (step_change == 0) & np.isin(wave_change, (0, 1))
         next_step = (step_change == 1) & (self.wave[1:] == 0)
         if self.step[0] or self.wave[0] or not (same_step | next_step).all():
@@ -97,11 +102,11 @@ class Trace:
         groups = self.step_slice(step)
         waves = self.wave[groups]
         bounds = groups.start + np.searchsorted(waves, np.arange(int(waves[-1]) + 2))
-        for own in map(slice, bounds[:-1].tolist(), bounds[1:].tolist()):
+        for first, end in pairwise(bounds.tolist()):
             yield Wave(
-                prompt_length=self.prompt_length[own],
-                response_length=self.response_length[own],
-                judge_length=self.judge_length[own],
+                prompt_length=self.prompt_length[first:end],
+                response_length=self.response_length[first:end],
+                judge_length=self.judge_length[first:end],
             )
 
     def training_tokens(self, step: int) -> tuple[float, float]:
@@ -118,14 +123,15 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read a file that `save` has written. Raises PlacementError where it is not one, or has another format."""
+        """Read a file that `save` has written. Raises PlacementError if it is not one, or has another format."""
         try:
             with np.load(Path(path), allow_pickle=False) as stored:
                 arrays: dict[str, Any] = dict(stored)
         except (BadZipFile, EOFError, ValueError, TypeError) as error:
             accepted = f"an .npz file written by Trace.save ({error})"
             raise PlacementError(f"{path} is not a trace; expected {accepted}") from error
-        if set(arrays) != {"format", *(field.name for field in fields(cls))} or int(arrays["format"]) != FORMAT:
+        names = {field.name for field in fields(cls)}
+        if set(arrays) != names | {"format"} or int(arrays["format"]) != FORMAT:
             raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
         del arrays["format"]
         arrays["name"] = str(arrays["name"])
@@ -152,7 +158,7 @@ class RecordedStep:
 
 
 def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: int = 0) -> Trace:
-    """Return a trace with the steps, waves, sizes and lengths of a recorded run, of which there must be one."""
+    """Return a trace with the steps, waves, sizes and lengths of a recorded run, of at least one step."""
     check_positive("n", n)
     if not steps:
         raise refusal("steps", 0, "at least 1")
@@ -176,7 +182,10 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
             "payload_bytes": np.full(groups, step.payload_bytes),
         }
         rows.append(row)
-    return Trace(name=name, **{key: np.concatenate([row[key] for row in rows]) for key in rows[0]})
+    columns: dict[str, NDArray[Any]] = {}
+    for key in rows[0]:
+        columns[key] = np.concatenate([row[key] for row in rows])
+    return Trace(name=name, **columns)
 
 
 def _waves(step: RecordedStep) -> NDArray[np.int64]:
@@ -203,8 +212,8 @@ def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Gene
         accepted = "probabilities rising from 0 to 1, with rising lengths of at least 1"
         raise refusal("quantiles", table.tolist(), accepted)
     shares = np.linspace(0, 1, count) if count > 1 else np.array([0.5])
-    drawn = np.exp(np.interp(shares, probabilities, np.log(lengths)))
-    return np.asarray(rng.permutation(np.round(drawn)), dtype=np.float64)
+    sampled = np.exp(np.interp(shares, probabilities, np.log(lengths)))
+    return np.asarray(rng.permutation(np.round(sampled)), dtype=np.float64)
 
 
 _MAX_WAVES = 4
@@ -244,11 +253,12 @@ class Drift:
             phase = step % self.period / self.period
             if self.shape == "sine":
                 return self.first * (self.last / self.first) ** ((1 - np.cos(2 * np.pi * phase)) / 2)
-            is_last = phase >= (0.5 if self.shape == "square" else 1 - 1 / self.period)
-            return np.where(is_last, self.last, self.first)
+            last_from = 0.5 if self.shape == "square" else 1 - 1 / self.period
+            return np.where(phase >= last_from, self.last, self.first)
         if self.jump_step is None:
             return np.geomspace(self.first, self.last, num_steps)
-        has_jumped = (step >= self.jump_step) & (step < (num_steps if self.back_step is None else self.back_step))
+        back_step = num_steps if self.back_step is None else self.back_step
+        has_jumped = (step >= self.jump_step) & (step < back_step)
         return np.where(has_jumped, self.last, self.first)
 
 
@@ -287,8 +297,8 @@ class TraceRecipe(Checked):
     noise: Amount = 0.0
     """Standard deviation of the logarithm of a step's medians, in addition to the drift."""
     noise_freedom: float | None = None
-    """Degrees of freedom of the noise, if it has Student's t distribution, whose tails are heavier the fewer they are,
-    and whose scale is `noise`; None: it is normal."""
+    """Degrees of freedom of Student's t distribution of scale `noise`, with heavier tails the fewer they are; None:
+    the noise is normal."""
     is_shuffled: bool = False
     """Steps come in an order drawn at random: of a square wave each then has one value or the other, as by a coin."""
     payload_median_bytes: Amount = 0.0
@@ -298,30 +308,40 @@ class TraceRecipe(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("response_median", "judge_median", "acceptance"):
-            check, drift = check_share if name == "acceptance" else check_above_0, getattr(self, name)
-            check(f"{name}.first", drift.first)
-            check(f"{name}.last", drift.last)
+        check_above_0("response_median.first", self.response_median.first)
+        check_above_0("response_median.last", self.response_median.last)
+        check_above_0("judge_median.first", self.judge_median.first)
+        check_above_0("judge_median.last", self.judge_median.last)
+        check_share("acceptance.first", self.acceptance.first)
+        check_share("acceptance.last", self.acceptance.last)
         if self.noise_freedom is not None:
             check_above_0("noise_freedom", self.noise_freedom)
 
     def trace(self) -> Trace:
         """Return the trace; it is the same at each call."""
         rng = np.random.default_rng(self.seed)
-        size, freedom = (2, self.num_steps), self.noise_freedom
-        deviation = rng.standard_normal(size) if freedom is None else rng.standard_t(freedom, size)
-        noise = np.exp(np.clip(self.noise * deviation, -_MAX_LOG_NOISE, _MAX_LOG_NOISE))
+        size = (2, self.num_steps)
+        freedom = self.noise_freedom
+        normal = rng.standard_normal(size) if freedom is None else rng.standard_t(freedom, size)
+        noise = np.exp(np.clip(self.noise * normal, -_MAX_LOG_NOISE, _MAX_LOG_NOISE))
         order = rng.permutation(self.num_steps) if self.is_shuffled else np.arange(self.num_steps)
-        waves = [self._waves(float(share), rng) for share in self.acceptance.over(self.num_steps)[order]]
-        groups_W = np.array([len(wave) for step in waves for wave in step])
-        step_G = np.repeat(np.repeat(np.arange(self.num_steps), [len(step) for step in waves]), groups_W)
-        wave_G = np.repeat(np.concatenate([np.arange(len(step)) for step in waves]), groups_W)
+        accepted: list[NDArray[np.bool_]] = []
+        step_W: list[int] = []
+        wave_W: list[int] = []
+        for step, share in enumerate(self.acceptance.over(self.num_steps)[order].tolist()):
+            waves = self._waves(share, rng)
+            accepted.extend(waves)
+            step_W.extend([step] * len(waves))
+            wave_W.extend(range(len(waves)))
+        groups_W = [len(wave) for wave in accepted]
+        step_G = np.repeat(step_W, groups_W)
         num_groups = len(step_G)
 
-        def drawn(median: Floats, sigma: float, longest: int) -> Floats:
-            own, shared = np.sqrt(1 - self.group_correlation), np.sqrt(self.group_correlation)
-            sizes = (num_groups, self.n)
-            deviation = own * rng.standard_normal(sizes) + shared * rng.standard_normal((num_groups, 1))
+        def draw_lengths(median: Floats, sigma: float, longest: int) -> Floats:
+            response_share = np.sqrt(1 - self.group_correlation)
+            group_share = np.sqrt(self.group_correlation)
+            deviation = response_share * rng.standard_normal((num_groups, self.n))
+            deviation = deviation + group_share * rng.standard_normal((num_groups, 1))
             return np.clip(np.round(median[step_G, None] * np.exp(sigma * deviation)), 1, longest)
 
         prompts = self.prompt_median * np.exp(self.prompt_sigma * rng.standard_normal(num_groups))
@@ -331,27 +351,31 @@ class TraceRecipe(Checked):
         return Trace(
             name=self.name,
             step=step_G,
-            wave=wave_G,
-            accepted=np.concatenate([wave for step in waves for wave in step]),
+            wave=np.repeat(wave_W, groups_W),
+            accepted=np.concatenate(accepted),
             prompt_length=np.clip(np.round(prompts), 1, self.max_prompt_length),
-            response_length=drawn(responses, self.response_sigma, self.max_response_length),
-            judge_length=drawn(judgements, self.judge_sigma, self.max_judge_length),
+            response_length=draw_lengths(responses, self.response_sigma, self.max_response_length),
+            judge_length=draw_lengths(judgements, self.judge_sigma, self.max_judge_length),
             payload_bytes=np.round(payloads),
         )
 
     def _waves(self, acceptance: float, rng: np.random.Generator) -> list[NDArray[np.bool_]]:
-        """Return, for each wave, which groups the step trains on: a batch of them, or less where the last wave ends.
+        """Return, for each wave, which groups the step trains on: a batch in all, or less after the last wave.
 
-        A wave has what is missing still, over the acceptance so far, and `gen_batch_ratio` batches at most.
+        A wave has as many groups as are missing, over the acceptance so far, and at most `gen_batch_ratio` batches.
         """
         waves: list[NDArray[np.bool_]] = []
-        most = max(1, round(self.gen_batch_ratio * self.train_batch_size))
-        missing, seen, kept = self.train_batch_size, 0, 0
+        max_size = max(1, round(self.gen_batch_ratio * self.train_batch_size))
+        size = max_size
+        num_sampled = 0
+        num_accepted = 0
+        missing = self.train_batch_size
         while missing > 0 and len(waves) < _MAX_WAVES:
-            size = min(round(missing / max(kept, 1) * seen), most) if seen else most
             accepted = rng.random(size) < acceptance
             accepted &= np.cumsum(accepted) <= missing
             waves.append(accepted)
-            seen, kept = seen + len(accepted), kept + int(accepted.sum())
-            missing = self.train_batch_size - kept
+            num_sampled += size
+            num_accepted += int(accepted.sum())
+            missing = self.train_batch_size - num_accepted
+            size = min(round(missing / max(num_accepted, 1) * num_sampled), max_size)
         return waves

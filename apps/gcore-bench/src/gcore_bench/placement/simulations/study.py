@@ -23,7 +23,7 @@ from gcore_placement import (
     TraceRecipe,
     compare,
 )
-from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario, sized
+from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, resize, scenario
 
 AIM_IDLE = 3.0
 """Most percentage points of all device-seconds by which dynamic should idle more than the clairvoyant."""
@@ -123,7 +123,7 @@ def list_broken_conditions(num_steps: int) -> Cases:
 
 def _simulate(recipe: TraceRecipe, costs: JobCosts, num_steps: int, *, seed: int) -> Simulator:
     batch = SCALES[_NUM_DEVICES].train_batch_size
-    trace = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
+    trace = resize(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
     return scenario(recipe.name, _JOB, _NUM_DEVICES, trace=trace, costs=costs)
 
 
