@@ -20,7 +20,7 @@ from gcore_ckpt.handles import (
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.retention import BestMode, Retention, finite_metric
-from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
+from gcore_ckpt.stateful import complete_template, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
@@ -149,8 +149,10 @@ class Checkpointer:
         def check() -> None:
             check_step(step)
             raise_repeated(self._handles)
-            others = [other.step for other in list(self._handles) if other is not handle and not other.done()]
-            if step in others:
+            pending_steps = [
+                pending.step for pending in list(self._handles) if pending is not handle and not pending.done()
+            ]
+            if step in pending_steps:
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
         def save(call: Call) -> None:
@@ -239,7 +241,7 @@ class Checkpointer:
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
 
-        own = template_of(template)
+        own_template = template_of(template)
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import LoadOptions, load_step
@@ -249,12 +251,12 @@ class Checkpointer:
             group = self._open_group(call)
             load_options = LoadOptions(**options, held_elsewhere=find_held_elsewhere(group, template))
 
-            def fill(storage: Storage, found: int | None) -> State:
-                report.step = found
-                with call.working(), open_step(storage, found) as reader:
+            def fill(storage: Storage, step_number: int | None) -> State:
+                report.step = step_number
+                with call.working(), open_step(storage, step_number) as reader:
                     report.open_s = time.perf_counter() - start_s
-                    wanted = completed(own, reader.index.tree)
-                    return load_step(reader, group, wanted, load_options, report, call.check)
+                    full_template = complete_template(own_template, reader.index.tree)
+                    return load_step(reader, group, full_template, load_options, report, call.check)
 
             state = self._read(call, step, fill)
             if report.step is not None and step != "latest" and self._pipeline is not None:
@@ -396,8 +398,8 @@ class Checkpointer:
     def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
         """Find a step, on all ranks, and return what `fill` makes of it here; raise on all ranks if it fails on one."""
         group = self._open_group(call)
-        found = root_decides(group, lambda: find_step(self._storage, step))
-        return all_succeed(group, lambda: fill(self._storage, found))
+        step_number = root_decides(group, lambda: find_step(self._storage, step))
+        return all_succeed(group, lambda: fill(self._storage, step_number))
 
     def _open_group(self, call: Call) -> Group:
         if self._group is None:

@@ -177,9 +177,9 @@ _unreported: dict[SaveHandle, None] = {}
 
 def report_at_exit(handle: SaveHandle) -> None:
     """Log the error of a save at exit, and end the process with exit code 120, if no call raises it before."""
-    for other in list(_unreported):
-        if other.done() and other.uncollected_error() is None:
-            _unreported.pop(other, None)
+    for pending in list(_unreported):
+        if pending.done() and pending.uncollected_error() is None:
+            _unreported.pop(pending, None)
     _unreported[handle] = None
 
 

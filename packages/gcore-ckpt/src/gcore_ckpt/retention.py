@@ -47,9 +47,9 @@ class Retention:
         """
         if self.keep is None:
             return []
-        others = [step for step in steps if step != committed]
+        candidates = [step for step in steps if step != committed]
         kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
+        lowest = candidates[: max(0, len(candidates) - kept)]
         best = self._best(steps, metric_of)
         return [step for step in lowest if not (step in best or self._is_for_good(step))]
 

@@ -84,9 +84,9 @@ def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
         raise ValueError(f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}")
     if version < 1:
         raise ValueError(f"unknown format version {version}; expected 1 to {VERSION}")
-    found = checksum(data.partition(b"\n")[2])
-    if content["checksum"] != found:
-        raise ValueError(f"checksum is {found}, its first line says {content['checksum']}")
+    actual = checksum(data.partition(b"\n")[2])
+    if content["checksum"] != actual:
+        raise ValueError(f"checksum is {actual}, its first line says {content['checksum']}")
     return version
 
 
@@ -105,8 +105,8 @@ def _check_places(tensors: Mapping[str, StoredTensor]) -> None:
     for name, tensor in tensors.items():
         for shard in tensor.shards:
             spans.setdefault(shard.file, []).append((shard.offset_bytes, shard.size_bytes, name))
-    for file, found in spans.items():
-        check_places(file, found)
+    for file, file_spans in spans.items():
+        check_places(file, file_spans)
 
 
 def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:

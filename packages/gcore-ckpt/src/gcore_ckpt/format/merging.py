@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from gcore_ckpt.format.tree import Node, StatePath, View, describe, fields_of, items_of, ranks_of, tagged, view_of
+from gcore_ckpt.format.tree import Node, StatePath, View, describe, fields_of, items_of, ranks_of, split_tag, view_of
 
 
 class Replaced(NamedTuple):
@@ -52,7 +52,7 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replac
         return {"per_rank": {key: value for found in own for key, value in (found or {}).items()}}
     views = {r: view for r, node in nodes if (view := view_of(node)) is not None}
     others = [(r, node) for r, node in nodes if r not in views]
-    if views and others and tagged(others[0][1])[0] == "tensor":
+    if views and others and split_tag(others[0][1])[0] == "tensor":
         nodes = others
         rank, first = nodes[0]
         replaced += [Replaced(path, r, view, base, first["tensor"]) for r, (base, view) in views.items()]

@@ -69,7 +69,7 @@ class Index:
 def checked_tensor(name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[StoredShard]) -> StoredTensor:
     """Return a tensor whose shards hold each element once: a reader returns memory that they fill."""
     if len(shards) != 1 or shards[0].box.shape != shape:
-        found, expected = sum(shard.box.size for shard in shards), Box.whole(shape).size
+        found, expected = sum(shard.box.size for shard in shards), Box.of_shape(shape).size
         if found != expected:
             raise ValueError(f"tensor {name!r}: its shards hold {found} elements, its shape {shape} has {expected}")
         if len(shards) > 1 and overlap([shard.box for shard in shards]) is not None:

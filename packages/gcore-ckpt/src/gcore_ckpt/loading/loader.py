@@ -15,7 +15,7 @@ from gcore_ckpt.format.boxes import DTYPES, Box, block_count
 from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
-from gcore_ckpt.loading.matching import Matcher, Request, pruned, view_in
+from gcore_ckpt.loading.matching import Matcher, Request, prune_tree, view_in
 from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces, scratch
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
@@ -55,12 +55,12 @@ def load_step(
     device = torch.device(options.device)
     matcher = Matcher(reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere)
     if template is None:
-        state = matcher.decoded(saved if options.only is None else pruned(saved, options.only, reader.where))
+        state = matcher.decode_node(saved if options.only is None else prune_tree(saved, options.only, reader.where))
     else:
         state = matcher.match(template, saved, ())
         if options.strict:
             matcher.check_strict()
-        report.missing, report.unused = map(_dotted, (matcher.missing(), matcher.unused))
+        report.missing, report.unused = map(_join_paths, (matcher.missing(), matcher.unused))
     reads = _Reads(reader, matcher.requests)
     matched_s = time.perf_counter()
 
@@ -79,7 +79,7 @@ def load_step(
     return state
 
 
-def _dotted(paths: Sequence[StatePath]) -> list[str]:
+def _join_paths(paths: Sequence[StatePath]) -> list[str]:
     return [".".join(map(str, path)) for path in paths]
 
 
@@ -149,7 +149,7 @@ def read_whole(
 ) -> torch.Tensor:
     """Return the bytes of a stored tensor, or of a view in its memory, as `read_box` does."""
     stored = reader.index.tensors[name]
-    data = read_box(reader, name, Box.whole(stored.shape), workers, dtype)
+    data = read_box(reader, name, Box.of_shape(stored.shape), workers, dtype)
     if view is None:
         return data
     # Not contiguous(): a dimension of one element may have any stride.
@@ -195,7 +195,7 @@ def _reads(reader: StepReader, request: Request) -> Iterator[_SizedRead]:
             continue
         first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
         for start, stop in pieces(shard, first, last, _SCRATCH_BYTES):
-            boxes = [*inside.within(shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize)]
+            boxes = [*inside.parts_in_span(shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize)]
             if boxes:
                 parts = [(box, target[box.relative_to(inside).slices()]) for box in boxes]
                 size_bytes = sum(box.size for box in boxes) * tensor.itemsize

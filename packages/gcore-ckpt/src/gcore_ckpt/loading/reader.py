@@ -56,18 +56,18 @@ class StepReader:
     ) -> State:
         """Return the state of the tree, or of a node in it, with what `array` makes of each stored tensor."""
 
-        def checked(kind: ArrayKind, name: str, view: View | None) -> object:
+        def check_array(array_kind: ArrayKind, name: str, view: View | None) -> object:
             stored = self.index.tensors.get(name)
             if stored is None:
-                raise ValueError(f"{kind} {name!r} is not in the index")
-            if kind == "array" and not DTYPES[stored.dtype].in_numpy:
+                raise ValueError(f"{array_kind} {name!r} is not in the index")
+            if array_kind == "array" and not DTYPES[stored.dtype].in_numpy:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
             if view is not None and view.stop > (size := math.prod(stored.shape)):
                 raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
-            return array(kind, name, stored, view)
+            return array(array_kind, name, stored, view)
 
         with validation.reading(f"{self.where}/index.json: tree"):
-            return tree.decode(node, checked, per_rank)
+            return tree.decode(node, check_array, per_rank)
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
@@ -93,11 +93,11 @@ class StepReader:
         if shard.checksums is None:
             return
         for start in range(0, len(blocks), shard.block_bytes):
-            found = digest(blocks[start : start + shard.block_bytes])
+            actual = digest(blocks[start : start + shard.block_bytes])
             expected = shard.checksums[number * DIGITS :][:DIGITS]
-            if found != expected:
+            if actual != expected:
                 raise CorruptCheckpointError(
-                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {number} of its shard "
+                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {actual} in block {number} of its shard "
                     f"{shard.box}; expected {expected}"
                 )
             number += 1
@@ -108,9 +108,9 @@ class StepReader:
         start = 0
         for i in run:
             stop = start + small.sizes[i]
-            if (expected := small.checksums[i]) is not None and (found := digest(buffer[start:stop])) != expected:
+            if (expected := small.checksums[i]) is not None and (actual := digest(buffer[start:stop])) != expected:
                 raise CorruptCheckpointError(
-                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {found}; expected {expected}"
+                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {actual}; expected {expected}"
                 )
             start = stop
 
@@ -240,9 +240,9 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
 
 
 def _check_header(where: str, expected: DataFile, data: memoryview) -> None:
-    found = checksum(data[: expected.header_size_bytes])
-    if found != expected.header_checksum:
-        raise CorruptCheckpointError(f"{where}: header has checksum {found}; expected {expected.header_checksum}")
+    actual = checksum(data[: expected.header_size_bytes])
+    if actual != expected.header_checksum:
+        raise CorruptCheckpointError(f"{where}: header has checksum {actual}; expected {expected.header_checksum}")
 
 
 class StepLeaf(NamedTuple):

@@ -89,8 +89,8 @@ def as_shard(leaf: object) -> Shard | None:
 
 def shards_of_fsdp1(leaf: Any) -> Shards | None:
     """Return what this rank holds of torch's `ShardedTensor`, of which state dicts of the first FSDP are made."""
-    kind = type(leaf)
-    if kind.__name__ != "ShardedTensor" or not kind.__module__.startswith("torch.distributed._shard"):
+    leaf_type = type(leaf)
+    if leaf_type.__name__ != "ShardedTensor" or not leaf_type.__module__.startswith("torch.distributed._shard"):
         return None
     global_shape = tuple(leaf.metadata().size)
     parts: list[Shard] = []
@@ -114,15 +114,17 @@ def is_wrapper(leaf: object) -> bool:
 
 def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
     """Return the tensors that a tensor is made of, by their names (`__tensor_flatten__`), and the name of its class."""
-    kind = type(tensor)
+    tensor_type = type(tensor)
     names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names} | {WRAPPER: f"{kind.__module__}.{kind.__qualname__}"}
+    return {name: getattr(tensor, name) for name in names} | {
+        WRAPPER: f"{tensor_type.__module__}.{tensor_type.__qualname__}"
+    }
 
 
 def is_megatron(leaf: object, name: str) -> bool:
     """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
-    kind = type(leaf)
-    return kind.__name__ == name and kind.__module__.startswith("megatron.core.dist_checkpointing")
+    leaf_type = type(leaf)
+    return leaf_type.__name__ == name and leaf_type.__module__.startswith("megatron.core.dist_checkpointing")
 
 
 def _shard_of_megatron(leaf: Any) -> Shard:
@@ -219,23 +221,23 @@ class _Leaves:
         for number, (box, data) in enumerate(zip(self.boxes, self.data, strict=True)):
             if box.name in self._nodes and box.box.size and isinstance(data, torch.Tensor):
                 start, size_bytes = data.data_ptr(), View(data.shape, data.stride(), 0).stop * data.itemsize
-                kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
-                spans.append((kind, start, start + size_bytes, number))
+                memory_kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
+                spans.append((memory_kind, start, start + size_bytes, number))
         # The widest first, of those that start together.
         spans.sort(key=lambda span: (span[0], span[1], -span[2]))
         views: set[int] = set()
         base: tuple[tuple[object, ...], int, int, int] = (), 0, 0, -1
         for span in spans:
-            kind, start, stop, number = span
+            memory_kind, start, stop, number = span
             tensor = cast("torch.Tensor", self.data[number])
-            if kind != base[0] or stop > base[2]:
+            if memory_kind != base[0] or stop > base[2]:
                 base = span if tensor.is_contiguous() else base
             elif (start - base[1]) % tensor.itemsize == 0:
                 views.add(number)
-                place = [*tensor.shape], [*tensor.stride()], (start - base[1]) // tensor.itemsize
+                view_fields = [*tensor.shape], [*tensor.stride()], (start - base[1]) // tensor.itemsize
                 for node in self._nodes[self.boxes[number].name]:
                     del node["tensor"]
-                    node["view"] = [self.boxes[base[3]].name, *place]
+                    node["view"] = [self.boxes[base[3]].name, *view_fields]
         return views
 
     def _add_shard(self, shard: Shard, path: StatePath) -> str:
@@ -244,32 +246,34 @@ class _Leaves:
             expected = "expected a torch.Tensor, Parameter, DTensor or Shard"
             raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; {expected}")
         if tensor.layout is not torch.strided or tensor.is_meta:
-            found = f"layout {tensor.layout} on device {tensor.device}"
-            raise TypeError(f"{describe(path)} has {found}; expected a dense tensor that holds data")
+            problem = f"layout {tensor.layout} on device {tensor.device}"
+            raise TypeError(f"{describe(path)} has {problem}; expected a dense tensor that holds data")
         dtype = _dtype_name(tensor.dtype, TORCH_NAMES, path)
-        held = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
+        held_box = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
         memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-        return self._add(held, memory, tensor, path)
+        return self._add(held_box, memory, tensor, path)
 
     def _add_array(self, array: NumpyArray, path: StatePath) -> str:
         if type(array) not in (np.ndarray, np.memmap):
             raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
         dtype = _dtype_name(array.dtype, NUMPY_NAMES, path)
-        held = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.whole(array.shape))
-        return self._add(held, (array.__array_interface__["data"][0], array.strides), array, path)
+        held_box = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.of_shape(array.shape))
+        return self._add(held_box, (array.__array_interface__["data"][0], array.strides), array, path)
 
-    def _add(self, held: HeldBox, memory: tuple[object, ...], data: torch.Tensor | NumpyArray, path: StatePath) -> str:
-        name = held.name
+    def _add(
+        self, held_box: HeldBox, memory: tuple[object, ...], data: torch.Tensor | NumpyArray, path: StatePath
+    ) -> str:
+        name = held_box.name
         if not name:
-            view = held, memory
-            if held.box.size and view in self._name_of_view:
+            view = held_box, memory
+            if held_box.box.size and view in self._name_of_view:
                 return self._name_of_view[view]
             name = self._name_of_view[view] = self._new_name(path)
         # A rank that holds no element of a sharded tensor says nothing of it; a tensor without elements has one holder.
-        if held.box.size or not Box.whole(held.shape).size:
-            box = held.box if held.box.size else Box.whole(held.shape)
-            self.boxes.append(held._replace(name=name, box=box))
-            self.data.append(data if held.box.size else data.reshape(held.shape))
+        if held_box.box.size or not Box.of_shape(held_box.shape).size:
+            box = held_box.box if held_box.box.size else Box.of_shape(held_box.shape)
+            self.boxes.append(held_box._replace(name=name, box=box))
+            self.data.append(data if held_box.box.size else data.reshape(held_box.shape))
         return name
 
     def _new_name(self, path: StatePath) -> str:

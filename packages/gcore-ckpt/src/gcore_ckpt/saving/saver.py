@@ -119,17 +119,17 @@ class Saver:
     ) -> None:
         changed = _link_unchanged(report, file.layout, digests, base)
         layout = file.layout
-        if len(changed) == len(layout.held):
+        if len(changed) == len(layout.boxes):
             self._storage.write_file(attempt, name, [file.data])
             self._add_file(report, name, layout, digests)
         elif changed:
-            new = lay_out_file([layout.numbers[i] for i in changed], [layout.held[i] for i in changed])
+            new = lay_out_file([layout.numbers[i] for i in changed], [layout.boxes[i] for i in changed])
             pieces = [file.data[layout.offsets[i] : layout.offsets[i + 1]] for i in changed]
             self._storage.write_file(attempt, name, [memoryview(new.header), *pieces])
             self._add_file(report, name, new, [digests[i] for i in changed])
 
     def _add_file(self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]) -> None:
-        report.shards[name] = [(layout.held, layout.offsets[:-1], digests)]
+        report.shards[name] = [(layout.boxes, layout.offsets[:-1], digests)]
         file = DataFile(
             size_bytes=layout.size_bytes,
             header_size_bytes=len(layout.header),
@@ -192,7 +192,7 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
     """Report the boxes that the base holds, to be linked; return the numbers of the others."""
     base_step, index = base
     unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
-    for i, (held, checksums) in enumerate(zip(layout.held, digests, strict=True)):
+    for i, (held, checksums) in enumerate(zip(layout.boxes, digests, strict=True)):
         tensor = index.tensors.get(held.name)
         if tensor is None or (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
             continue
@@ -209,10 +209,10 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
         report.links[name] = (base_step, file)
         report.files[name] = asdict(old) | {"writer": writer}
         linked.update(i for i, _ in shards)
-        held = [layout.held[i] for i, _ in shards]
+        held = [layout.boxes[i] for i, _ in shards]
         columns = held, [shard.offset_bytes for _, shard in shards], [digests[i] for i, _ in shards]
         report.shards.setdefault(name, []).append(columns)  # a file may hold boxes of several files of this save
-    return [i for i in range(len(layout.held)) if i not in linked]
+    return [i for i in range(len(layout.boxes)) if i not in linked]
 
 
 def _merged_index(reports: Sequence[_Report]) -> Index:
@@ -223,8 +223,8 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
     tensors, rows = Tensors(BLOCK_BYTES), dict.fromkeys(references(tree), -1)
     for rank, report in enumerate(reports):
         for file, columns in report.shards.items():
-            for held, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
-                box = held if rank == 0 else HeldBox.from_json(*held)  # the root's own have not been through JSON
+            for raw_box, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
+                box = raw_box if rank == 0 else HeldBox.from_json(*raw_box)  # the root's own have not been through JSON
                 if (row := rows.get(box.name, -1)) < 0:
                     row = rows[box.name] = tensors.add(box.name, box.dtype, box.shape)
                 tensors.add_shard(row, file, offset_bytes, box.box, checksums)

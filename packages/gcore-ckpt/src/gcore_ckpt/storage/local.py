@@ -150,10 +150,10 @@ class LocalStorage:
         self._check_lock()
         temp = self.path / attempt
         for name, expected in sizes.items():
-            found = (temp / name).stat().st_size if (temp / name).exists() else None
-            if found != expected:
+            actual_bytes = (temp / name).stat().st_size if (temp / name).exists() else None
+            if actual_bytes != expected:
                 raise FileNotFoundError(
-                    f"{temp / name} has {found} bytes here, its writer wrote {expected}: "
+                    f"{temp / name} has {actual_bytes} bytes here, its writer wrote {expected}: "
                     "all processes of a group must see the path, on one file system"
                 )
         write_synced(temp / INDEX_FILE, index)
@@ -203,8 +203,8 @@ class LocalStorage:
             )
 
     def _list_steps(self) -> set[int]:
-        found = {step_of(entry.name) for entry in self.path.iterdir() if entry.is_dir()}
-        return {step for step in found if step is not None}
+        steps = {step_of(entry.name) for entry in self.path.iterdir() if entry.is_dir()}
+        return {step for step in steps if step is not None}
 
     def _remove_folder(self, name: str, step: int) -> None:
         temp = self.path / _temp_name(step)
@@ -322,7 +322,7 @@ class LocalFiles:
             return np.memmap(file, np.uint8, "c", offset_bytes, (size_bytes,))
 
     @contextmanager
-    def _opened(self, name: str) -> Generator[int]:
+    def _open_briefly(self, name: str) -> Generator[int]:
         if name in self._files:
             yield self._files[name]
             return
@@ -342,15 +342,15 @@ def _read_regular(path: Path) -> bytes:
     """Return the bytes of a file; `ValueError` for anything that may have no end."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for ever
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        _check_regular(found)
-        if found.st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"has {found.st_size} bytes; expected at most {MAX_INDEX_BYTES}")
-        return file.read(found.st_size)
+        status = os.fstat(fd)
+        _check_regular(status)
+        if status.st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"has {status.st_size} bytes; expected at most {MAX_INDEX_BYTES}")
+        return file.read(status.st_size)
 
 
-def _check_regular(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("is no regular file")
 
 

@@ -58,10 +58,10 @@ class _Listing:
     """The objects in the folder of each attempt, and in that of each step itself."""
     has_journal: bool = False
 
-    def uploaded(self) -> dict[int, set[str]]:
+    def list_uploaded(self) -> dict[int, set[str]]:
         """Return the objects in the folder of each step that has an index there and no attempt that is the step."""
-        found = {step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names}
-        return {step: names for step, names in found.items() if step is not None and step not in self.committed}
+        folders = {step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names}
+        return {step: names for step, names in folders.items() if step is not None and step not in self.committed}
 
 
 @dataclass(frozen=True)
@@ -213,17 +213,17 @@ class ObjectStorage:
         return self._replace(journal, Journal(set_aside=(*journal.content.set_aside, *uploaded)))
 
     def _read_journal(self) -> _StoredJournal:
-        found = self._objects.read(JOURNAL_FILE)
-        data = found.value if found.state == "value" else None
-        return _StoredJournal(Journal.decode(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
+        stored = self._objects.read(JOURNAL_FILE)
+        data = stored.value if stored.state == "value" else None
+        return _StoredJournal(Journal.decode(data, f"{self}/{JOURNAL_FILE}"), stored.stamp.generation)
 
     def _replace(self, journal: _StoredJournal, content: Journal) -> _StoredJournal:
         data = content.encode()
         written = self._objects.write(JOURNAL_FILE, data, if_equal=journal.generation)
-        found = self._objects.read(JOURNAL_FILE)
-        if not written and found.value != data:  # a second try, after an answer that was lost, is refused too
+        stored = self._objects.read(JOURNAL_FILE)
+        if not written and stored.value != data:  # a second try, after an answer that was lost, is refused too
             raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
-        return _StoredJournal(content, found.stamp.generation)
+        return _StoredJournal(content, stored.stamp.generation)
 
     def _scan(self) -> _Listing:
         keys = self._objects.list_keys()
@@ -245,7 +245,7 @@ class ObjectStorage:
 
     def _steps(self, listing: _Listing, journal: Journal) -> set[int]:
         set_aside = {step for step, attempt_id in journal.set_aside if attempt_id == _UPLOADED}
-        uploaded = {step: names for step, names in listing.uploaded().items() if step not in set_aside}
+        uploaded = {step: names for step, names in listing.list_uploaded().items() if step not in set_aside}
 
         def is_whole(step: int) -> bool:
             return step in self._needed and self._needed[step] <= uploaded[step]
@@ -270,10 +270,10 @@ class ObjectStorage:
 
     def _read_uploaded(self, step: int) -> _Located:
         folder = step_name(step)
-        found = self._objects.read(f"{folder}/{INDEX_FILE}")
-        if found.state != "value":
+        stored = self._objects.read(f"{folder}/{INDEX_FILE}")
+        if stored.state != "value":
             raise FileNotFoundError(f"{self} holds no committed {folder}")
-        index = decode_index(found.value, f"{self}/{folder}/{INDEX_FILE}")
+        index = decode_index(stored.value, f"{self}/{folder}/{INDEX_FILE}")
         return _Located(folder, {name: file.size_bytes for name, file in index.files.items()})
 
     def _locate(self, step: int) -> _Located:
@@ -285,20 +285,20 @@ class ObjectStorage:
         return _Located(attempt, sizes, self._read_links(attempt) if has_links else {})
 
     def _read_links(self, attempt: str) -> dict[str, str]:
-        found = self._objects.read(f"{attempt}/{_LINKS_FILE}")
-        if found.state != "value":
+        stored = self._objects.read(f"{attempt}/{_LINKS_FILE}")
+        if stored.state != "value":
             return {}
         with validation.reading(f"{self}/{attempt}/{_LINKS_FILE}"):
-            links = validation.expect(dict, json.loads(found.value), "content")
+            links = validation.expect(dict, json.loads(stored.value), "content")
             return {name: validation.expect(str, key, name) for name, key in links.items()}
 
     def _read_commit(self, folder: str) -> tuple[str, dict[str, int]]:
         """Return the attempt that is a committed step, and the sizes of its data files."""
-        found = self._objects.read(f"{folder}/{_COMMITTED}")
-        if found.state != "value":
+        stored = self._objects.read(f"{folder}/{_COMMITTED}")
+        if stored.state != "value":
             raise FileNotFoundError(f"{self} holds no committed {folder}")
         try:
-            fields = json.loads(found.value)
+            fields = json.loads(stored.value)
             return f"{folder}/{fields['attempt']}", {name: int(size) for name, size in fields["sizes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}") from None
@@ -312,8 +312,8 @@ class ObjectStorage:
         located = _Located(attempt, sizes, self._links.get(attempt, {}))
         checks = (partial(self._objects.size, located.key(name), size) for name, size in sizes.items())
         with Workers(_THREADS) as workers:
-            found = workers.run(checks)
-        for (name, expected), size in zip(sizes.items(), found, strict=True):
+            actual_sizes = workers.run(checks)
+        for (name, expected), size in zip(sizes.items(), actual_sizes, strict=True):
             if size != expected:
                 problem = "is missing" if size is None else f"has {size} bytes"
                 return f"{located.key(name)} {problem}; {expected} bytes were to be written"
@@ -378,7 +378,7 @@ class _ObjectFiles:
         return len(value)
 
     def _read(self, key: str, byte_range: slice | None = None) -> bytes:
-        found = self._objects.read(key, byte_range)
-        if found.state != "value":
+        stored = self._objects.read(key, byte_range)
+        if stored.state != "value":
             raise FileNotFoundError(f"{self._objects} holds no {key}")
-        return found.value
+        return stored.value

@@ -55,10 +55,10 @@ class Objects:
         """Return the size of an object in bytes, or None, by a read of its last byte if it is as expected."""
         start = max(expected - 1, 0)
         try:
-            found = self.read(key, slice(start, None))
+            result = self.read(key, slice(start, None))
         except OutOfRangeError:
-            start, found = 0, self.read(key)
-        return start + len(found.value) if found.state == "value" else None
+            start, result = 0, self.read(key)
+        return start + len(result.value) if result.state == "value" else None
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bool:
         """Write an object, or delete it for None; False if it is not of the generation `if_equal`."""
@@ -78,8 +78,8 @@ class Objects:
             raise TimeoutError(f"{self._url}: no answer within {timeout_s:.0f} s") from None
         except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
             status = str(error)
-            kind = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
-            raise kind(f"{self._url}: {status.partition(' [')[0]}") from error
+            error_class = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
+            raise error_class(f"{self._url}: {status.partition(' [')[0]}") from error
 
 
 def _spec(url: str) -> dict[str, Any]:

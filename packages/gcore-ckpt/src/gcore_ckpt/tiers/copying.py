@@ -29,7 +29,7 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
             names[rank].append(name)
             load_bytes[rank] += size_bytes
         attempt = target.begin(step)
-        return [(attempt, own) for own in names]
+        return [(attempt, rank_names) for rank_names in names]
 
     attempt, names = exchange(group, lambda: source.report([step]) if isinstance(source, NodeStorage) else {}, share)
 

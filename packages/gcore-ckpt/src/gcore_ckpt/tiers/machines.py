@@ -32,9 +32,9 @@ class Machines:
 
     def target(self, rank: int, distance: int) -> int:
         """Return the rank that keeps a copy of a rank's files, on the machine so many further."""
-        place = self.ranks[self.of[rank]].index(rank)
+        position = self.ranks[self.of[rank]].index(rank)
         ranks = self.ranks[(self.of[rank] + distance) % len(self.ranks)]
-        return ranks[place % len(ranks)]
+        return ranks[position % len(ranks)]
 
     def sources(self, rank: int, distance: int) -> list[int]:
         """Return the ranks whose target a rank is."""

@@ -66,17 +66,17 @@ class NodeStorage:
             raise
 
     def _open_for_saving(self, group: Group, working: Callable[[], AbstractContextManager[None]]) -> None:
-        held: dict[str, Mapping[str, Any]] = {}
+        local_report: dict[str, Mapping[str, Any]] = {}
         kept: dict[str, str] = {}
 
         def lock() -> Report:
             with working():
                 if self.leads:
                     self.local.acquire()
-                held.update(self.report())
-            return held
+                local_report.update(self.report())
+            return local_report
 
-        def whole(reports: Sequence[Report]) -> Sequence[dict[str, str]]:
+        def find_whole(reports: Sequence[Report]) -> Sequence[dict[str, str]]:
             steps = whole_steps(dict(enumerate(reports)))
             self._steps = set(steps)
             return [{str(step): copies.index for step, copies in steps.items()}] * len(reports)
@@ -84,11 +84,11 @@ class NodeStorage:
         def remove_parts() -> None:
             with working():
                 for step in self.local.steps() if self.leads else []:
-                    part = held.get(str(step))
+                    part = local_report.get(str(step))
                     if part is None or part["index"] != kept.get(str(step)):
                         self._remove_part(step)
 
-        kept.update(exchange(group, lock, whole))
+        kept.update(exchange(group, lock, find_whole))
         if group.rank == 0 and len(self._machines.ranks) <= self._replicas:
             _logger.warning(
                 "%s: replicas is %d and the ranks are on %d machine(s); expected more machines for as many copies",
@@ -225,7 +225,7 @@ class NodeStorage:
     def remove_set_aside(self) -> None:
         self.local.remove_set_aside()
 
-    def places(self, copies: Copies) -> list[Mapping[str, tuple[int, int]]]:
+    def find_sources(self, copies: Copies) -> list[Mapping[str, tuple[int, int]]]:
         """Return, for each rank, the size of each file and the rank to ask for it; -1 where its machine has it."""
         files = sorted(copies.files.items())
         return [
@@ -245,16 +245,16 @@ class NodeStorage:
         }
 
     @contextmanager
-    def reading(self, step: int, places: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:
+    def reading(self, step: int, sources: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:
         """Let all ranks open a step of which no machine need hold all (all ranks, by a group for this alone)."""
         from gcore_ckpt.tiers.transfer import PeerFiles
 
-        is_here = any(rank < 0 for _, rank in places.values())
+        is_here = any(rank < 0 for _, rank in sources.values())
         with ExitStack() as stack:
 
             def open_own() -> PeerFiles:
-                own = stack.enter_context(self.local.open_step(step)) if is_here else None
-                return PeerFiles(group, own, places, f"{self}/{step_name(step)}")
+                local_files = stack.enter_context(self.local.open_step(step)) if is_here else None
+                return PeerFiles(group, local_files, sources, f"{self}/{step_name(step)}")
 
             files = self._peers = all_succeed(group, open_own)
             files.start()

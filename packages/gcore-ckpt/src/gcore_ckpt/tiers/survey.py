@@ -22,20 +22,20 @@ Report: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 def report(storage: Storage, steps: Collection[int] | None = None) -> Report:
     """Return what a place holds of these steps, or of all."""
-    found: dict[str, Mapping[str, Any]] = {}
+    report_by_step: dict[str, Mapping[str, Any]] = {}
     for step in storage.steps():
         if steps is not None and step not in steps:
             continue
         where = f"{storage}/{step_name(step)}"
         try:
-            found[str(step)] = _held(storage, step, where)
+            report_by_step[str(step)] = _inspect_step(storage, step, where)
         except (OSError, ValueError, CheckpointError) as error:  # other places may hold the step
             if step in storage.steps():  # else it was deleted since it was listed
                 _logger.warning("%s is damaged and not used: %s", where, error)
-    return found
+    return report_by_step
 
 
-def _held(storage: Storage, step: int, where: str) -> Mapping[str, Any]:
+def _inspect_step(storage: Storage, step: int, where: str) -> Mapping[str, Any]:
     with storage.open_step(step) as files:
         data = files.read_index()
         index = decode_index(data, where)
@@ -63,17 +63,19 @@ class Copies:
 
 def whole_steps(reports: Mapping[int, Report]) -> dict[int, Copies]:
     """Return the steps of which every file is somewhere, from what each place reports."""
-    found: dict[int, list[tuple[str, Copies]]] = {}
+    candidates_by_step: dict[int, list[tuple[str, Copies]]] = {}
     groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
-    for place, steps in reports.items():
-        for step, held in steps.items():
-            groups.setdefault((int(step), held["saved_at"], held["index"]), {})[place] = held
-    for (step, saved_at, index), places in groups.items():
+    for machine, steps in reports.items():
+        for step, step_report in steps.items():
+            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[machine] = step_report
+    for (step, saved_at, index), reports_by_machine in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
-        for place, held in places.items():
-            for name, size_bytes in held["files"].items():
-                files.setdefault(name, (size_bytes, []))[1].append(place)
-        if all(name in files for held in places.values() for name in held["missing"]):
-            found.setdefault(step, []).append((saved_at, Copies(index, files)))
+        for machine, step_report in reports_by_machine.items():
+            for name, size_bytes in step_report["files"].items():
+                files.setdefault(name, (size_bytes, []))[1].append(machine)
+        if all(name in files for step_report in reports_by_machine.values() for name in step_report["missing"]):
+            candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
     # A machine that comes back with steps of long ago may hold another that is whole.
-    return {step: max(candidates, key=lambda candidate: candidate[0])[1] for step, candidates in found.items()}
+    return {
+        step: max(candidates, key=lambda candidate: candidate[0])[1] for step, candidates in candidates_by_step.items()
+    }

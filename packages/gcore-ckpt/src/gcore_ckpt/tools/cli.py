@@ -79,7 +79,7 @@ def _ls(path: str, *, as_json: bool) -> int:
     _print_table(columns, rows, right=("step", "size", "tensors"))
     if set_aside:
         _say("")
-        _say(f"set aside by rollback: {_listed(set_aside)}")
+        _say(f"set aside by rollback: {_format_steps(set_aside)}")
     return 0
 
 
@@ -167,8 +167,8 @@ def _verify(path: str, step: Step, *, every: bool) -> int:
 def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
     from gcore_ckpt.tools.compare import compare
 
-    with _opened(a, step_a, "--step-a") as first, _opened(b, step_b, "--step-b") as second:
-        rows = [(d.kind, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(first, second)]
+    with _open_named_step(a, step_a, "--step-a") as first, _open_named_step(b, step_b, "--step-b") as second:
+        rows = [(d.aspect, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(first, second)]
     if not rows:
         _say(f"{first.where} and {second.where} hold the same")
         return 0
@@ -179,7 +179,7 @@ def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
 
 
 @contextmanager
-def _opened(path: str, step: int | None, option: str) -> Generator[StepReader]:
+def _open_named_step(path: str, step: int | None, option: str) -> Generator[StepReader]:
     """Open the step that `PATH`, `PATH@STEP` or an option names."""
     if match := _STEP_IN_PATH.fullmatch(path):
         if step is not None:
@@ -245,7 +245,7 @@ def _prune(
         return retention.superfluous(steps, None, partial(read_metric, storage))
 
     if dry_run:
-        _say(f"would delete {_listed(superfluous())}")
+        _say(f"would delete {_format_steps(superfluous())}")
         return 0
     with _writing_to(storage):
         steps = superfluous()
@@ -253,7 +253,7 @@ def _prune(
             storage.remove_set_aside()
         else:
             _remove(storage, steps)
-    _say(f"deleted {_listed(steps)}")
+    _say(f"deleted {_format_steps(steps)}")
     return 0
 
 
@@ -263,7 +263,7 @@ def _rm(path: str, steps: list[int]) -> int:
         find_step(storage, step)
     with _writing_to(storage):
         _remove(storage, steps)
-    _say(f"deleted {_listed(steps)}")
+    _say(f"deleted {_format_steps(steps)}")
     return 0
 
 
@@ -271,9 +271,9 @@ def _rollback(path: str, step: int) -> int:
     storage = open_storage(path)
     find_step(storage, step)
     with _writing_to(storage):
-        later = [other for other in storage.steps() if other > step]
+        later = [later_step for later_step in storage.steps() if later_step > step]
         storage.set_aside(later)
-    _say(f"set aside {_listed(later)}; the latest step is {step}")
+    _say(f"set aside {_format_steps(later)}; the latest step is {step}")
     return 0
 
 
@@ -291,7 +291,7 @@ def _remove(storage: Storage, steps: Sequence[int]) -> None:
         storage.remove(step)
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     return f"step(s) {', '.join(map(str, steps))}" if steps else "nothing"
 
 

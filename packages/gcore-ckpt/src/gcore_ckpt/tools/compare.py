@@ -15,7 +15,7 @@ _THREADS = 4
 class Difference(NamedTuple):
     """A leaf that is not the same in both steps, and what each has there; empty if nothing."""
 
-    kind: str  # what differs: `missing`, `kind`, `dtype`, `shape`, `bytes` or `value`
+    aspect: str  # what differs: `missing`, `kind`, `dtype`, `shape`, `bytes` or `value`
     path: str
     a: str
     b: str
@@ -30,21 +30,21 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
         leaf_a, leaf_b = leaves_a.get(path), leaves_b.get(path)
         text_a, text_b = _describe(a, leaf_a), _describe(b, leaf_b)
         if leaf_a is None or leaf_b is None:
-            kind = "missing"
+            aspect = "missing"
         elif leaf_a.tensor is None or leaf_b.tensor is None:
-            kind = "kind" if leaf_a.tensor != leaf_b.tensor else "value" if text_a != text_b else ""
+            aspect = "kind" if leaf_a.tensor != leaf_b.tensor else "value" if text_a != text_b else ""
         else:
             tensor_a, tensor_b = a.index.tensors[leaf_a.tensor], b.index.tensors[leaf_b.tensor]
             if _shape(a, leaf_a) != _shape(b, leaf_b):
-                kind = "shape"
+                aspect = "shape"
             elif tensor_a.dtype != tensor_b.dtype:
-                kind = "dtype"
+                aspect = "dtype"
             elif leaf_a.view is not None or leaf_b.view is not None:
-                kind = "" if are_views_same(leaf_a, leaf_b) else "bytes"
+                aspect = "" if are_views_same(leaf_a, leaf_b) else "bytes"
             else:
-                kind = "" if are_same(leaf_a.tensor, leaf_b.tensor) else "bytes"
-        if kind:
-            yield Difference(kind, path, text_a, text_b)
+                aspect = "" if are_same(leaf_a.tensor, leaf_b.tensor) else "bytes"
+        if aspect:
+            yield Difference(aspect, path, text_a, text_b)
 
 
 def _by_path(reader: StepReader) -> dict[str, StepLeaf]:
@@ -89,7 +89,7 @@ def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
     with Workers(_THREADS) as workers:
         return all(
             torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
-            for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize)
+            for part in Box.of_shape(tensor.shape).split(_PART_BYTES // tensor.itemsize)
         )
 
 
