@@ -141,7 +141,10 @@ class Checkpointer:
         start_s = time.perf_counter()
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
             handle.join()
-        while len(in_flight := [handle for handle in list(self._handles) if not handle.done()]) >= self._max_in_flight:
+        while True:
+            in_flight = [handle for handle in list(self._handles) if not handle.done()]
+            if len(in_flight) < self._max_in_flight:
+                break
             in_flight[0].join()
         outcome = Outcome[None]()
         handle = SaveHandle(step, outcome, SaveReport(wait_s=time.perf_counter() - start_s))
@@ -179,7 +182,7 @@ class Checkpointer:
         strict: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> State:
-        """Return the state of a committed step; save in flight are not seen. In a group, all ranks load or none does.
+        """Return the state of a committed step, not of a save in flight. In a group, all ranks load or none does.
 
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
@@ -317,7 +320,8 @@ class Checkpointer:
                 "stop_on", lambda: self._calls.run(lambda call: any_rank(self._open_group(call), has_come))
             )
 
-        self._stops.append(stop := StopSignals(signals, agree))
+        stop = StopSignals(signals, agree)
+        self._stops.append(stop)
         return stop
 
     def steps(self) -> list[int]:

@@ -101,7 +101,8 @@ def _like(sequence: State, items: list[State]) -> State:
 
 def _filling(current: State, node: Node | None) -> State:
     """Return a template of all that is saved at `node`, with the tensors of `own` that have their place there."""
-    fields, items = tree.fields_of(node), tree.items_of(node)
+    fields = tree.fields_of(node)
+    items = tree.items_of(node)
     if fields is not None:
         present = cast("dict[str | int, State]", current) if isinstance(current, dict) else {}
         return {key: _filling(present.get(key), child) for key, child in fields.items()}

@@ -234,7 +234,7 @@ class FileLayout:
 
     @cached_property
     def header(self) -> bytes:
-        """All that precedes the data; made when it is written, which no caller of a save waits for."""
+        """The bytes before the data. They are made when the file is written, so that no caller of a save waits."""
         return safetensors_header(self.boxes, self.offsets[0])
 
     @property
@@ -249,7 +249,7 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """
-    dtypes = sorted({held.dtype for held in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype))
+    dtypes = sorted({box.dtype for box in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype))
     rank_of = {dtype: rank for rank, dtype in enumerate(dtypes)}
     numbers = sorted(boxes, key=lambda number: rank_of[boxes[number].dtype]) if len(dtypes) > 1 else [*boxes]
     parts = [boxes[number] for number in numbers]
@@ -257,10 +257,16 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     full_bytes = max(_FILE_BYTES, sum(sizes) // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
-        cut = [(number, part) for number in numbers for part in _cut(boxes[number], max_file_bytes)]
-        numbers, parts = [number for number, _ in cut], [part for _, part in cut]
+        cut_numbers: list[int] = []
+        parts = []
+        for number in numbers:
+            for part in _cut(boxes[number], max_file_bytes):
+                cut_numbers.append(number)
+                parts.append(part)
+        numbers = cut_numbers
         sizes = _sizes(_types_of(parts))
-    firsts, used_bytes = [0], 0
+    firsts = [0]
+    used_bytes = 0
     for i, size_bytes in enumerate(sizes if sum(sizes) > full_bytes else ()):
         if i > firsts[-1] and used_bytes + size_bytes > full_bytes:
             firsts.append(i)
@@ -296,12 +302,16 @@ def lay_out_file(numbers: Sequence[int], boxes: Sequence[HeldBox]) -> FileLayout
     types = _types_of(boxes)
     sizes = _sizes(types)
     runs: list[range] = []
-    start, dtype, joint_bytes = 0, boxes[0].dtype, 0
+    start = 0
+    dtype = boxes[0].dtype
+    joint_bytes = 0
     for i, ((box_dtype, _), size_bytes) in enumerate(zip(types, sizes, strict=True)):
         joint_bytes += size_bytes
         if i > start and not (box_dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
             runs.append(range(start, i))
-            start, dtype, joint_bytes = i, box_dtype, size_bytes
+            start = i
+            dtype = box_dtype
+            joint_bytes = size_bytes
     runs.append(range(start, len(boxes)))
     return FileLayout(numbers, boxes, [*accumulate(sizes, initial=_header_bytes(boxes, types, sum(sizes)))], runs)
 
@@ -317,12 +327,12 @@ def safetensors_header(boxes: Sequence[HeldBox], size_bytes: int | None = None) 
     is as short as it can be, or has `size_bytes`.
     """
     box_types = _types_of(boxes)
-    types = {box_type: _safetensors_type(*box_type) for box_type in {*box_types}}
+    codes = {box_type: _safetensors_type(*box_type) for box_type in {*box_types}}
     entries = [_HEADER]
     for name, box_type, span in zip(
         _names(boxes), box_types, pairwise(accumulate(_sizes(box_types), initial=0)), strict=True
     ):
-        entries.append(_ENTRY % (_quoted(name), types[box_type], *span))
+        entries.append(_ENTRY % (_quoted(name), codes[box_type], *span))
     header = "".join(entries).encode() + b"}"
     length = _align(8 + len(header)) if size_bytes is None else size_bytes
     return (length - 8).to_bytes(8, "little") + header.ljust(length - 8)
@@ -361,5 +371,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
 def _safetensors_type(dtype: str, shape: tuple[int, ...]) -> str:
     size_bytes, code, _ = DTYPES[dtype]
     if code is None:
-        code, shape = "U8", (*shape, size_bytes)
+        code = "U8"
+        shape = (*shape, size_bytes)
     return json.dumps({"dtype": code, "shape": shape}, separators=(",", ":"))[1:-1]

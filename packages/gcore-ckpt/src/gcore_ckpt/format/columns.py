@@ -95,7 +95,8 @@ def _resolve_names(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[N
     def name_of(row: object, path: str | None) -> str:
         if type(row) is not int or not 0 <= row < count:
             raise ValueError(f"tree: tensor {str(row)[:80]} is not in the index")
-        if (name := names[row]) is None:
+        name = names[row]
+        if name is None:
             name = names[row] = path
         if name is None:
             raise ValueError(f"tree: tensor {row} has no name")
@@ -121,7 +122,8 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
         [number] = validation.numbers([number], "part", len(rows))
         with naming(tensors.names[rows[number]]):
             parts[number] = checked_box(start, extent, tensors.type_of(rows[number]).full_box.shape)
-    checksums, digits = validation.member(columns, "checksums", str), 0
+    checksums = validation.member(columns, "checksums", str)
+    digits = 0
     spans: list[tuple[int, int, str]] = []
     for number, (row, offset_bytes) in enumerate(zip(rows, offsets, strict=True)):
         dtype, box, size_bytes = tensors.type_of(row)
@@ -131,7 +133,8 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
         if offset_bytes < file.header_size_bytes or offset_bytes + size_bytes > file.size_bytes:
             with naming(tensors.names[row]):
                 check_inside(name, file, offset_bytes, size_bytes)
-        start, digits = digits, digits + DIGITS * block_count(size_bytes, tensors.block_bytes)
+        start = digits
+        digits += DIGITS * block_count(size_bytes, tensors.block_bytes)
         tensors.add_shard(row, name, offset_bytes, box, checksums[start:digits])
         spans.append((offset_bytes, size_bytes, tensors.names[row]))
     if digits != len(checksums):
@@ -187,7 +190,9 @@ class Tensors(Mapping[str, StoredTensor]):
         """Add a box of a tensor, which lies in it."""
         dtype, full_box, _ = self._type_of[row]
         if self._files[row] is None and row not in self._shards and box.shape == full_box.shape:
-            self._files[row], self._offsets[row], self._checksums[row] = file, offset_bytes, checksums
+            self._files[row] = file
+            self._offsets[row] = offset_bytes
+            self._checksums[row] = checksums
             return
         shards = self._shards.setdefault(row, [*self[self.names[row]].shards])
         self._files[row] = None
@@ -204,7 +209,8 @@ class Tensors(Mapping[str, StoredTensor]):
     def __getitem__(self, name: str) -> StoredTensor:
         row = self._rows[name]
         dtype, full_box, size_bytes = self._type_of[row]
-        if (file := self._files[row]) is None:
+        file = self._files[row]
+        if file is None:
             return StoredTensor(dtype, full_box.shape, tuple(self._shards.get(row, ())))
         shard = StoredShard(file, self._offsets[row], size_bytes, full_box, self.block_bytes, self._checksums[row])
         return StoredTensor(dtype, full_box.shape, (shard,))
@@ -227,9 +233,9 @@ def _map_references(node: Node, change: Callable[[object, str | None], str | int
     if isinstance(node, list):
         items: list[Node] = node
         return [_map_references(item, change, _join(path, i)) for i, item in enumerate(items)]
-    if not isinstance(node, dict) or len(members := cast("dict[str, Any]", node)) != 1:
+    if not isinstance(node, dict) or len(cast("dict[str, Any]", node)) != 1:
         return node
-    [(tag, value)] = members.items()
+    [(tag, value)] = cast("dict[str, Any]", node).items()
     match tag, value:
         case "tensor" | "array", str() | int():
             return {tag: change(value, path)}

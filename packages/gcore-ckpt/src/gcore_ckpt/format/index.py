@@ -113,7 +113,8 @@ def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes
     """Read and check a tensor of version 2, or of version 1, where `block_bytes` is None."""
     with naming(name):
         fields = validation.expect(dict, entry, "entry")
-        dtype, shape = checked_dtype(fields["dtype"]), validation.shape(fields["shape"], "shape")
+        dtype = checked_dtype(fields["dtype"])
+        shape = validation.shape(fields["shape"], "shape")
         entries = validation.member(fields, "shards", list)
         shards = [_shard(shard, dtype, shape, files, block_bytes) for shard in entries]
     return checked_tensor(name, dtype, shape, shards)

@@ -131,7 +131,7 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
             return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
         case list() | tuple():
             children = enumerate(cast("Sequence[State]", state))
-            items = [encode(item, encode_leaf, rank, (*path, i)).node for i, item in children]
+            items = [encode(child, encode_leaf, rank, (*path, i)).node for i, child in children]
             return Leaf(node=items if isinstance(state, list) else {"tuple": items})
         case PerRank():
             encoded = encode(state.value, encode_leaf, rank, (*path, f"rank {rank}"))
@@ -167,7 +167,8 @@ def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int
                 f"{describe(path)} has the keys {owners[stored][0]!r} and {plain!r}, of which both would be stored as "
                 f"{stored!r}; expected names of shards that are no other entry's key"
             )
-        fields[stored], owners[stored] = leaf.node, (plain, is_named)
+        fields[stored] = leaf.node
+        owners[stored] = (plain, is_named)
     if all(isinstance(key, str) for key in fields):
         return {"dict": fields}
     return {"items": [[_encode_int(key) if isinstance(key, int) else key, node] for key, node in fields.items()]}
@@ -216,8 +217,8 @@ def decode(
 
 def split_tag(node: Node) -> tuple[str | None, Any]:
     """Return the name and the value of an object's only member; None and the node for any other node."""
-    if isinstance(node, dict) and len(members := cast("dict[str, Any]", node)) == 1:
-        return next(iter(members.items()))
+    if isinstance(node, dict) and len(cast("dict[str, Any]", node)) == 1:
+        return next(iter(cast("dict[str, Any]", node).items()))
     return None, node
 
 

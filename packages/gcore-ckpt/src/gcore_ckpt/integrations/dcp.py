@@ -124,7 +124,8 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._group = Group()
         if dist.is_available() and dist.is_initialized():
-            self._group.rank, self._group.size = kwargs.get("rank", 0), dist.get_world_size()
+            self._group.rank = kwargs.get("rank", 0)
+            self._group.size = dist.get_world_size()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=self._found)
@@ -183,7 +184,8 @@ def _shard(item: WriteItem, planner: SavePlanner) -> Shard:
 
 def _leaves(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Node]]:
     """Return what DCP has as the entries of a state, by their paths: it leaves lists and tuples of values whole."""
-    fields, items = tree.fields_of(node), _items_to_flatten(node)
+    fields = tree.fields_of(node)
+    items = _items_to_flatten(node)
     if fields is not None:
         for key, child in fields.items():
             yield from _leaves(child, (*path, str(key)))

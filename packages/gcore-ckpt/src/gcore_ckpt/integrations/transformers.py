@@ -84,7 +84,8 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        strategy, is_best_loaded = SaveStrategy(args.save_strategy), args.load_best_model_at_end
+        strategy = SaveStrategy(args.save_strategy)
+        is_best_loaded = args.load_best_model_at_end
         if strategy is SaveStrategy.BEST or is_best_loaded:
             settings = f"save_strategy is {strategy.value!r} and load_best_model_at_end {is_best_loaded}"
             raise ValueError(

@@ -50,17 +50,22 @@ def load_step(
     check: Callable[[], None] = lambda: None,
 ) -> State:
     """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
-    options, report = options or LoadOptions(), report or LoadReport()
-    start_s, saved = time.perf_counter(), reader.index.tree
+    options = options or LoadOptions()
+    report = report or LoadReport()
+    start_s = time.perf_counter()
+    saved = reader.index.tree
     device = torch.device(options.device)
     matcher = Matcher(reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere)
     if template is None:
-        state = matcher.decode_node(saved if options.only is None else prune_tree(saved, options.only, reader.where))
+        if options.only is not None:
+            saved = prune_tree(saved, options.only, reader.where)
+        state = matcher.decode_node(saved)
     else:
         state = matcher.match(template, saved, ())
         if options.strict:
             matcher.check_strict()
-        report.missing, report.unused = map(_join_paths, (matcher.missing(), matcher.unused))
+        report.missing = _join_paths(matcher.missing())
+        report.unused = _join_paths(matcher.unused)
     reads = _Reads(reader, matcher.requests)
     matched_s = time.perf_counter()
 
@@ -74,7 +79,8 @@ def load_step(
     with torch.no_grad():
         for target, source in matcher.copies:
             target.copy_(source)
-    report.size_bytes, report.match_s = reads.size_bytes, matched_s - start_s
+    report.size_bytes = reads.size_bytes
+    report.match_s = matched_s - start_s
     report.read_s = time.perf_counter() - matched_s
     return state
 
@@ -166,7 +172,8 @@ def _batches(reads: Iterable[_SizedRead], advance: Callable[[int], None]) -> Ite
         size_bytes += read[0]
         if size_bytes >= _BATCH_BYTES:
             yield partial(_run_all, batch, advance)
-            batch, size_bytes = [], 0
+            batch = []
+            size_bytes = 0
     yield partial(_run_all, batch, advance)
 
 
@@ -217,8 +224,10 @@ def _read_strided(
     reader: StepReader, name: str, shard: StoredShard, span: tuple[int, int], parts: Sequence[tuple[Box, torch.Tensor]]
 ) -> None:
     """Read a span of bytes of a shard, with the rest of its blocks, and copy boxes that lie there to their targets."""
-    tensor, block = reader.index.tensors[name], shard.block_bytes
-    start, stop = span[0] // block * block, min(block_count(span[1], block) * block, shard.size_bytes)
+    tensor = reader.index.tensors[name]
+    block = shard.block_bytes
+    start = span[0] // block * block
+    stop = min(block_count(span[1], block) * block, shard.size_bytes)
     memory = scratch(stop - start)
     reader.read(name, shard, start, memory)
     flat = np.frombuffer(memory[span[0] - start : span[1] - start], np.uint8)

@@ -70,17 +70,18 @@ def find_held_elsewhere(group: Group, template: State) -> list[str]:
     def merge(paths: list[list[str]]) -> list[list[str]]:
         return [sorted(set().union(*paths))] * len(paths)
 
-    empty = exchange(
-        group, lambda: [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)], merge
-    )
+    def find_empty_dicts() -> list[str]:
+        return [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)]
+
+    empty = exchange(group, find_empty_dicts, merge)
     if not empty:
         return []
 
-    def find_others() -> list[str]:
+    def find_filled() -> list[str]:
         paths = {describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)}
         return [path for path in empty if path in paths]
 
-    return exchange(group, find_others, merge)
+    return exchange(group, find_filled, merge)
 
 
 def _is_empty_dict(value: State) -> bool:
@@ -132,7 +133,7 @@ class Matcher:
         """Paths that were saved and that the template does not name; the outermost where it names nothing of a part."""
 
     def missing(self) -> list[StatePath]:
-        """Return what the template has that was not saved; nothing was filled."""
+        """Return the paths of the template that were not saved, and so not filled."""
         if not self._missing:
             return []
         filled = {*map(_memory, self._filled)}
@@ -198,9 +199,9 @@ class Matcher:
                     stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
                     problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
                     raise self._mismatch(path, problem)
-                matched = [
-                    self.match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))
-                ]
+                matched: list[State] = []
+                for i, (item, child) in enumerate(zip(items, nodes, strict=True)):
+                    matched.append(self.match(item, child, (*path, i)))
                 if hasattr(template, "_fields"):  # a named tuple
                     return type(template)(*matched)
                 return matched if isinstance(template, list) else tuple(matched)
@@ -283,7 +284,8 @@ class Matcher:
         """Fill the tensors that a tensor is made of."""
         parts = parts_of_wrapper(template)
         matched = self._match_dict(parts, node, path)
-        if matched.pop(WRAPPER) != (class_name := parts.pop(WRAPPER)):
+        class_name = parts.pop(WRAPPER)
+        if matched.pop(WRAPPER) != class_name:
             raise self._mismatch(path, f"is a {class_name} in the template, something else in the checkpoint")
         if all(matched[name] is part for name, part in parts.items()):
             return template
@@ -292,7 +294,7 @@ class Matcher:
         )
 
     def _miss(self, template: State, path: StatePath) -> None:
-        """Note what is missing; a tensor that shares its memory with one that is not (tied weights) is not missed."""
+        """Record a missing path. `missing` leaves it out if it shares memory with a filled tensor (tied weights)."""
         if isinstance(template, dict) and template:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
@@ -352,7 +354,7 @@ class Matcher:
         if box.size and view is None:
             self.requests.add(name, box, target)
         elif box.size and view is not None:
-            # The memory that it is a part of, of which it is copied once that is read.
+            # The target is a view: read the tensor that owns the memory, then copy the slice.
             self.copies.append((target, self.decode_node(node)[box.slices()]))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
@@ -416,19 +418,25 @@ def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
 
 
 def _kind(node: Node | None) -> str:
-    return "missing" if node is None else next(iter(node)) if isinstance(node, dict) else type(node).__name__
+    if node is None:
+        return "missing"
+    return next(iter(node)) if isinstance(node, dict) else type(node).__name__
 
 
 def prune_tree(node: Node, only: Sequence[str], where: str) -> Node:
     """Return the parts of a tree under dotted paths of dict keys, or under those that match a pattern."""
 
     def prune(node: Node, path: str, patterns: Sequence[str]) -> list[Node]:
-        """Return what is left of a node, in a list; nothing if none of it is wanted."""
+        """Return the pruned node in a list, or an empty list if no pattern matches in it."""
         if any(path == name or path.startswith(f"{name}.") or fnmatchcase(path, name) for name in patterns):
             return [node]
         fields = tree.fields_of(node) or {}
-        kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."), patterns)]
-        return [{"items": kept}] if kept else []
+        items: list[Node] = []
+        for key, child in fields.items():
+            pruned = prune(child, f"{path}.{key}".lstrip("."), patterns)
+            if pruned:
+                items.append([key, pruned[0]])
+        return [{"items": items}] if items else []
 
     pruned_nodes = prune(node, "", only)
     unknown = [name for name in only if not prune(node, "", [name])]

@@ -62,8 +62,10 @@ class StepReader:
                 raise ValueError(f"{array_kind} {name!r} is not in the index")
             if array_kind == "array" and not DTYPES[stored.dtype].in_numpy:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
-            if view is not None and view.stop > (size := math.prod(stored.shape)):
-                raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
+            if view is not None:
+                size = math.prod(stored.shape)
+                if view.stop > size:
+                    raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
             return array(array_kind, name, stored, view)
 
         with validation.reading(f"{self.where}/index.json: tree"):
@@ -71,9 +73,11 @@ class StepReader:
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
-        block, stop = shard.block_bytes, start + len(buffer)
+        block = shard.block_bytes
+        stop = start + len(buffer)
         number = start // block
-        first, last = number * block, min(block_count(stop, block) * block, shard.size_bytes)
+        first = number * block
+        last = min(block_count(stop, block) * block, shard.size_bytes)
         blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
         self._read(name, shard.file, shard.offset_bytes + first, blocks)
         self._check(name, shard, number, blocks)
@@ -108,7 +112,9 @@ class StepReader:
         start = 0
         for i in run:
             stop = start + small.sizes[i]
-            if (expected := small.checksums[i]) is not None and (actual := digest(buffer[start:stop])) != expected:
+            expected = small.checksums[i]
+            actual = None if expected is None else digest(buffer[start:stop])
+            if actual != expected:
                 raise CorruptCheckpointError(
                     f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {actual}; expected {expected}"
                 )
@@ -151,7 +157,8 @@ class SmallShards:
         for i in sorted(range(len(self.names)), key=self.offsets.__getitem__):
             if run and not (self.offsets[i] == end and size_bytes + self.sizes[i] <= JOINT_BYTES):
                 yield size_bytes, run
-                run, size_bytes = [], 0
+                run = []
+                size_bytes = 0
             run.append(i)
             size_bytes += self.sizes[i]
             end = self.offsets[i] + self.sizes[i]
@@ -268,11 +275,13 @@ def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
 def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf]:
     if len(path) > tree.MAX_DEPTH:
         raise ValueError(f"more than {tree.MAX_DEPTH} containers inside each other")
-    if (ranks := tree.ranks_of(node)) is not None:
+    ranks = tree.ranks_of(node)
+    if ranks is not None:
         for rank, child in ranks.items():
             yield from _leaves(child, (*path, f"rank {rank}"), per_rank=True)
         return
-    fields, items = tree.fields_of(node), tree.items_of(node)
+    fields = tree.fields_of(node)
+    items = tree.items_of(node)
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:

@@ -47,7 +47,8 @@ def collect_plain(state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = (
     data: list[torch.Tensor | NumpyArray] = []
 
     def encode_value(value: State, path: str, depth: int) -> Node:
-        if (tag := _TAGS.get(type(value))) is not None:
+        tag = _TAGS.get(type(value))
+        if tag is not None:
             names.append(path)
             data.append(value)
             return {tag: path}
@@ -135,7 +136,8 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 def _overlap(data: Sequence[torch.Tensor | NumpyArray], sizes: Sequence[int]) -> bool:
     """Return whether two of them, of these sizes where they are contiguous, share memory."""
-    starts, extents = list[int](), list[int]()
+    starts: list[int] = []
+    extents: list[int] = []
     for value, size_bytes in zip(data, sizes, strict=True):
         if isinstance(value, torch.Tensor):
             starts.append(value.data_ptr())

@@ -78,12 +78,13 @@ def as_shard(leaf: object) -> Shard | None:
             raise ValueError("is a Shard that holds a DTensor; expected a plain tensor (the DTensor may stand alone)")
         return leaf
     if isinstance(leaf, torch.Tensor):
-        offset, local = (0,) * leaf.ndim, leaf
-        if is_dtensor(leaf):
-            from gcore_ckpt.ranks.dtensor import local_box
+        shape = tuple(leaf.shape)
+        if not is_dtensor(leaf):
+            return Shard(global_shape=shape, offset=(0,) * leaf.ndim, tensor=leaf)
+        from gcore_ckpt.ranks.dtensor import local_box
 
-            offset, local = local_box(leaf)
-        return Shard(global_shape=tuple(leaf.shape), offset=offset, tensor=local)
+        offset, local = local_box(leaf)
+        return Shard(global_shape=shape, offset=offset, tensor=local)
     return _shard_of_megatron(leaf) if is_megatron(leaf, "ShardedTensor") else None
 
 
@@ -220,7 +221,8 @@ class _Leaves:
         spans: list[tuple[tuple[object, ...], int, int, int]] = []
         for number, (box, data) in enumerate(zip(self.boxes, self.data, strict=True)):
             if box.name in self._nodes and box.box.size and isinstance(data, torch.Tensor):
-                start, size_bytes = data.data_ptr(), View(data.shape, data.stride(), 0).stop * data.itemsize
+                start = data.data_ptr()
+                size_bytes = View(data.shape, data.stride(), 0).stop * data.itemsize
                 memory_kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
                 spans.append((memory_kind, start, start + size_bytes, number))
         # The widest first, of those that start together.
@@ -281,7 +283,8 @@ class _Leaves:
         plain = ".".join(map(str, path)) or "state"
         if not plain.isascii():
             plain = plain.encode("utf-8", "backslashreplace").decode()
-        name, count = plain, 1
+        name = plain
+        count = 1
         # {"a.b": x, "a": {"b": y}}, the name of a shard, and safetensors' own name
         while name in self._names or name in self._chosen or name == "__metadata__":
             count += 1

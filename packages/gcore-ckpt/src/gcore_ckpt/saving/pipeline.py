@@ -96,7 +96,8 @@ class SavePipeline:
         metric: float | None,
     ) -> None:
         """Copy `state` and start to write it."""
-        start_s, collected = time.perf_counter(), list[Holdings]()
+        start_s = time.perf_counter()
+        collected: list[Holdings] = []
 
         def advance(size_bytes: int) -> None:
             report.written_bytes += size_bytes
@@ -125,7 +126,7 @@ class SavePipeline:
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
             report.plan_s = planned_s - start_s
-            self._submit(self._write, outcome, report, step, collected[0].tree, _taken_from(staged), advance, metric)
+            self._submit(self._write, outcome, report, step, collected[0].tree, _drain(staged), advance, metric)
         except Exception as error:
             outcome.set_exception(error)
             raise
@@ -298,15 +299,19 @@ def delete_superfluous(storage: Storage, superfluous: Callable[[list[int]], list
             _logger.warning("%s: step %d cannot be deleted, and is kept: %s", storage, step, error)
 
 
-def _taken_from(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:
-    while (item := queue.get()) is not None:
+def _drain(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:
+    """Yield the files that are put into a queue until it gets None; raise an exception that is put there."""
+    while True:
+        item = queue.get()
+        if item is None:
+            return
         if isinstance(item, Exception):
             raise item
         yield item
 
 
 class SavePlanner:
-    """Plans saves: which files each rank writes. The plan is made at the root, and kept while no rank holds else."""
+    """Plans which files each rank writes. The root makes the plan, and reuses it until a rank's boxes change."""
 
     def __init__(self, group: Group, max_file_bytes: int | None) -> None:
         self._group = group
@@ -357,27 +362,27 @@ class SavePlanner:
         steps = [message["step"] for message in messages]
         if len(set(steps)) > 1:
             raise ValueError(f"the ranks save different steps: {steps}")
-        changed = {rank: message["boxes"] for rank, message in enumerate(messages) if message["boxes"] is not None}
-        if not changed:
+        if all(message["boxes"] is None for message in messages):
             return [None] * len(messages)
         boxes_by_rank = dict(self._boxes_by_rank)
-        boxes_by_rank |= {  # the root's own have not been through JSON
-            rank: boxes if rank == 0 else [HeldBox.from_json(*fields) for fields in boxes]
-            for rank, boxes in changed.items()
-        }
+        for rank, message in enumerate(messages):
+            boxes = message["boxes"]
+            if boxes is None:
+                continue
+            if rank > 0:  # sent as JSON
+                boxes = [HeldBox.from_json(*fields) for fields in boxes]
+            boxes_by_rank[rank] = boxes
         writes = assign([boxes_by_rank.get(rank, ()) for rank in range(len(messages))])
         self._boxes_by_rank = boxes_by_rank
         return writes
 
 
 def assign(boxes_by_rank: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
-    """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
-    if (
-        len(boxes_by_rank) == 1
-        and len({box.name for box in boxes_by_rank[0]}) == len(boxes_by_rank[0])
-        and all(box.is_whole for box in boxes_by_rank[0])
-    ):
-        return [[*range(len(boxes_by_rank[0]))]]
+    """Return the numbers of the boxes that each rank writes: one writer for each box, the bytes spread evenly."""
+    if len(boxes_by_rank) == 1:
+        boxes = boxes_by_rank[0]
+        if len({box.name for box in boxes}) == len(boxes) and all(box.is_whole for box in boxes):
+            return [[*range(len(boxes))]]
     first: dict[HeldBox, tuple[int, int]] = {}  # the first rank that holds each distinct box, its number in its list
     shared: dict[HeldBox, dict[int, int]] = {}  # all of them, of boxes that several ranks hold
     for rank, boxes in enumerate(boxes_by_rank):
@@ -404,9 +409,10 @@ def assign(boxes_by_rank: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
 def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
     """Check that the boxes of each tensor, with the first rank that holds each, hold each of its elements once."""
     tensors: dict[str, HeldBox] = {}
-    several: dict[str, list[HeldBox]] = {}  # of those that are no single whole one
+    several: dict[str, list[HeldBox]] = {}  # of tensors that are not one whole box
     for box in holders:
-        if (first_box := tensors.setdefault(box.name, box)) is not box:
+        first_box = tensors.setdefault(box.name, box)
+        if first_box is not box:
             several.setdefault(box.name, [first_box]).append(box)
         elif not box.is_whole:
             several[box.name] = [box]
@@ -423,7 +429,8 @@ def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
         shared = overlap([box.box for box in boxes])
         if shared is not None:
             raise ValueError(f"tensor {name!r}: the boxes {shared[0]} and {shared[1]} overlap without being the same")
-        num_elements, num_held = Box.of_shape(first.shape).size, sum(box.box.size for box in boxes)
+        num_elements = Box.of_shape(first.shape).size
+        num_held = sum(box.box.size for box in boxes)
         if num_held != num_elements:
             raise ValueError(
                 f"tensor {name!r} of shape {first.shape} is held in part: its boxes have {num_held} of its "

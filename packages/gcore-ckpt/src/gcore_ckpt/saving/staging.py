@@ -123,7 +123,8 @@ class Stager:
         try:
             for run in file.runs:
                 sources = [holdings.data[file.numbers[i]] for i in run]
-                if (device := _device_of_all(sources, file, run, holdings)) is not None:
+                device = _device_of_all(sources, file, run, holdings)
+                if device is not None:
                     target = _view_as_dtype(piece, file, run)
                     job = partial(_copy_joined, target, cast("list[torch.Tensor]", sources))
                     if device.type == "cpu":
@@ -134,16 +135,17 @@ class Stager:
                     job()
                     continue
                 for i, source in zip(run, sources, strict=True):
-                    held, whole = file.boxes[i], holdings.boxes[file.numbers[i]].box
-                    slices = held.box.relative_to(whole).slices() if held.box != whole else ()
+                    box = file.boxes[i]
+                    memory_box = holdings.boxes[file.numbers[i]].box
+                    slices = box.box.relative_to(memory_box).slices() if box.box != memory_box else ()
                     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
                         if source.is_cuda:
                             streams.add(torch.cuda.current_stream(source.device))
-                        typed = _view_as_dtype(piece, file, range(i, i + 1)).view(held.box.shape)
+                        typed = _view_as_dtype(piece, file, range(i, i + 1)).view(box.box.shape)
                         typed.copy_(source[slices], non_blocking=True)
                     else:
                         target = piece[file.offsets[i] : file.offsets[i + 1]]
-                        copies.append(_as_plain_arrays(target, source, slices, held))
+                        copies.append(_as_plain_arrays(target, source, slices, box))
             self._workers.run([*joint, *_in_jobs(copies)])
         finally:
             # After an error, too: the memory may be used again, or unmapped.
@@ -206,7 +208,8 @@ def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
             size_bytes += box.size * target.itemsize
             if size_bytes >= _JOB_BYTES:
                 yield partial(_copy_all, job)
-                job, size_bytes = [], 0
+                job = []
+                size_bytes = 0
     yield partial(_copy_all, job)
 
 

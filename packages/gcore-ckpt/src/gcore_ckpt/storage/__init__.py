@@ -164,6 +164,7 @@ def settled_steps(list_steps: Callable[[], set[int]], read_journal: Callable[[],
     journal = read_journal()
     while True:
         steps = list_steps()
-        before, journal = journal, read_journal()
-        if journal == before:  # else steps were set aside meanwhile, and this is a mixture
+        journal_after = read_journal()
+        if journal_after == journal:  # else steps were set aside meanwhile, and this is a mixture
             return sorted(steps - set(journal.pending))
+        journal = journal_after

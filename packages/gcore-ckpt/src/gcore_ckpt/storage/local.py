@@ -136,7 +136,8 @@ class LocalStorage:
             write_synced(path, *parts)
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        source, target = self.path / step_name(step) / file, self.path / attempt / name
+        source = self.path / step_name(step) / file
+        target = self.path / attempt / name
         try:
             target.hardlink_to(source)
         except OSError as error:
@@ -150,10 +151,11 @@ class LocalStorage:
         self._check_lock()
         temp = self.path / attempt
         for name, expected in sizes.items():
-            actual_bytes = (temp / name).stat().st_size if (temp / name).exists() else None
+            path = temp / name
+            actual_bytes = path.stat().st_size if path.exists() else None
             if actual_bytes != expected:
                 raise FileNotFoundError(
-                    f"{temp / name} has {actual_bytes} bytes here, its writer wrote {expected}: "
+                    f"{path} has {actual_bytes} bytes here, its writer wrote {expected}: "
                     "all processes of a group must see the path, on one file system"
                 )
         write_synced(temp / INDEX_FILE, index)
@@ -180,13 +182,17 @@ class LocalStorage:
     def steps_set_aside(self) -> list[int]:
         if not self.path.is_dir():
             return []
-        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self.path.iterdir())
-        waiting = (step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir())
-        return sorted([*(int(match[1]) for match in matches if match), *waiting])
+        steps = [step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir()]
+        for entry in self.path.iterdir():
+            match = _SET_ASIDE.fullmatch(entry.name)
+            if match is not None:
+                steps.append(int(match[1]))
+        return sorted(steps)
 
     def remove_set_aside(self) -> None:
         for entry in list(self.path.iterdir()):
-            if match := _SET_ASIDE.fullmatch(entry.name):
+            match = _SET_ASIDE.fullmatch(entry.name)
+            if match is not None:
                 self._remove_folder(entry.name, int(match[1]))
 
     def _check_lock(self) -> None:
@@ -309,7 +315,7 @@ class LocalFiles:
         return os.fstat(self._files[name]).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        with self._opened(name) as fd:
+        with self._open_briefly(name) as fd:
             return _read_fully(fd, offset_bytes, buffer)
 
     def map(self, name: str, offset_bytes: int, size_bytes: int) -> "np.memmap[Any, Any] | None":
@@ -318,7 +324,7 @@ class LocalFiles:
 
         if not self._maps_links and stat.S_ISLNK(os.lstat(name, dir_fd=self._folder_fd).st_mode):
             return None
-        with self._opened(name) as fd, os.fdopen(os.dup(fd), "rb") as file:
+        with self._open_briefly(name) as fd, os.fdopen(os.dup(fd), "rb") as file:
             return np.memmap(file, np.uint8, "c", offset_bytes, (size_bytes,))
 
     @contextmanager

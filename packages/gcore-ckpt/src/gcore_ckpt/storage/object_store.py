@@ -153,7 +153,8 @@ class ObjectStorage:
         if wrong is not None:
             raise OSError(f"{self}: {wrong}")
         self._objects.write(f"{attempt}/{INDEX_FILE}", index)
-        if links := self._links.pop(attempt, None):
+        links = self._links.pop(attempt, None)
+        if links:
             self._objects.write(f"{attempt}/{_LINKS_FILE}", json.dumps(links).encode())
         record = json.dumps({"attempt": attempt.rpartition("/")[2], "sizes": dict(sizes)}).encode()
         created = self._objects.write(key, record, if_equal=absent.stamp.generation)
@@ -177,7 +178,8 @@ class ObjectStorage:
         """Delete a committed step, but not what was set aside under its number, nor what later steps link to."""
         folder = step_name(step)
         self._objects.write(f"{folder}/{_COMMITTED}", None)
-        listing, set_aside = self._scan(), _attempts(self._read_journal().content)
+        listing = self._scan()
+        set_aside = _attempts(self._read_journal().content)
         dead = listing.attempts.get(step, set[str]()) - set_aside
         if INDEX_FILE in listing.names.get(folder, ()) and f"{folder}/{_UPLOADED}" not in set_aside:
             self._objects.write(f"{folder}/{INDEX_FILE}", None)
@@ -334,8 +336,9 @@ class ObjectStorage:
     def _delete(self, dead: set[str], listing: _Listing) -> None:
         """Delete the objects in folders of attempts, or of uploaded steps, except those that other attempts link to."""
         linking = [folder for folder, names in listing.names.items() if _LINKS_FILE in names and folder not in dead]
-        links = [*map(self._read_links, linking), *self._links.values()]
-        used = {key for names in links for key in names.values()}
+        used: set[str] = set()
+        for links in [*map(self._read_links, linking), *self._links.values()]:
+            used.update(links.values())
         for folder in dead:
             keys = {f"{folder}/{name}" for name in listing.names.get(folder, ())}
             if "/" in folder and not keys & used:

@@ -57,7 +57,8 @@ class Objects:
         try:
             result = self.read(key, slice(start, None))
         except OutOfRangeError:
-            start, result = 0, self.read(key)
+            start = 0
+            result = self.read(key)
         return start + len(result.value) if result.state == "value" else None
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bool:
@@ -87,12 +88,15 @@ def _spec(url: str) -> dict[str, Any]:
     if url.partition("://")[0] not in _SCHEMES:
         raise ValueError("a path is a local folder, s3://bucket/folder or gs://bucket/folder")
     spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()
-    if path := spec.pop("path", "").rstrip("/"):
+    path = spec.pop("path", "").rstrip("/")
+    if path:
         spec["path"] = path + "/"
     if spec["driver"] == "s3":
-        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
             spec["endpoint"] = endpoint.rstrip("/")
-        if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if region:
             spec["aws_region"] = region
         if os.environ.get("AWS_ACCESS_KEY_ID"):
             # The default chain would look here first too, but prints errors about files that are not there.

@@ -126,7 +126,7 @@ class TieredCheckpointer(Checkpointer):
 
         def steps(call: Call) -> list[int]:
             def merge(reports: Sequence[Report]) -> list[list[int]]:
-                all_steps = {step for steps in self._tiers.reported_steps(reports) for step in steps}
+                all_steps = set[int]().union(*self._tiers.reported_steps(reports))
                 return [sorted(all_steps)] * len(reports)
 
             return exchange(self._open_group(call), self._report, merge)
@@ -177,7 +177,8 @@ class TieredCheckpointer(Checkpointer):
     @contextmanager
     def _open_planned(self, call: Call, plan: Plan) -> Generator[tuple[Storage, int]]:
         """Let all ranks read a step, for as long as any of them does."""
-        storage, step = self._tiers.open_tiers[plan["tier"]].storage, plan["step"]
+        storage = self._tiers.open_tiers[plan["tier"]].storage
+        step: int = plan["step"]
         newest = {
             str(open_tier.storage): steps[-1:]
             for open_tier, steps in zip(self._tiers.open_tiers, plan["steps"], strict=True)

@@ -56,9 +56,10 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
 
     def commit(copies: Sequence[Mapping[str, Any]]) -> list[None]:
         index = next(copied["index"] for copied in copies if "index" in copied)
-        target.commit(
-            attempt, step, index.encode(), {n: size for copied in copies for n, size in copied["sizes"].items()}
-        )
+        sizes: dict[str, int] = {}
+        for copied in copies:
+            sizes.update(copied["sizes"])
+        target.commit(attempt, step, index.encode(), sizes)
         return [None] * len(copies)
 
     try:

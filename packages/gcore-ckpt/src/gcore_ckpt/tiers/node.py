@@ -162,7 +162,9 @@ class NodeStorage:
 
     def _settle(self, step: int, group: Group) -> None:
         attempt: str = root_decides(group, lambda: self._prepared[0])
-        written, self._written, self._committed = self._written, {}, None
+        written = self._written
+        self._written = {}
+        self._committed = None
 
         def copy() -> Mapping[str, int]:
             if not isinstance(group, TorchGroup):
@@ -225,24 +227,24 @@ class NodeStorage:
     def remove_set_aside(self) -> None:
         self.local.remove_set_aside()
 
-    def find_sources(self, copies: Copies) -> list[Mapping[str, tuple[int, int]]]:
+    def find_sources(self, copies: Copies) -> Sequence[Mapping[str, tuple[int, int]]]:
         """Return, for each rank, the size of each file and the rank to ask for it; -1 where its machine has it."""
-        files = sorted(copies.files.items())
-        return [
-            {
-                name: (size_bytes, self._machines.holder(rank, holders, number))
-                for number, (name, (size_bytes, holders)) in enumerate(files)
-            }
-            for rank in range(len(self._machines.of))
-        ]
+        sources: list[dict[str, tuple[int, int]]] = [{} for _ in self._machines.of]
+        for number, (name, (size_bytes, holders)) in enumerate(sorted(copies.files.items())):
+            for rank, rank_sources in enumerate(sources):
+                rank_sources[name] = (size_bytes, self._machines.holder(rank, holders, number))
+        return sources
 
     def readers(self, copies: Copies) -> dict[str, tuple[int, list[int]]]:
         """Return the size of each file, and the ranks on machines that have it."""
-        ranks = self._machines.ranks
-        return {
-            name: (size_bytes, [rank for leader in holders for rank in ranks[self._machines.of[leader]]])
-            for name, (size_bytes, holders) in copies.files.items()
-        }
+        machines = self._machines
+        readers: dict[str, tuple[int, list[int]]] = {}
+        for name, (size_bytes, holders) in copies.files.items():
+            ranks: list[int] = []
+            for leader in holders:
+                ranks.extend(machines.ranks[machines.of[leader]])
+            readers[name] = (size_bytes, ranks)
+        return readers
 
     @contextmanager
     def reading(self, step: int, sources: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:

@@ -206,9 +206,9 @@ class TieredPipeline(SavePipeline):
                 steps = open_tiers[0].storage.steps()
                 for number, open_tier in enumerate(open_tiers[1:], start=1):
                     newest = max(open_tier.storage.steps(), default=-1)
-                    missed += [
-                        (step, number) for step in steps if step > newest and open_tier in self._tiers.due(step)
-                    ][-1:]
+                    due_steps = [step for step in steps if step > newest and open_tier in self._tiers.due(step)]
+                    if due_steps:
+                        missed.append((due_steps[-1], number))
             return missed
 
         saved = Outcome[None]()
@@ -220,7 +220,7 @@ class TieredPipeline(SavePipeline):
         self._opened = True
 
     def _check_order(self, step: int, storage: Storage) -> None:
-        """Refuse a step that does not fit to one of the tiers; once it did, those that it goes to are asked."""
+        """Check the step number against all tiers at first, later only against the tiers that are due."""
         del storage
         for open_tier in self._tiers.due(step) if self._listed else self._tiers.open_tiers:
             super()._check_order(step, open_tier.storage)

@@ -48,7 +48,7 @@ class TieredStorage:
 
     def steps(self) -> list[int]:
         """Return the committed steps of all tiers, ascending (root; those on the machines once it may write)."""
-        return sorted({step for open_tier in self.open_tiers for step in open_tier.storage.steps()})
+        return sorted(set[int]().union(*(open_tier.storage.steps() for open_tier in self.open_tiers)))
 
     def reported_steps(self, report: Sequence[Report]) -> list[list[int]]:
         """Return the committed steps of each tier, from what `NodeStorage.report` returned on every rank (root)."""
@@ -62,7 +62,7 @@ class TieredStorage:
     def plan(self, reports: Sequence[Report], step: int | str, *, above_tier: int = -1) -> list[Plan]:
         """Return, for each rank, where to load a step from: the first tier above a number that has it (root)."""
         steps = self.reported_steps(reports)
-        all_steps = sorted({step for numbers in steps for step in numbers})
+        all_steps = sorted(set[int]().union(*steps))
         if not all_steps:
             raise CheckpointNotFoundError(f"{self} hold no committed step")
         step_number = all_steps[-1] if step == "latest" else step
@@ -74,7 +74,11 @@ class TieredStorage:
         if self.node is None or tier:
             return [plan] * len(reports)
         sources = self.node.find_sources(whole_steps(dict(enumerate(reports)))[step_number])
-        if all(rank < 0 for files in sources for _, rank in files.values()):
+        is_everywhere = True
+        for files in sources:
+            if any(rank >= 0 for _, rank in files.values()):
+                is_everywhere = False
+        if is_everywhere:
             return [plan] * len(reports)
         return [plan | {"places": files} for files in sources]
 
@@ -127,7 +131,10 @@ class TieredStorage:
             open_tier.storage.set_aside([step for step in steps if step in here])
 
     def steps_set_aside(self) -> list[int]:
-        return sorted(step for open_tier in self.open_tiers for step in open_tier.storage.steps_set_aside())
+        steps: list[int] = []
+        for open_tier in self.open_tiers:
+            steps.extend(open_tier.storage.steps_set_aside())
+        return sorted(steps)
 
     def remove_set_aside(self) -> None:
         for open_tier in self.open_tiers:

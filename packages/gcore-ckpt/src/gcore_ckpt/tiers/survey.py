@@ -70,10 +70,12 @@ def whole_steps(reports: Mapping[int, Report]) -> dict[int, Copies]:
             groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[machine] = step_report
     for (step, saved_at, index), reports_by_machine in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
+        missing: set[str] = set()
         for machine, step_report in reports_by_machine.items():
+            missing.update(step_report["missing"])
             for name, size_bytes in step_report["files"].items():
                 files.setdefault(name, (size_bytes, []))[1].append(machine)
-        if all(name in files for step_report in reports_by_machine.values() for name in step_report["missing"]):
+        if missing <= files.keys():
             candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
     # A machine that comes back with steps of long ago may hold another that is whole.
     return {

@@ -51,7 +51,8 @@ def exchange_copies(
     """
     received: dict[str, int] = {}
     errors: list[Exception] = []
-    outgoing, incoming = Buffer(), Buffer()
+    outgoing = Buffer()
+    incoming = Buffer()
 
     def note_error(act: Callable[[], None]) -> None:
         _, error = attempt(act)
@@ -109,7 +110,8 @@ class PeerFiles:
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._where = where
         self._tags = count(_FIRST_REPLY_TAG)
-        self._server, self._replies = Workers(1), Workers(_REPLY_THREADS)
+        self._server = Workers(1)
+        self._replies = Workers(_REPLY_THREADS)
         self._serving: Outcome[None] | None = None
 
         for name, (_, rank) in sources.items():

@@ -80,7 +80,8 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if key == ("collections", "OrderedDict"):
             return dict
-        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
+        dtype = vars(torch).get(global_name)
+        if module_name == "torch" and isinstance(dtype, torch.dtype):
             return dtype
         raise ValueError(f"names {module_name}.{global_name}, which metadata of DCP do not hold")
 
@@ -140,7 +141,8 @@ def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
         chunks: list[_Chunk] = []
         for chunk in validation.expect(list, tensor.get("chunks"), "chunks"):
             box = _fields(chunk, "ChunkStorageMetadata")
-            start, extent = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+            start = _sizes(box.get("offsets"))
+            extent = _sizes(box.get("sizes"))
             chunks.append(_chunk(name, infos.get((name, start)), Box(start, extent)))
         _check_whole(name, shape, dtype.itemsize, chunks)
         yield name, _Entry(path, chunks, dtype, shape)

@@ -103,8 +103,10 @@ def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
     """Return the files to copy, by name."""
     if not (folder / _CONFIG_FILE).is_file():
         raise ValueError(f"config_from is {str(folder)!r}; expected a folder that holds {_CONFIG_FILE}")
-    paths = {path for pattern in _CONFIG_PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    files = {path.name: path.read_bytes() for path in sorted(paths)}
+    paths: set[Path] = set()
+    for pattern in _CONFIG_PATTERNS:
+        paths.update(folder.glob(pattern))
+    files = {path.name: path.read_bytes() for path in sorted(paths) if path.is_file()}
     if float_dtype is not None:
         config = json.loads(files[_CONFIG_FILE])
         if not isinstance(config, dict):
@@ -196,9 +198,13 @@ def _write_all(
                 file.flush()
                 os.fsync(file.fileno())
     if len(files) > 1:
-        total = sum(box.size_bytes for weights in files.values() for box in weights.values())
-        weight_map = {box.name: name for name, weights in files.items() for box in weights.values()}
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        total_bytes = 0
+        weight_map: dict[str, str] = {}
+        for name, weights in files.items():
+            for box in weights.values():
+                total_bytes += box.size_bytes
+                weight_map[box.name] = name
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         copied = {**copied, WEIGHTS_INDEX_FILE: (json.dumps(content, indent=2) + "\n").encode()}
     for name, data in copied.items():
         write_synced(folder / name, data)
