@@ -26,9 +26,9 @@ class FeistelPermutation:
     def __getitem__(self, entry: int) -> int:
         if not 0 <= entry < self._num_rows:
             raise IndexError(f"entry is {entry}; expected 0 to {self._num_rows - 1}")
-        entry = self._permuted(entry)
+        entry = self._permute(entry)
         while entry >= self._num_rows:
-            entry = self._permuted(entry)
+            entry = self._permute(entry)
         return entry
 
     def _permute(self, entry: int) -> int:

@@ -11,7 +11,7 @@ from gcore_controller.collectives.base import (
     CollectiveCall,
     Collectives,
     TicketCounters,
-    again,
+    copy_error,
     describe,
     mismatch,
 )
@@ -99,7 +99,7 @@ class InlineGroup:
             log.fail(channel, error)
         for key in [key for key in self._rounds if key[0] == channel]:
             for future in self._rounds.pop(key).waiting.values():
-                _raise_in(future, again(error))
+                _raise_in(future, copy_error(error))
 
     def mark_returned(self, rank: int) -> None:
         """Note that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
