@@ -31,13 +31,11 @@ VERSION = 3
 
 def encode_index(index: Index) -> bytes:
     """Return the bytes of `index.json`."""
-    content = {
-        "saved_at": index.saved_at,
-        "num_ranks": index.num_ranks,
-        **({} if index.metric is None else {"metric": index.metric}),
-        "checksum_block_bytes": BLOCK_BYTES,
-        **encode_columns(index),
-    }
+    content: dict[str, Any] = {"saved_at": index.saved_at, "num_ranks": index.num_ranks}
+    if index.metric is not None:
+        content["metric"] = index.metric
+    content["checksum_block_bytes"] = BLOCK_BYTES
+    content |= encode_columns(index)
     body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
     return f'{{"format":"{FORMAT}","version":{VERSION},"checksum":"{checksum(body)}",\n'.encode() + body
 

@@ -85,13 +85,13 @@ def _parts(accelerator: Accelerator) -> dict[str, State]:
         raise ValueError(f"distributed_type is {distributed_type.value!r}; expected DDP, FSDP2 or a single process")
     models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in _list_prepared(accelerator, "models")]
     optimizers = _list_prepared(accelerator, "optimizers")
+    if models:
+        last = len(models) - 1
+        optimizers = [stateful_optimizer(models[min(i, last)], optimizer) for i, optimizer in enumerate(optimizers)]
     scaler = accelerator.scaler
     parts = {
         "models": models,
-        "optimizers": [
-            stateful_optimizer(models[min(i, len(models) - 1)], optimizer) if models else optimizer
-            for i, optimizer in enumerate(optimizers)
-        ],
+        "optimizers": optimizers,
         "schedulers": _list_prepared(accelerator, "schedulers"),
         "objects": _list_prepared(accelerator, "custom_objects"),
     }

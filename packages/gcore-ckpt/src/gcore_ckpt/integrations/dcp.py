@@ -170,8 +170,9 @@ def _state_of(plan: SavePlan, planner: SavePlanner) -> State:
     paths: dict[str, StatePath] = plan.planner_data or {}
     state = NestedState()
     for name, value in planner.state_dict.items():
-        is_tensor = isinstance(value, torch.Tensor) or name in parts
-        state.put(paths.get(name, (name,)), Shards(parts[name]) if is_tensor else value)
+        if isinstance(value, torch.Tensor) or name in parts:
+            value = Shards(parts[name])
+        state.put(paths.get(name, (name,)), value)
     return state.state()
 
 

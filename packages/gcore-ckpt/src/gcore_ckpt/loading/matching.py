@@ -206,7 +206,11 @@ class Matcher:
                     return type(template)(*matched)
                 return matched if isinstance(template, list) else tuple(matched)
             case Enum():
-                return self._match_enum(template, node, path)
+                try:
+                    return type(template)(self.decode_node(node))
+                except ValueError as error:
+                    problem = f"holds no {type(template).__name__} in the checkpoint: {error}"
+                    raise self._mismatch(path, problem) from None
             case PerRank():
                 nodes = tree.ranks_of(node)
                 if nodes is None:
@@ -266,12 +270,6 @@ class Matcher:
             )
             self._unfilled.append(self._mismatch(path, problem))
         return True
-
-    def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
-        try:
-            return type(template)(self.decode_node(node))
-        except ValueError as error:
-            raise self._mismatch(path, f"holds no {type(template).__name__} in the checkpoint: {error}") from None
 
     def _match_dataclass(self, template: State, node: Node | None, path: StatePath) -> State:
         """Return a dataclass with the fields that were saved, by the template's class; no `__init__` runs."""

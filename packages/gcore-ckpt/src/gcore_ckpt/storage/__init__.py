@@ -110,6 +110,10 @@ class Storage(Protocol):
         A crash or an `OSError` leaves either all of them, or none; `acquire` completes what a dead writer has started.
         """
 
+
+class PathStorage(Storage, Protocol):
+    """The storage of one path, which also lists and deletes what was set aside."""
+
     def steps_set_aside(self) -> list[int]:
         """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
         ...

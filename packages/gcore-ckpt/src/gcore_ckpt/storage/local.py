@@ -29,7 +29,7 @@ from gcore_ckpt.storage import (
     JOURNAL_FILE,
     MAX_INDEX_BYTES,
     Journal,
-    Storage,
+    PathStorage,
     settled_steps,
     step_name,
     step_of,
@@ -67,7 +67,7 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def open_storage(path: str | os.PathLike[str]) -> Storage:
+def open_storage(path: str | os.PathLike[str]) -> PathStorage:
     """Return the storage of a path: a folder, or a URL such as `s3://bucket/folder` or `gs://bucket/folder`."""
     if isinstance(path, str) and _URL.match(path):
         from gcore_ckpt.storage.object_store import ObjectStorage

@@ -283,8 +283,9 @@ class ObjectStorage:
             attempt, sizes = self._read_commit(step_name(step))
         except FileNotFoundError:
             return self._read_uploaded(step)
-        has_links = any(name.startswith("step-") for name in sizes)
-        return _Located(attempt, sizes, self._read_links(attempt) if has_links else {})
+        if any(name.startswith("step-") for name in sizes):
+            return _Located(attempt, sizes, self._read_links(attempt))
+        return _Located(attempt, sizes)
 
     def _read_links(self, attempt: str) -> dict[str, str]:
         stored = self._objects.read(f"{attempt}/{_LINKS_FILE}")

@@ -73,7 +73,7 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
 def _readers(step: int, source: Storage, reports: Sequence[Report]) -> dict[str, tuple[int, list[int]]]:
     """Return the files of a step, their sizes, and the ranks that can read each (root)."""
     if isinstance(source, NodeStorage):
-        copies = whole_steps(dict(enumerate(reports))).get(step)
+        copies = whole_steps(reports).get(step)
         if copies is None:
             raise CheckpointNotFoundError(f"{source} holds no whole step {step}")
         return source.readers(copies)

@@ -77,7 +77,7 @@ class NodeStorage:
             return local_report
 
         def find_whole(reports: Sequence[Report]) -> Sequence[dict[str, str]]:
-            steps = whole_steps(dict(enumerate(reports)))
+            steps = whole_steps(reports)
             self._steps = set(steps)
             return [{str(step): copies.index for step, copies in steps.items()}] * len(reports)
 
@@ -220,12 +220,6 @@ class NodeStorage:
     def set_aside(self, steps: Sequence[int]) -> None:
         self._steps -= set(steps)
         self.local.set_aside([step for step in self.local.steps() if step in steps])
-
-    def steps_set_aside(self) -> list[int]:
-        return self.local.steps_set_aside()
-
-    def remove_set_aside(self) -> None:
-        self.local.remove_set_aside()
 
     def find_sources(self, copies: Copies) -> Sequence[Mapping[str, tuple[int, int]]]:
         """Return, for each rank, the size of each file and the rank to ask for it; -1 where its machine has it."""

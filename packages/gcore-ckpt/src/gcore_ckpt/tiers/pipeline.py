@@ -81,8 +81,11 @@ class TieredPipeline(SavePipeline):
         if due[0] is not self._tiers.open_tiers[0] or len(due) > 1:
             for copy in list(self._copies):  # a tier slower than its `every` slows training, not fills the others
                 copy.join()
-        owed = [*self._owed, *([(step, due, outcome)] if len(due) > 1 else [])]
-        self._in_use |= {copied for copied, _, _ in owed}
+        owed = list(self._owed)
+        if len(due) > 1:
+            owed.append((step, due, outcome))
+        owed_steps = {copy[0] for copy in owed}
+        self._in_use |= owed_steps
 
         def check_copies() -> None:
             check()
@@ -91,7 +94,7 @@ class TieredPipeline(SavePipeline):
         try:
             super().save(call, step, state, outcome, report, progress, check_copies, metric)
         except BaseException:
-            self._in_use -= {copied for copied, _, _ in owed}
+            self._in_use -= owed_steps
             raise
         self._owed = []
         for copy in owed:

@@ -53,9 +53,7 @@ class TieredStorage:
     def reported_steps(self, report: Sequence[Report]) -> list[list[int]]:
         """Return the committed steps of each tier, from what `NodeStorage.report` returned on every rank (root)."""
         return [
-            sorted(
-                whole_steps(dict(enumerate(report))) if open_tier.storage is self.node else open_tier.storage.steps()
-            )
+            sorted(whole_steps(report) if open_tier.storage is self.node else open_tier.storage.steps())
             for open_tier in self.open_tiers
         ]
 
@@ -73,7 +71,7 @@ class TieredStorage:
         plan = {"tier": tier, "step": step_number, "steps": steps, "places": None}
         if self.node is None or tier:
             return [plan] * len(reports)
-        sources = self.node.find_sources(whole_steps(dict(enumerate(reports)))[step_number])
+        sources = self.node.find_sources(whole_steps(reports)[step_number])
         is_everywhere = True
         for files in sources:
             if any(rank >= 0 for _, rank in files.values()):
@@ -129,16 +127,6 @@ class TieredStorage:
         for open_tier in self.open_tiers:
             here = set(open_tier.storage.steps())
             open_tier.storage.set_aside([step for step in steps if step in here])
-
-    def steps_set_aside(self) -> list[int]:
-        steps: list[int] = []
-        for open_tier in self.open_tiers:
-            steps.extend(open_tier.storage.steps_set_aside())
-        return sorted(steps)
-
-    def remove_set_aside(self) -> None:
-        for open_tier in self.open_tiers:
-            open_tier.storage.remove_set_aside()
 
     def _of(self, attempt: str) -> tuple[Storage, str]:
         number, _, inner = attempt.partition("/")

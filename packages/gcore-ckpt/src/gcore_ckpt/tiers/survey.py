@@ -61,20 +61,20 @@ class Copies:
     files: Mapping[str, tuple[int, Sequence[int]]]
 
 
-def whole_steps(reports: Mapping[int, Report]) -> dict[int, Copies]:
-    """Return the steps of which every file is somewhere, from what each place reports."""
+def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
+    """Return the steps of which every file is somewhere, from the report of each place; `Copies` number the places."""
     candidates_by_step: dict[int, list[tuple[str, Copies]]] = {}
     groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
-    for machine, steps in reports.items():
+    for number, steps in enumerate(reports):
         for step, step_report in steps.items():
-            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[machine] = step_report
-    for (step, saved_at, index), reports_by_machine in groups.items():
+            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[number] = step_report
+    for (step, saved_at, index), report_by_place in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
         missing: set[str] = set()
-        for machine, step_report in reports_by_machine.items():
+        for number, step_report in report_by_place.items():
             missing.update(step_report["missing"])
             for name, size_bytes in step_report["files"].items():
-                files.setdefault(name, (size_bytes, []))[1].append(machine)
+                files.setdefault(name, (size_bytes, []))[1].append(number)
         if missing <= files.keys():
             candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
     # A machine that comes back with steps of long ago may hold another that is whole.

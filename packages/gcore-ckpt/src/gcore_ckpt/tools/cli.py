@@ -158,12 +158,16 @@ def _verify(path: str, step: Step, *, every: bool) -> int:
     if every:
         steps.extend(storage.steps())
     for number in steps or [find_step(storage, step)]:
-        label = path if number is None else f"step {number}"
+        label = path
+        step_or_latest: Step = "latest"
+        if number is not None:
+            label = f"step {number}"
+            step_or_latest = number
         try:
             with open_step(storage, number) as reader:
                 tensors = reader.index.tensors.values()
             with _progress_bar(label, sum(tensor.size_bytes for tensor in tensors)) as progress:
-                verify(path, "latest" if number is None else number, progress=progress)
+                verify(path, step_or_latest, progress=progress)
             result = "fine"
             for tensor in tensors:
                 if any(shard.checksums is None for shard in tensor.shards):
