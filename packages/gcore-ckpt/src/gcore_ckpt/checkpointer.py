@@ -84,7 +84,7 @@ class Checkpointer:
             raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
         if isinstance(process_group, str) and process_group != "world":  # pyright: ignore[reportUnnecessaryComparison]
             raise ValueError(f"process_group is {process_group!r}; expected 'world', None or a process group")
-        self._storage = open_storage(path)
+        self._storage: Storage = open_storage(path)
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
             "retention": Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode),
@@ -400,7 +400,7 @@ class Checkpointer:
             self._inside = None
 
     def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
-        """Find a step, on all ranks, and return what `fill` makes of it here; raise on all ranks if it fails on one."""
+        """Find a step on all ranks and return what `fill` returns; if it fails on one rank, raise on all."""
         group = self._open_group(call)
         step_number = root_decides(group, lambda: find_step(self._storage, step))
         return all_succeed(group, lambda: fill(self._storage, step_number))

@@ -114,7 +114,7 @@ class SaveHandle:
         self._outcome.result()
 
     def collect(self) -> None:
-        """Note that the caller gets to know the error of the save, if there is one."""
+        """Mark the error of the save, if there is one, as reported to the caller."""
         self._collected = True
 
     def is_committed(self) -> bool:

@@ -37,7 +37,7 @@ def template_of(template: State) -> State:
 
 
 def complete_template(template: State, node: Node | None) -> State:
-    """Return `template`, from `template_of`, with a template of all that is saved for each object; `node` is saved."""
+    """Return `template` (from `template_of`) with a template of all that `node` holds for each object."""
     if isinstance(template, _Own):
         return _filling(template.state, node)
     if not isinstance(template, dict | list | tuple):
@@ -47,7 +47,7 @@ def complete_template(template: State, node: Node | None) -> State:
 
 
 def load_state_dicts(template: State, state: State) -> State:
-    """Pass each object of `template` its part of the loaded `state`; return the state with the objects themselves."""
+    """Pass each object of `template` its part of the loaded `state`; return the state with the objects in it."""
     if _is_stateful(template):
         template.load_state_dict(state)
         return template

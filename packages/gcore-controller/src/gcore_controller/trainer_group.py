@@ -327,7 +327,7 @@ class TrainerSpec:
 
 
 def rank_failure(error: BaseException, message: str, expected: tuple[type[Exception], ...]) -> BaseException:
-    """Return what callers get of an error that a rank raised: itself, if it is ``expected``, or one with a message.
+    """Return the error to raise for an error of a rank: itself if it is ``expected``, else one with the message.
 
     That is a `RankError` if the rank says that it has lost another one, and else a `RankCodeError`.
     """

@@ -100,7 +100,7 @@ class Box(NamedTuple):
         )
 
     def intersect(self, box: "Box") -> "Box | None":
-        """Return what both boxes hold; None if that is nothing."""
+        """Return the intersection of both boxes; None if it is empty."""
         start = tuple(map(max, self.start, box.start))
         stop = tuple(map(min, self.stop, box.stop))
         shape = tuple(end - begin for begin, end in zip(start, stop, strict=True))
@@ -128,7 +128,7 @@ class Box(NamedTuple):
         return last - first == self.size
 
     def parts_in_span(self, shape: Sequence[int], first: int, last: int) -> Iterator["Box"]:
-        """Yield boxes of what lies from element `first` up to `last` of a row-major tensor of `shape`."""
+        """Yield the parts of the box between elements `first` and `last` of a row-major tensor of `shape`."""
         begin, end = self.flat_span(shape)
         if first <= begin and end <= last:
             yield self
@@ -339,7 +339,7 @@ def safetensors_header(boxes: Sequence[HeldBox], size_bytes: int | None = None) 
 
 
 def _header_bytes(boxes: Sequence[HeldBox], types: Sequence[_BoxType], data_bytes: int) -> int:
-    """Return how long a header may have to be, without making it: as if all offsets were as long as the last one."""
+    """Return an upper bound of the length of a header, as if all offsets had as many digits as the last one."""
     names = _names(boxes)
     fixed = len(_ENTRY % ('""', "", data_bytes, data_bytes)) * len(names)
     types_bytes = sum(len(_safetensors_type(*box_type)) * count for box_type, count in Counter(types).items())

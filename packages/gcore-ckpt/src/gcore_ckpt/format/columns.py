@@ -85,7 +85,7 @@ def _type(entry: object) -> tuple[str, tuple[int, ...]]:
 
 
 def _resolve_names(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[Node, list[str]]:
-    """Return a tree that refers to its tensors by name, and the names: the first path to each if not another one."""
+    """Return the tree with names in place of row numbers, and the names: by default the first path of a tensor."""
     names: list[str | None] = [None] * count
     for entry in validation.member(fields, "names", list):
         number, name = validation.members(entry, 2, "entry of names")
@@ -226,7 +226,7 @@ class Tensors(Mapping[str, StoredTensor]):
 
 
 def _map_references(node: Node, change: Callable[[object, str | None], str | int], path: str | None) -> Node:
-    """Return a tree with what `change` makes of each reference to a tensor, a name or a number, and its dotted path.
+    """Return a tree in which `change` has replaced each reference to a tensor, given the reference and its dotted path.
 
     The path is None where it is long. What is no container of references is left as it is.
     """

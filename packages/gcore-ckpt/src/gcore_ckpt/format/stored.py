@@ -79,7 +79,7 @@ def checked_tensor(name: str, dtype: str, shape: tuple[int, ...], shards: Sequen
 
 
 def check_places(file: str, spans: list[tuple[int, int, str]]) -> None:
-    """Check that no bytes of a file are read twice: a small one could otherwise be made into any amount of memory.
+    """Check that shards share no bytes of a file; else a small file could fill any amount of memory.
 
     The spans are the first byte of each shard in the file, its size and its tensor.
     """

@@ -95,7 +95,7 @@ def describe(path: StatePath) -> str:
 
 
 def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePath = ()) -> Leaf:
-    """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
+    """Encode `state`; leaves other than small values are encoded by `encode_leaf`, which returns None to refuse one.
 
     Values of subclasses (OrderedDict, named tuples, ...) are encoded as the plain type they compare equal to, members
     of an Enum as their values, and dataclasses as dicts of their fields; keys of subclasses are refused, so that each
@@ -256,7 +256,7 @@ def view_of(node: Node) -> tuple[str, View] | None:
 
 
 def tensor_of(node: Node) -> tuple[str | None, View | None]:
-    """Return the name of the tensor or array that a node refers to, and the view that it is; None for what is not."""
+    """Return the name of the tensor or array that a node refers to, and its view; None where there is none."""
     return view_of(node) or (name_of(node), None)
 
 

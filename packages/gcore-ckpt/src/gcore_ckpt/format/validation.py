@@ -23,7 +23,7 @@ def reading(where: object, *kinds: type[Exception]) -> Generator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error; for a `KeyError`, of a member that `member` does not find, that it is missing."""
+    """Return the message of an error; that of a `KeyError` says that the member is missing."""
     return f"{error} is missing" if type(error) is KeyError else str(error)
 
 

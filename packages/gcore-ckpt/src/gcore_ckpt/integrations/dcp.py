@@ -184,7 +184,7 @@ def _shard(item: WriteItem, planner: SavePlanner) -> Shard:
 
 
 def _leaves(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Node]]:
-    """Return what DCP has as the entries of a state, by their paths: it leaves lists and tuples of values whole."""
+    """Return the entries of a state in DCP, by path. Lists and tuples of values are one entry."""
     fields = tree.fields_of(node)
     items = _items_to_flatten(node)
     if fields is not None:
@@ -230,7 +230,7 @@ def _describe(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesSt
 
 
 def _find_stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:
-    """Return the stored tensor that a node refers to, and the shape of the node's own, which may be a view of it."""
+    """Return the stored tensor that a node refers to, and the shape of the node, which may be a view."""
     name, view = tree.tensor_of(node)
     stored = reader.index.tensors[cast("str", name)]
     return stored, stored.shape if view is None else view.shape

@@ -49,7 +49,7 @@ def load_step(
     report: LoadReport | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
+    """Load from an open step, see `Checkpointer.load`; `check` is called before each read and may raise."""
     options = options or LoadOptions()
     report = report or LoadReport()
     start_s = time.perf_counter()
@@ -90,7 +90,7 @@ def _join_paths(paths: Sequence[StatePath]) -> list[str]:
 
 
 class _Reads:
-    """The reads that fill requests, of the blocks alone that hold something of them, and their bytes in all."""
+    """The reads that fill requests, of only the blocks that are needed, and their total size."""
 
     def __init__(self, reader: StepReader, requests: Iterable[Request]) -> None:
         self.size_bytes = 0
@@ -223,7 +223,7 @@ def _flat_reads(
 def _read_strided(
     reader: StepReader, name: str, shard: StoredShard, span: tuple[int, int], parts: Sequence[tuple[Box, torch.Tensor]]
 ) -> None:
-    """Read a span of bytes of a shard, with the rest of its blocks, and copy boxes that lie there to their targets."""
+    """Read whole blocks that cover a span of bytes of a shard, and copy the boxes in it to their targets."""
     tensor = reader.index.tensors[name]
     block = shard.block_bytes
     start = span[0] // block * block

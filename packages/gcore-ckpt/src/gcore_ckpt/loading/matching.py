@@ -63,7 +63,7 @@ class Requests:
 
 
 def find_held_elsewhere(group: Group, template: State) -> list[str]:
-    """Return where the template of one rank has an empty dict and that of another has something else (all ranks)."""
+    """Return the paths at which one rank's template has an empty dict and another rank's has content (all ranks)."""
     if group.size == 1:
         return []
 
@@ -89,7 +89,7 @@ def _is_empty_dict(value: State) -> bool:
 
 
 def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]]:
-    """Yield all that a template is made of but its plain tensors, with the paths."""
+    """Yield the parts of a template with their paths, without its plain tensors."""
     yield path, template
     fields: Mapping[Any, State] = {}
     if isinstance(template, dict):
@@ -104,7 +104,7 @@ def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]
 
 
 class Matcher:
-    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with.
+    """Builds the state of one open step on one rank, and collects the reads that fill its tensors.
 
     Args:
         reader: The open step.
@@ -140,7 +140,7 @@ class Matcher:
         return [path for path, memory in self._missing if memory not in filled]
 
     def check_strict(self) -> None:
-        """Raise `CheckpointMismatchError` if the template has what was not saved, or what no rank would fill."""
+        """Raise `CheckpointMismatchError` if part of the template was not saved, or no rank would fill it."""
         if self._unfilled:
             raise self._unfilled[0]
         missing = list(map(describe, self.missing()))
@@ -253,7 +253,7 @@ class Matcher:
         return state
 
     def _stays_empty(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> bool:
-        """Return whether this rank loads nothing in place of an empty dict, because ranks hold parts of what is there.
+        """Return whether an empty dict of the template stays empty, because sharded tensors were saved in its place.
 
         It is an error, see `check_strict`, unless another rank's template names what is there.
         """

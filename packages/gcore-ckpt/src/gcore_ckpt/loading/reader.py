@@ -184,7 +184,7 @@ def scratch(size_bytes: int) -> memoryview:
 
 
 def find_step(storage: Storage, step: Step) -> int | None:
-    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds."""
+    """Return the number of a committed step; `"latest"` is the highest. None stands for a Hugging Face folder."""
     steps = storage.steps()
     if not steps and find_weights(storage) is not None:
         if step == "latest":

@@ -67,7 +67,7 @@ class Shards:
 
 
 def as_shard(leaf: object) -> Shard | None:
-    """Return what `leaf` holds of a global tensor; None if it is no tensor."""
+    """Return the part of a global tensor that `leaf` holds; None if it is no tensor."""
     if isinstance(leaf, Shard):
         if not leaf.box.inside(leaf.global_shape):
             raise ValueError(
@@ -89,7 +89,7 @@ def as_shard(leaf: object) -> Shard | None:
 
 
 def shards_of_fsdp1(leaf: Any) -> Shards | None:
-    """Return what this rank holds of torch's `ShardedTensor`, of which state dicts of the first FSDP are made."""
+    """Return this rank's parts of torch's `ShardedTensor`, which FSDP1's state dicts contain; else None."""
     leaf_type = type(leaf)
     if leaf_type.__name__ != "ShardedTensor" or not leaf_type.__module__.startswith("torch.distributed._shard"):
         return None
@@ -114,7 +114,7 @@ def is_wrapper(leaf: object) -> bool:
 
 
 def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
-    """Return the tensors that a tensor is made of, by their names (`__tensor_flatten__`), and the name of its class."""
+    """Return the inner tensors of a wrapper by name (`__tensor_flatten__`), and the name of its class."""
     tensor_type = type(tensor)
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names} | {
@@ -214,7 +214,7 @@ class _Leaves:
         return Leaf(node=node, key=shard.name)
 
     def tie_views(self) -> set[int]:
-        """Make views of tensors that lie in the memory of another, contiguous one; return the numbers of their boxes.
+        """Encode tensors in the memory of another, contiguous tensor as views of it; return the numbers of their boxes.
 
         What shares only some of its memory with others is stored by itself.
         """

@@ -39,7 +39,7 @@ _COPY_THREADS = min(8, os.cpu_count() or 1)
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Pause Python's garbage collector, which would look through all that a plan makes, several times as it grows."""
+    """Pause Python's garbage collector, which would scan the objects of a growing plan several times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -262,7 +262,7 @@ class SavePipeline:
         self._acquired = True
 
     def _check_order(self, step: int, storage: Storage) -> None:
-        """Refuse a step that exists, or that lies below one which is not in the past of this run."""
+        """Raise if the step exists, or is below the latest step and this run has not gone back below that."""
         steps = storage.steps()
         remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
         if step in steps:

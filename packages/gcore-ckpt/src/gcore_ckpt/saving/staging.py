@@ -175,7 +175,7 @@ def _view_as_dtype(piece: NumpyArray, file: FileLayout, run: range) -> torch.Ten
 
 @torch.no_grad()
 def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
-    """Copy small tensors of one type, one after another: joined where they are, by one call instead of one for each."""
+    """Copy small tensors of one type by one call: concatenated on their device."""
     if sources[0].device != target.device:  # as bytes, since devices do not join all types
         parts = [source.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for source in sources]
         target.view(torch.uint8).copy_(torch.cat(parts), non_blocking=True)

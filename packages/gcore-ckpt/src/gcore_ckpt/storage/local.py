@@ -29,7 +29,6 @@ from gcore_ckpt.storage import (
     JOURNAL_FILE,
     MAX_INDEX_BYTES,
     Journal,
-    PathStorage,
     settled_steps,
     step_name,
     step_of,
@@ -38,6 +37,8 @@ from gcore_ckpt.threads import Workers
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from gcore_ckpt.storage.object_store import ObjectStorage
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def open_storage(path: str | os.PathLike[str]) -> PathStorage:
+def open_storage(path: str | os.PathLike[str]) -> "LocalStorage | ObjectStorage":
     """Return the storage of a path: a folder, or a URL such as `s3://bucket/folder` or `gs://bucket/folder`."""
     if isinstance(path, str) and _URL.match(path):
         from gcore_ckpt.storage.object_store import ObjectStorage
@@ -180,6 +181,7 @@ class LocalStorage:
             self._finish_setting_aside()
 
     def steps_set_aside(self) -> list[int]:
+        """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
         if not self.path.is_dir():
             return []
         steps = [step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir()]
@@ -190,13 +192,14 @@ class LocalStorage:
         return sorted(steps)
 
     def remove_set_aside(self) -> None:
+        """Delete what was set aside."""
         for entry in list(self.path.iterdir()):
             match = _SET_ASIDE.fullmatch(entry.name)
             if match is not None:
                 self._remove_folder(entry.name, int(match[1]))
 
     def _check_lock(self) -> None:
-        """Refuse to write where the lock file is no longer the one that was locked: another writer may have come."""
+        """Raise if the lock file is no longer the one that was locked: another writer may have replaced it."""
         try:
             is_own = (self.path / LOCK_FILE).read_bytes() == self._lock_text
         except FileNotFoundError:
@@ -218,7 +221,7 @@ class LocalStorage:
         shutil.rmtree(temp)
 
     def _remove_leftovers(self) -> None:
-        """Remove what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
+        """Remove leftovers of dead writers: only files with the temporary names of this class."""
         for entry in self.path.iterdir():
             try:
                 if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
@@ -394,7 +397,7 @@ def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _lock(path: Path) -> tuple[FileIO, bytes]:
-    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing. Also return its content."""
+    """Lock a folder until the returned file is closed or the process ends; also return the text written to the file."""
     # The file is never removed: a writer that has opened it would lock a name that no other process can see.
     file = FileIO(path / LOCK_FILE, "a+")
     try:

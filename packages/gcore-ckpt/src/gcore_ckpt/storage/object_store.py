@@ -133,7 +133,7 @@ class ObjectStorage:
         self._objects.write(f"{attempt}/{name}", b"".join(parts))
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Let the index refer to the object of the earlier step, which stays as long as a step refers to it."""
+        """Record a link to an earlier step's object, which is kept as long as a step links to it."""
         if self._base is None or self._base[0] != step:
             self._base = step, self._locate(step)
         self._links.setdefault(attempt, {})[name] = self._base[1].key(file)
@@ -196,9 +196,11 @@ class ObjectStorage:
         self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
 
     def steps_set_aside(self) -> list[int]:
+        """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
         return sorted(step for step, _ in self._read_journal().content.set_aside)
 
     def remove_set_aside(self) -> None:
+        """Delete what was set aside."""
         journal = self._read_journal()
         self._delete({attempt.removesuffix(f"/{_UPLOADED}") for attempt in _attempts(journal.content)}, self._scan())
         if journal.content.set_aside:
@@ -335,7 +337,7 @@ class ObjectStorage:
         self._delete(dead, listing)
 
     def _delete(self, dead: set[str], listing: _Listing) -> None:
-        """Delete the objects in folders of attempts, or of uploaded steps, except those that other attempts link to."""
+        """Delete folders of attempts or uploaded steps, except for objects that other attempts link to."""
         linking = [folder for folder, names in listing.names.items() if _LINKS_FILE in names and folder not in dead]
         used: set[str] = set()
         for links in [*map(self._read_links, linking), *self._links.values()]:

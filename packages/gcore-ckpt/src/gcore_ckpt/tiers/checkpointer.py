@@ -176,7 +176,7 @@ class TieredCheckpointer(Checkpointer):
 
     @contextmanager
     def _open_planned(self, call: Call, plan: Plan) -> Generator[tuple[Storage, int]]:
-        """Let all ranks read a step, for as long as any of them does."""
+        """Keep a step readable for all ranks while any of them reads it."""
         storage = self._tiers.open_tiers[plan["tier"]].storage
         step: int = plan["step"]
         newest = {

@@ -49,7 +49,7 @@ class NodeStorage:
         return str(self.local)
 
     def join(self, group: Group, machine: str) -> None:
-        """Learn which ranks share a machine, from its name on each (all ranks)."""
+        """Exchange the names of machines, to know which ranks share one (all ranks)."""
         self._machines = Machines(exchange(group, lambda: machine, lambda names: [names] * len(names)))
         self.leads = self._machines.leader(group.rank) == group.rank
 
@@ -242,7 +242,7 @@ class NodeStorage:
 
     @contextmanager
     def reading(self, step: int, sources: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:
-        """Let all ranks open a step of which no machine need hold all (all ranks, by a group for this alone)."""
+        """Let all ranks open a step whose files are spread over machines (all ranks, by a group of its own)."""
         from gcore_ckpt.tiers.transfer import PeerFiles
 
         is_here = any(rank < 0 for _, rank in sources.values())

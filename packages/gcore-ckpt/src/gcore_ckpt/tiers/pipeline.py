@@ -195,7 +195,7 @@ class TieredPipeline(SavePipeline):
         delete_superfluous(open_tier.storage, superfluous)
 
     def _open(self, call: Call) -> None:
-        """Make ready for writing, once, and note the copies that a run before this one has not made."""
+        """Open for writing, once, and record the copies that an earlier run has not made."""
         if self._opened:
             return
         if self._tiers.node is not None:

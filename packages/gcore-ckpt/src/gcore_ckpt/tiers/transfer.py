@@ -30,7 +30,7 @@ class Buffer:
         self._bytes = allocate(0)
 
     def reserve(self, size_bytes: int) -> memoryview:
-        """Return memory of this size, the same as before as far as it goes."""
+        """Return memory of this size; it is reused by the next call."""
         if len(self._bytes) < size_bytes:
             self._bytes = allocate(size_bytes)
         return self._bytes[:size_bytes].data
@@ -44,7 +44,7 @@ def exchange_copies(
     read: Callable[[str, memoryview], None],
     write: Callable[[str, memoryview], None],
 ) -> dict[str, int]:
-    """Copy the files of each rank to ranks of so many next machines; return the sizes of those that come to this one.
+    """Copy each rank's files to ranks of the next `replicas` machines; return the sizes of the files received here.
 
     `read` fills memory with a file of this rank, of which `sizes` are all; `write` keeps one of another. A rank that
     cannot do so goes through all messages nevertheless, so that no other one waits for it, and raises its error then.

@@ -127,7 +127,7 @@ class CallLog:
         return None
 
     def end(self, call: CollectiveCall, *, abandoned: bool = False) -> None:
-        """Note that a call has returned, raised or, if ``abandoned``, was cancelled before its result is known."""
+        """Record that a call has returned, raised or, if ``abandoned``, was cancelled before its result is known."""
         channel = self._channels[call.channel]
         channel.current = None
         if abandoned:

@@ -67,7 +67,7 @@ class StepRounds:
         self._num_prompts = 0
 
     async def next_wave(self, num_prompts: int) -> None:
-        """Begin a wave of so many prompts over all controllers; the one before it, in this step, is reported first."""
+        """Start a wave of this many prompts over all controllers, after reporting the previous wave of the step."""
         if self._report is not None and self._num_prompts:
             group = self._ctx.group
             parts = await group.all_gather(DeviceWork.drained(self._ctx.roles.devices))
@@ -79,7 +79,7 @@ class StepRounds:
         self._num_prompts += num_prompts
 
     def end_step(self) -> list[Round]:
-        """Return the rounds of the step; what devices have done in the last one is not drained yet."""
+        """Return the rounds of the step, without the work of devices in the last one, which is not drained yet."""
         rounds = [*self._reported, self._round(DeviceWork())]
         self._reported = []
         self._num_prompts = 0

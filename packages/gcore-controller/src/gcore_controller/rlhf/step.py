@@ -330,7 +330,7 @@ class _RewardFailures:
 
 
 def _reshard(states: Sequence[State], rank: int, world_size: int) -> State:
-    """Return one controller's state from those of a run with any number of controllers; each group has one owner."""
+    """Return one controller's state from the states of another number of controllers; each group has one owner."""
     if len(states) == world_size:
         return states[rank]
 

@@ -63,7 +63,7 @@ class TailBatching:
         self._num_waves = self._num_deferred = 0
 
     def next_wave(self, count: int) -> TailWave:
-        """Return the prompts of the next wave, of which ``count`` groups are wanted."""
+        """Return the prompts of the next wave, from which ``count`` groups are needed."""
         self._num_waves += 1
         is_unlimited = self._is_long or self._num_waves == self.max_waves
         queue = self._deferred if is_unlimited else self._again
@@ -78,7 +78,7 @@ class TailBatching:
         return TailWave(again=again, num_new=size - len(again), max_length=max_length)
 
     def record_wave(self, wave: TailWave, deferred: Sequence[int], longest: Sequence[int]) -> None:
-        """Add a wave's result over all controllers: prompts that are deferred, and each group's longest sample."""
+        """Record a wave's result over all controllers: deferred prompts, and the longest sample of each group."""
         self._deferred = sorted([*self._deferred, *deferred])
         self._num_deferred += len(deferred)
         if self._length is None:

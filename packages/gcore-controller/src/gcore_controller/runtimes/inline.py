@@ -102,7 +102,7 @@ class InlineGroup:
                 _raise_in(future, copy_error(error))
 
     def mark_returned(self, rank: int) -> None:
-        """Note that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
+        """Record that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
         self._returned[rank] = self.logs[rank].num_calls
         self.logs[rank].close()
         for key, current in list(self._rounds.items()):

@@ -48,10 +48,10 @@ class Placement(Protocol):
         ...
 
     def observe_wave(self, wave: Round) -> None:
-        """Take in a wave of sampling that another one follows in the same step."""
+        """Observe a wave of sampling that is not the last one of its step."""
 
     def observe(self, metrics: Mapping[str, float], last: Round) -> None:
-        """Take in a step, and its last round: what is left of it after the waves that were taken in."""
+        """Observe a step, and its last round: the rest of the step after the waves that were observed."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""

@@ -121,7 +121,7 @@ def check_token(address: str | None = None) -> None:
 
 @contextmanager
 def _private_token_file() -> Generator[None]:
-    """Let no other user read the token that Ray writes to a file for a new cluster on this machine."""
+    """Make the token file that Ray writes for a new cluster on this machine readable by this user alone."""
     file = Path.home() / ".ray" / "auth_token"
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
