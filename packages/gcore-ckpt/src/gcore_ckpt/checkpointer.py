@@ -139,8 +139,9 @@ class Checkpointer:
         self, step: int, state: State, progress: Callable[[int, int], None] | None, metric: float | None
     ) -> SaveHandle:
         start_s = time.perf_counter()
-        for handle in [handle for handle in list(self._handles) if handle.abandoned]:
-            handle.join()
+        for handle in list(self._handles):
+            if handle.abandoned:
+                handle.join()
         while True:
             in_flight = [handle for handle in list(self._handles) if not handle.done()]
             if len(in_flight) < self._max_in_flight:
@@ -336,8 +337,9 @@ class Checkpointer:
         Raises:
             CheckpointWriteError: A save failed, and no call has waited for its handle. Raised once.
         """
-        for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
-            handle.join()
+        for handle in list(self._handles):
+            if not handle.abandoned:
+                handle.join()
         raise_uncollected(self._handles)
         if self._pipeline is not None:
             self._pipeline.wait()

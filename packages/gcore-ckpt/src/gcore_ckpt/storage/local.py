@@ -451,11 +451,8 @@ def sync_directory(path: Path) -> None:
 
 
 def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 @cache

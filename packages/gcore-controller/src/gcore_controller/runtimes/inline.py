@@ -97,9 +97,10 @@ class InlineGroup:
         """Make the calls of all ranks on a channel raise an error, those in flight and later ones."""
         for log in self.logs:
             log.fail(channel, error)
-        for key in [key for key in self._rounds if key[0] == channel]:
-            for future in self._rounds.pop(key).waiting.values():
-                _raise_in(future, copy_error(error))
+        for key in list(self._rounds):
+            if key[0] == channel:
+                for future in self._rounds.pop(key).waiting.values():
+                    _raise_in(future, copy_error(error))
 
     def mark_returned(self, rank: int) -> None:
         """Record that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
