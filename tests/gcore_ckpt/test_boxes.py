@@ -30,7 +30,7 @@ def test_what_of_a_box_lies_within_a_span(data: st.DataObject, shape: tuple[int,
     box = data.draw(boxes_in(shape))
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     first, last = sorted(data.draw(st.tuples(*[st.integers(0, numbers.size)] * 2)))
-    found = [*box.within(shape, first, last)]
+    found = [*box.parts_in_span(shape, first, last)]
     elements = [int(number) for part in found for number in numbers[part.slices()].flat]
     assert elements == [number for number in numbers[box.slices()].flat if first <= number < last]
     assert len(found) <= max(1, 2 * len(shape))

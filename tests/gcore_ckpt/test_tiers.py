@@ -308,12 +308,12 @@ def test_parts_of_two_attempts_are_no_step() -> None:
 
     one = part("first", "2026-01-01", ["a"], ["b"])
     other = part("second", "2026-01-02", ["b"], ["a"])
-    assert whole_steps({0: {"7": one}, 1: {"7": other}}) == {}
-    assert list(whole_steps({0: {"7": one}, 1: {"7": part("first", "2026-01-01", ["b"], ["a"])}})) == [7]
-    both = {
-        0: {"7": part("first", "2026-01-01", ["a", "b"], [])},
-        1: {"7": part("second", "2026-01-02", ["a", "b"], [])},
-    }
+    assert whole_steps([{"7": one}, {"7": other}]) == {}
+    assert list(whole_steps([{"7": one}, {"7": part("first", "2026-01-01", ["b"], ["a"])}])) == [7]
+    both = [
+        {"7": part("first", "2026-01-01", ["a", "b"], [])},
+        {"7": part("second", "2026-01-02", ["a", "b"], [])},
+    ]
     assert whole_steps(both)[7].index == "second"
     assert whole_steps(both)[7].files == {"a": (1, [1]), "b": (1, [1])}
 

@@ -207,7 +207,7 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
         asyncio.run(learner.start(spec, num_cpus=1.0, num_gpus=0.0, timeout_s=600.0))
 
     start()
-    place = learner.ranks.places[1]
+    place = learner.ranks.locations[1]
     pid = int(place.split()[1])
     os.kill(pid, signal.SIGSTOP)
     killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     learner.close()
     assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
     start()
-    place = learner.ranks.places[1]
+    place = learner.ranks.locations[1]
     os.kill(int(place.split()[1]), signal.SIGSTOP)
     with pytest.raises(RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")):
         learner.save(2, {"step": 2, "controllers": []})

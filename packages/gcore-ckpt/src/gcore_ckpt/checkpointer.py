@@ -20,7 +20,7 @@ from gcore_ckpt.handles import (
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.retention import BestMode, Retention, finite_metric
-from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
+from gcore_ckpt.stateful import complete_template, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
@@ -84,7 +84,7 @@ class Checkpointer:
             raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
         if isinstance(process_group, str) and process_group != "world":  # pyright: ignore[reportUnnecessaryComparison]
             raise ValueError(f"process_group is {process_group!r}; expected 'world', None or a process group")
-        self._storage = open_storage(path)
+        self._storage: Storage = open_storage(path)
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
             "retention": Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode),
@@ -139,9 +139,13 @@ class Checkpointer:
         self, step: int, state: State, progress: Callable[[int, int], None] | None, metric: float | None
     ) -> SaveHandle:
         start_s = time.perf_counter()
-        for handle in [handle for handle in list(self._handles) if handle.abandoned]:
-            handle.join()
-        while len(in_flight := [handle for handle in list(self._handles) if not handle.done()]) >= self._max_in_flight:
+        for handle in list(self._handles):
+            if handle.abandoned:
+                handle.join()
+        while True:
+            in_flight = [handle for handle in list(self._handles) if not handle.done()]
+            if len(in_flight) < self._max_in_flight:
+                break
             in_flight[0].join()
         outcome = Outcome[None]()
         handle = SaveHandle(step, outcome, SaveReport(wait_s=time.perf_counter() - start_s))
@@ -149,8 +153,10 @@ class Checkpointer:
         def check() -> None:
             check_step(step)
             raise_repeated(self._handles)
-            others = [other.step for other in list(self._handles) if other is not handle and not other.done()]
-            if step in others:
+            pending_steps = [
+                pending.step for pending in list(self._handles) if pending is not handle and not pending.done()
+            ]
+            if step in pending_steps:
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
         def save(call: Call) -> None:
@@ -177,7 +183,7 @@ class Checkpointer:
         strict: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> State:
-        """Return the state of a committed step; save in flight are not seen. In a group, all ranks load or none does.
+        """Return the state of a committed step, not of a save in flight. In a group, all ranks load or none does.
 
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
@@ -239,7 +245,7 @@ class Checkpointer:
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
 
-        own = template_of(template)
+        own_template = template_of(template)
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import LoadOptions, load_step
@@ -249,12 +255,12 @@ class Checkpointer:
             group = self._open_group(call)
             load_options = LoadOptions(**options, held_elsewhere=find_held_elsewhere(group, template))
 
-            def fill(storage: Storage, found: int | None) -> State:
-                report.step = found
-                with call.working(), open_step(storage, found) as reader:
+            def fill(storage: Storage, step_number: int | None) -> State:
+                report.step = step_number
+                with call.working(), open_step(storage, step_number) as reader:
                     report.open_s = time.perf_counter() - start_s
-                    wanted = completed(own, reader.index.tree)
-                    return load_step(reader, group, wanted, load_options, report, call.check)
+                    full_template = complete_template(own_template, reader.index.tree)
+                    return load_step(reader, group, full_template, load_options, report, call.check)
 
             state = self._read(call, step, fill)
             if report.step is not None and step != "latest" and self._pipeline is not None:
@@ -315,7 +321,8 @@ class Checkpointer:
                 "stop_on", lambda: self._calls.run(lambda call: any_rank(self._open_group(call), has_come))
             )
 
-        self._stops.append(stop := StopSignals(signals, agree))
+        stop = StopSignals(signals, agree)
+        self._stops.append(stop)
         return stop
 
     def steps(self) -> list[int]:
@@ -330,8 +337,9 @@ class Checkpointer:
         Raises:
             CheckpointWriteError: A save failed, and no call has waited for its handle. Raised once.
         """
-        for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
-            handle.join()
+        for handle in list(self._handles):
+            if not handle.abandoned:
+                handle.join()
         raise_uncollected(self._handles)
         if self._pipeline is not None:
             self._pipeline.wait()
@@ -394,10 +402,10 @@ class Checkpointer:
             self._inside = None
 
     def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
-        """Find a step, on all ranks, and return what `fill` makes of it here; raise on all ranks if it fails on one."""
+        """Find a step on all ranks and return what `fill` returns; if it fails on one rank, raise on all."""
         group = self._open_group(call)
-        found = root_decides(group, lambda: find_step(self._storage, step))
-        return all_succeed(group, lambda: fill(self._storage, found))
+        step_number = root_decides(group, lambda: find_step(self._storage, step))
+        return all_succeed(group, lambda: fill(self._storage, step_number))
 
     def _open_group(self, call: Call) -> Group:
         if self._group is None:

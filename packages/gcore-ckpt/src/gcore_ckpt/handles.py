@@ -114,7 +114,7 @@ class SaveHandle:
         self._outcome.result()
 
     def collect(self) -> None:
-        """Note that the caller gets to know the error of the save, if there is one."""
+        """Mark the error of the save, if there is one, as reported to the caller."""
         self._collected = True
 
     def is_committed(self) -> bool:
@@ -177,9 +177,9 @@ _unreported: dict[SaveHandle, None] = {}
 
 def report_at_exit(handle: SaveHandle) -> None:
     """Log the error of a save at exit, and end the process with exit code 120, if no call raises it before."""
-    for other in list(_unreported):
-        if other.done() and other.uncollected_error() is None:
-            _unreported.pop(other, None)
+    for pending in list(_unreported):
+        if pending.done() and pending.uncollected_error() is None:
+            _unreported.pop(pending, None)
     _unreported[handle] = None
 
 

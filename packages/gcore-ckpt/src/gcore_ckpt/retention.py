@@ -47,14 +47,13 @@ class Retention:
         """
         if self.keep is None:
             return []
-        others = [step for step in steps if step != committed]
+        candidates = [step for step in steps if step != committed]
         kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
+        lowest = candidates[: max(0, len(candidates) - kept)]
         best = self._best(steps, metric_of)
-        return [step for step in lowest if not (step in best or self._is_for_good(step))]
-
-    def _is_for_good(self, step: int) -> bool:
-        return self.keep_every is not None and step % self.keep_every == 0
+        if self.keep_every is not None:
+            lowest = [step for step in lowest if step % self.keep_every != 0]
+        return [step for step in lowest if step not in best]
 
     def _best(self, steps: Sequence[int], metric_of: Callable[[int], float | None]) -> list[int]:
         """Return the steps with the best metrics; of equal ones the later."""

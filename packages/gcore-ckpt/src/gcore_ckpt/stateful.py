@@ -28,26 +28,26 @@ class _Own:
 
 def with_state_dicts(state: State) -> State:
     """Return `state` with the state dict of each object in its place."""
-    return _replaced(state, lambda leaf: leaf.state_dict())
+    return _replace_objects(state, lambda leaf: leaf.state_dict())
 
 
 def template_of(template: State) -> State:
     """Return `template` with the present state of each object in its place, for `completed`."""
-    return _replaced(template, lambda leaf: _Own(leaf.state_dict()))
+    return _replace_objects(template, lambda leaf: _Own(leaf.state_dict()))
 
 
-def completed(template: State, node: Node | None) -> State:
-    """Return `template`, from `template_of`, with a template of all that is saved for each object; `node` is saved."""
+def complete_template(template: State, node: Node | None) -> State:
+    """Return `template` (from `template_of`) with a template of all that `node` holds for each object."""
     if isinstance(template, _Own):
         return _filling(template.state, node)
     if not isinstance(template, dict | list | tuple):
         return template
     nodes = tree.fields_of(node) or dict(enumerate(tree.items_of(node) or ()))
-    return _map_children(cast("State", template), lambda key, value: completed(value, nodes.get(key)))
+    return _map_children(cast("State", template), lambda key, value: complete_template(value, nodes.get(key)))
 
 
 def load_state_dicts(template: State, state: State) -> State:
-    """Pass each object of `template` its part of the loaded `state`; return the state with the objects themselves."""
+    """Pass each object of `template` its part of the loaded `state`; return the state with the objects in it."""
     if _is_stateful(template):
         template.load_state_dict(state)
         return template
@@ -61,16 +61,18 @@ def _is_stateful(leaf: object) -> TypeGuard[Stateful]:
     return _has_state(type(leaf))
 
 
-def _has_state(kind: type) -> bool:
-    return hasattr(kind, "load_state_dict") and hasattr(kind, "state_dict")
+def _has_state(leaf_type: type) -> bool:
+    return hasattr(leaf_type, "load_state_dict") and hasattr(leaf_type, "state_dict")
 
 
 def _are_plain(values: Iterable[State]) -> bool:
     """Return whether none of these is a container or has a state, by their types, which are few."""
-    return not any(issubclass(kind, dict | list | tuple) or _has_state(kind) for kind in {*map(type, values)})
+    return not any(
+        issubclass(leaf_type, dict | list | tuple) or _has_state(leaf_type) for leaf_type in {*map(type, values)}
+    )
 
 
-def _replaced(state: State, replacement: Callable[[Stateful], State], depth: int = 0) -> State:
+def _replace_objects(state: State, replacement: Callable[[Stateful], State], depth: int = 0) -> State:
     if _is_stateful(state):
         return replacement(state)
     if depth > MAX_DEPTH:  # refused by `tree.encode`, with the path
@@ -80,7 +82,7 @@ def _replaced(state: State, replacement: Callable[[Stateful], State], depth: int
     children = cast("Iterable[State]", state.values() if isinstance(state, dict) else state)
     if _are_plain(children):
         return cast("State", state)
-    return _map_children(cast("State", state), lambda _, value: _replaced(value, replacement, depth + 1))
+    return _map_children(cast("State", state), lambda _, value: _replace_objects(value, replacement, depth + 1))
 
 
 def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
@@ -97,16 +99,17 @@ def _like(sequence: State, items: list[State]) -> State:
     return items if isinstance(sequence, list) else tuple(items)
 
 
-def _filling(own: State, node: Node | None) -> State:
+def _filling(current: State, node: Node | None) -> State:
     """Return a template of all that is saved at `node`, with the tensors of `own` that have their place there."""
-    fields, items = tree.fields_of(node), tree.items_of(node)
+    fields = tree.fields_of(node)
+    items = tree.items_of(node)
     if fields is not None:
-        present = cast("dict[str | int, State]", own) if isinstance(own, dict) else {}
+        present = cast("dict[str | int, State]", current) if isinstance(current, dict) else {}
         return {key: _filling(present.get(key), child) for key, child in fields.items()}
     if items is not None:
-        values = cast("Sequence[State]", own) if isinstance(own, list | tuple) else ()
-        found = [_filling(values[i] if len(values) == len(items) else None, child) for i, child in enumerate(items)]
-        return found if isinstance(node, list) else tuple(found)
+        values = cast("Sequence[State]", current) if isinstance(current, list | tuple) else ()
+        filled = [_filling(values[i] if len(values) == len(items) else None, child) for i, child in enumerate(items)]
+        return filled if isinstance(node, list) else tuple(filled)
     if tree.name_of(node) is not None:
-        return None if isinstance(own, dict | list | tuple) else own
-    return replace(own, value=None) if isinstance(own, PerRank) else None
+        return None if isinstance(current, dict | list | tuple) else current
+    return replace(current, value=None) if isinstance(current, PerRank) else None

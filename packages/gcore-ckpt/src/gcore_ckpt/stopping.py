@@ -36,7 +36,7 @@ class StopSignals:
         return self._agree(self.received is not None)
 
     def close(self) -> None:
-        """Let the signals act as before. Idempotent."""
+        """Restore the previous signal handlers. Idempotent."""
         for number in list(self._previous):
             self._restore(number)
 

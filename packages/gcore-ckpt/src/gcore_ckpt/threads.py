@@ -60,7 +60,8 @@ class Outcome(Generic[T]):
         """Wait until it is set; False after `timeout_s`."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._done:
-            if (left_s := end_s - time.monotonic()) <= 0:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
                 return False
             # A thread that is interrupted before the release leaves the gate shut: then the others look at `_done`.
             if self._gate.acquire(timeout=min(WAKE_UP_S, left_s)):
@@ -69,7 +70,8 @@ class Outcome(Generic[T]):
 
     def result(self) -> T:
         """Wait, and return or raise what it was set to."""
-        if (error := self.exception()) is not None:
+        error = self.exception()
+        if error is not None:
             raise error
         return cast(T, self._result)
 
@@ -92,7 +94,8 @@ class _Job(Outcome[T]):
 
     def run(self) -> None:
         """Do the work, unless it was cancelled."""
-        if (act := self._claim()) is not None:
+        act = self._claim()
+        if act is not None:
             self.set_by(act)
 
     def cancel(self) -> bool:
@@ -163,7 +166,10 @@ class Workers:
 
 
 def _work(queue: _Queue) -> None:
-    while (job := queue.get()) is not None:
+    while True:
+        job = queue.get()
+        if job is None:
+            return
         job.run()
         del job  # a thread that waits for work must not keep the last tensor alive
 
@@ -211,7 +217,9 @@ class Calls:
 
     def start(self, act: Callable[[Call], T], call: Call | None = None) -> Outcome[T]:
         """Run `act` after the calls before it."""
-        call, outcome, use_device = call or Call(), Outcome[T](), cuda_state()
+        call = call or Call()
+        outcome = Outcome[T]()
+        use_device = cuda_state()
 
         def job() -> None:
             use_device()
@@ -251,7 +259,8 @@ def cuda_state() -> Callable[[], None]:
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
         return lambda: None
-    device, streams = cuda.current_device(), [cuda.current_stream(i) for i in range(cuda.device_count())]
+    device = cuda.current_device()
+    streams = [cuda.current_stream(i) for i in range(cuda.device_count())]
 
     def use() -> None:
         for i, stream in enumerate(streams):

@@ -65,7 +65,8 @@ class StageTimer:
     def drain(self) -> list[Span]:
         """Return the spans since the last call, in order; a running stage is cut here and continues."""
         self._cut()
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def _switch(self) -> None:
@@ -102,7 +103,8 @@ class DeviceTimers:
         """Number of tokens, or images, generated in each stage since the last `drain`."""
         self.num_lent = 0
         """Engines that changed their role within a step, or sampled on the devices of ranks, since the last `drain`."""
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock = clock
+        self._wall_clock = wall_clock
         self._shared = shared
         self._timers: dict[str, StageTimer] = {}
 
@@ -146,8 +148,8 @@ def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list
     """Join the spans that several processes, or several calls of `DeviceTimers.drain`, recorded of the same devices."""
     spans: defaultdict[str, list[Span]] = defaultdict(list)
     for part in parts:
-        for name, own in part.items():
-            spans[name] += own
+        for name, device_spans in part.items():
+            spans[name] += device_spans
     return dict(spans)
 
 

@@ -179,7 +179,8 @@ class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_cont
 
 async def check_weights(policy: PolicyEngine, digests: Mapping[str, Any]) -> None:
     """Have an engine compare its weights with digests, if it can."""
-    if (check := getattr(policy, "check_weights", None)) is not None:
+    check = getattr(policy, "check_weights", None)
+    if check is not None:
         await check(digests)
 
 
@@ -326,13 +327,13 @@ class TrainerSpec:
 
 
 def rank_failure(error: BaseException, message: str, expected: tuple[type[Exception], ...]) -> BaseException:
-    """Return what callers get of an error that a rank raised: itself, if it is ``expected``, or one with a message.
+    """Return the error to raise for an error of a rank: itself if it is ``expected``, else one with the message.
 
     That is a `RankError` if the rank says that it has lost another one, and else a `RankCodeError`.
     """
     if isinstance(error, (RankError, ClusterError, *expected)):
         return error
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+    kinds = {base.__name__ for base in type(error).__mro__}
     is_loss = isinstance(error, ConnectionError) or not kinds.isdisjoint(_LOSSES)
     is_loss = is_loss or (isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None)
     return RankError(message) if is_loss else RankCodeError(message)

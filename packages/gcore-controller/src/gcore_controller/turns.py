@@ -71,8 +71,11 @@ class DeviceTurns:
     ) -> None:
         self.current = current
         """None: a swap has failed half-way, or none was made yet."""
-        self._trainer, self._policy, self._others = trainer, policy, list(others)
-        self._devices, self._ranks = devices, [rank_name(rank) for rank in ranks]
+        self._trainer = trainer
+        self._policy = policy
+        self._others = list(others)
+        self._devices = devices
+        self._ranks = [rank_name(rank) for rank in ranks]
         self._swapping = asyncio.Lock()
 
     async def take(self, turn: Turn, *, all_asleep: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -88,7 +91,8 @@ class DeviceTurns:
         async with self._swapping:
             if turn == self.current:
                 return
-            before, self.current = self.current, None
+            before = self.current
+            self.current = None
             if turn == "sampling":
                 await self._move_trainer(is_awake=False)
                 if all_asleep is not None:
@@ -143,7 +147,7 @@ class TurnChoice:
     """None: before the first turn."""
     _swap_s: float = field(default=0.0, init=False)
 
-    async def chosen(self, turn: Turn, timer: StageTimer) -> Turn:
+    async def choose(self, turn: Turn, timer: StageTimer) -> Turn:
         """Return the turn to take where the loop is at ``turn``; every controller makes the same calls."""
         rule = self.lending.rule if self.lending is not None else None
         if self._lends is None:
@@ -154,8 +158,11 @@ class TurnChoice:
             self.devices.num_lent += self.lending.num_engines
         if rule is not None:
             if self.group.rank == 0:
-                seconds, generated = timer.seconds("gen"), self.devices.generated["gen"]
-                rule.observe(generation_s=seconds, generated=generated, swap_s=self._swap_s)
+                rule.observe(
+                    generation_s=timer.seconds("gen"),
+                    generated=self.devices.generated["gen"],
+                    swap_s=self._swap_s,
+                )
             self._swap_s = 0.0
             # An update comes before the next turn of sampling: engines that wake then get its weights.
             self._lends = await self.group.broadcast(rule.lends)

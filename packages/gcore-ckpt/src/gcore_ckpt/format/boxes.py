@@ -80,7 +80,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Self:
+    def of_shape(cls, shape: Sequence[int]) -> Self:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -95,14 +95,14 @@ class Box(NamedTuple):
     def inside(self, shape: Sequence[int]) -> bool:
         """Return whether the box lies in a tensor of this shape."""
         return len(self.start) == len(self.shape) == len(shape) and all(
-            start >= 0 and extent >= 0 and start + extent <= whole
-            for start, extent, whole in zip(self.start, self.shape, shape, strict=True)
+            start >= 0 and extent >= 0 and start + extent <= dim_size
+            for start, extent, dim_size in zip(self.start, self.shape, shape, strict=True)
         )
 
-    def intersect(self, other: "Box") -> "Box | None":
-        """Return what both boxes hold; None if that is nothing."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
+    def intersect(self, box: "Box") -> "Box | None":
+        """Return the intersection of both boxes; None if it is empty."""
+        start = tuple(map(max, self.start, box.start))
+        stop = tuple(map(min, self.stop, box.stop))
         shape = tuple(end - begin for begin, end in zip(start, stop, strict=True))
         return Box(start, shape) if all(extent > 0 for extent in shape) else None
 
@@ -117,9 +117,9 @@ class Box(NamedTuple):
     def flat_span(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the first element and one past the last in a row-major tensor of `shape`; the box is not empty."""
         first = last = 0
-        for start, extent, whole in zip(self.start, self.shape, shape, strict=True):
-            first = first * whole + start
-            last = last * whole + start + extent - 1
+        for start, extent, dim_size in zip(self.start, self.shape, shape, strict=True):
+            first = first * dim_size + start
+            last = last * dim_size + start + extent - 1
         return first, last + 1
 
     def is_flat_in(self, shape: Sequence[int]) -> bool:
@@ -127,8 +127,8 @@ class Box(NamedTuple):
         first, last = self.flat_span(shape)
         return last - first == self.size
 
-    def within(self, shape: Sequence[int], first: int, last: int) -> Iterator["Box"]:
-        """Yield boxes of what lies from element `first` up to `last` of a row-major tensor of `shape`."""
+    def parts_in_span(self, shape: Sequence[int], first: int, last: int) -> Iterator["Box"]:
+        """Yield the parts of the box between elements `first` and `last` of a row-major tensor of `shape`."""
         begin, end = self.flat_span(shape)
         if first <= begin and end <= last:
             yield self
@@ -137,12 +137,14 @@ class Box(NamedTuple):
             step = math.prod(shape[dim + 1 :])
             size = end - begin - (self.shape[dim] - 1) * step  # of the span of each row
             rows = range(max(0, -((begin + size - 1 - first) // step)), min(self.shape[dim], -((begin - last) // step)))
-            whole = range(max(0, -((begin - first) // step)), min(self.shape[dim], (last - size - begin) // step + 1))
+            full_rows = range(
+                max(0, -((begin - first) // step)), min(self.shape[dim], (last - size - begin) // step + 1)
+            )
             for row in rows:
-                if row not in whole:
-                    yield from self._rows(dim, row, row + 1).within(shape, first, last)
-                elif row == whole.start:
-                    yield self._rows(dim, whole.start, whole.stop)
+                if row not in full_rows:
+                    yield from self._rows(dim, row, row + 1).parts_in_span(shape, first, last)
+                elif row == full_rows.start:
+                    yield self._rows(dim, full_rows.start, full_rows.stop)
 
     def _rows(self, dim: int, start: int, stop: int) -> "Box":
         """Return a part of the box, its indices from `start` up to `stop` in one dimension."""
@@ -168,10 +170,10 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     ordered = sorted((box for box in boxes if box.size), key=lambda box: box.start)
     open_boxes: list[Box] = []
     for box in ordered:
-        open_boxes = [other for other in open_boxes if not other.stop or other.stop[0] > box.start[0]]
-        for other in open_boxes:
-            if box.intersect(other) is not None:
-                return other, box
+        open_boxes = [open_box for open_box in open_boxes if not open_box.stop or open_box.stop[0] > box.start[0]]
+        for open_box in open_boxes:
+            if box.intersect(open_box) is not None:
+                return open_box, box
         open_boxes.append(box)
     return None
 
@@ -221,19 +223,19 @@ def block_count(size_bytes: int, block_bytes: int) -> int:
 class FileLayout:
     """A data file before it has data: the places of its header and its boxes, in columns.
 
-    Box `held[i]` is a part of box `numbers[i]` of the rank, in the bytes from `offsets[i]` to `offsets[i + 1]` of the
+    Box `boxes[i]` is a part of box `numbers[i]` of the rank, in the bytes from `offsets[i]` to `offsets[i + 1]` of the
     file. `runs` are the boxes again, in order: in one range those that are small, adjacent and of one element type.
     """
 
     numbers: Sequence[int]
-    held: Sequence[HeldBox]
+    boxes: Sequence[HeldBox]
     offsets: Sequence[int]
     runs: Sequence[range]
 
     @cached_property
     def header(self) -> bytes:
-        """All that precedes the data; made when it is written, which no caller of a save waits for."""
-        return safetensors_header(self.held, self.offsets[0])
+        """The bytes before the data. They are made when the file is written, so that no caller of a save waits."""
+        return safetensors_header(self.boxes, self.offsets[0])
 
     @property
     def size_bytes(self) -> int:
@@ -247,18 +249,24 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """
-    dtypes = sorted({held.dtype for held in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype))
+    dtypes = sorted({box.dtype for box in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype))
     rank_of = {dtype: rank for rank, dtype in enumerate(dtypes)}
     numbers = sorted(boxes, key=lambda number: rank_of[boxes[number].dtype]) if len(dtypes) > 1 else [*boxes]
     parts = [boxes[number] for number in numbers]
-    sizes = _sizes(_kinds(parts))
+    sizes = _sizes(_types_of(parts))
     full_bytes = max(_FILE_BYTES, sum(sizes) // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
-        cut = [(number, part) for number in numbers for part in _cut(boxes[number], max_file_bytes)]
-        numbers, parts = [number for number, _ in cut], [part for _, part in cut]
-        sizes = _sizes(_kinds(parts))
-    firsts, used_bytes = [0], 0
+        cut_numbers: list[int] = []
+        parts = []
+        for number in numbers:
+            for part in _cut(boxes[number], max_file_bytes):
+                cut_numbers.append(number)
+                parts.append(part)
+        numbers = cut_numbers
+        sizes = _sizes(_types_of(parts))
+    firsts = [0]
+    used_bytes = 0
     for i, size_bytes in enumerate(sizes if sum(sizes) > full_bytes else ()):
         if i > firsts[-1] and used_bytes + size_bytes > full_bytes:
             firsts.append(i)
@@ -268,40 +276,44 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     return [lay_out_file(numbers[first:stop], parts[first:stop]) for first, stop in spans if parts]
 
 
-def _cut(held: HeldBox, max_bytes: int) -> Iterator[HeldBox]:
-    if held.size_bytes <= max_bytes:
-        yield held
+def _cut(held_box: HeldBox, max_bytes: int) -> Iterator[HeldBox]:
+    if held_box.size_bytes <= max_bytes:
+        yield held_box
         return
-    for box in held.box.split(max_bytes // DTYPES[held.dtype].size_bytes):
-        yield held._replace(box=box)
+    for box in held_box.box.split(max_bytes // DTYPES[held_box.dtype].size_bytes):
+        yield held_box._replace(box=box)
 
 
-_Kind: TypeAlias = tuple[str, tuple[int, ...]]  # element type and shape, of which many boxes have the same
+_BoxType: TypeAlias = tuple[str, tuple[int, ...]]  # element type and shape, of which many boxes have the same
 
 
-def _kinds(boxes: Iterable[HeldBox]) -> list[_Kind]:
+def _types_of(boxes: Iterable[HeldBox]) -> list[_BoxType]:
     return [(dtype, box.shape) for _, dtype, _, box in boxes]
 
 
-def _sizes(kinds: Sequence[_Kind]) -> list[int]:
+def _sizes(types: Sequence[_BoxType]) -> list[int]:
     """Return the sizes of boxes in bytes."""
-    known = {(dtype, shape): math.prod(shape) * DTYPES[dtype].size_bytes for dtype, shape in {*kinds}}
-    return [known[kind] for kind in kinds]
+    size_of = {(dtype, shape): math.prod(shape) * DTYPES[dtype].size_bytes for dtype, shape in {*types}}
+    return [size_of[box_type] for box_type in types]
 
 
-def lay_out_file(numbers: Sequence[int], held: Sequence[HeldBox]) -> FileLayout:
+def lay_out_file(numbers: Sequence[int], boxes: Sequence[HeldBox]) -> FileLayout:
     """Place boxes in one data file, in their order."""
-    kinds = _kinds(held)
-    sizes = _sizes(kinds)
+    types = _types_of(boxes)
+    sizes = _sizes(types)
     runs: list[range] = []
-    start, dtype, joint_bytes = 0, held[0].dtype, 0
-    for i, ((other, _), size_bytes) in enumerate(zip(kinds, sizes, strict=True)):
+    start = 0
+    dtype = boxes[0].dtype
+    joint_bytes = 0
+    for i, ((box_dtype, _), size_bytes) in enumerate(zip(types, sizes, strict=True)):
         joint_bytes += size_bytes
-        if i > start and not (other == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
+        if i > start and not (box_dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
             runs.append(range(start, i))
-            start, dtype, joint_bytes = i, other, size_bytes
-    runs.append(range(start, len(held)))
-    return FileLayout(numbers, held, [*accumulate(sizes, initial=_header_bytes(held, kinds, sum(sizes)))], runs)
+            start = i
+            dtype = box_dtype
+            joint_bytes = size_bytes
+    runs.append(range(start, len(boxes)))
+    return FileLayout(numbers, boxes, [*accumulate(sizes, initial=_header_bytes(boxes, types, sum(sizes)))], runs)
 
 
 _HEADER = '{"__metadata__":{"format":"pt"}'
@@ -314,25 +326,27 @@ def safetensors_header(boxes: Sequence[HeldBox], size_bytes: int | None = None) 
     A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`. The header
     is as short as it can be, or has `size_bytes`.
     """
-    kinds = _kinds(boxes)
-    types = {kind: _safetensors_type(*kind) for kind in {*kinds}}
+    box_types = _types_of(boxes)
+    codes = {box_type: _safetensors_type(*box_type) for box_type in {*box_types}}
     entries = [_HEADER]
-    for name, kind, span in zip(_names(boxes), kinds, pairwise(accumulate(_sizes(kinds), initial=0)), strict=True):
-        entries.append(_ENTRY % (_quoted(name), types[kind], *span))
+    for name, box_type, span in zip(
+        _names(boxes), box_types, pairwise(accumulate(_sizes(box_types), initial=0)), strict=True
+    ):
+        entries.append(_ENTRY % (_quoted(name), codes[box_type], *span))
     header = "".join(entries).encode() + b"}"
-    length = _aligned(8 + len(header)) if size_bytes is None else size_bytes
+    length = _align(8 + len(header)) if size_bytes is None else size_bytes
     return (length - 8).to_bytes(8, "little") + header.ljust(length - 8)
 
 
-def _header_bytes(boxes: Sequence[HeldBox], kinds: Sequence[_Kind], data_bytes: int) -> int:
-    """Return how long a header may have to be, without making it: as if all offsets were as long as the last one."""
+def _header_bytes(boxes: Sequence[HeldBox], types: Sequence[_BoxType], data_bytes: int) -> int:
+    """Return an upper bound of the length of a header, as if all offsets had as many digits as the last one."""
     names = _names(boxes)
     fixed = len(_ENTRY % ('""', "", data_bytes, data_bytes)) * len(names)
-    types = sum(len(_safetensors_type(*kind)) * count for kind, count in Counter(kinds).items())
-    return _aligned(8 + len(_HEADER) + fixed + types + len(_quoted("".join(names))) - 2 + 1)
+    types_bytes = sum(len(_safetensors_type(*box_type)) * count for box_type, count in Counter(types).items())
+    return _align(8 + len(_HEADER) + fixed + types_bytes + len(_quoted("".join(names))) - 2 + 1)
 
 
-def _aligned(size_bytes: int) -> int:
+def _align(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -344,18 +358,19 @@ def _names(boxes: Sequence[HeldBox]) -> list[str]:
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """Return names that differ from each other, and from the one that safetensors has for itself."""
-    taken = {"__metadata__"}
-    found: list[str] = []
+    used_names = {"__metadata__"}
+    distinct_names: list[str] = []
     for name in names:
-        while name in taken:  # a tensor may be called like another's part
+        while name in used_names:  # a tensor may be called like another's part
             name += "#"
-        taken.add(name)
-        found.append(name)
-    return found
+        used_names.add(name)
+        distinct_names.append(name)
+    return distinct_names
 
 
 def _safetensors_type(dtype: str, shape: tuple[int, ...]) -> str:
     size_bytes, code, _ = DTYPES[dtype]
     if code is None:
-        code, shape = "U8", (*shape, size_bytes)
+        code = "U8"
+        shape = (*shape, size_bytes)
     return json.dumps({"dtype": code, "shape": shape}, separators=(",", ":"))[1:-1]

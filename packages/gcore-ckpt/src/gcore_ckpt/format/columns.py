@@ -69,7 +69,7 @@ def decode_columns(
     fields = validation.member(content, "tensors", dict)
     types = [_type(entry) for entry in validation.member(fields, "types", list)]
     type_of = validation.numbers(fields["type"], "type", len(types))
-    tree, names = _named(content["tree"], fields, len(type_of))
+    tree, names = _resolve_names(content["tree"], fields, len(type_of))
     tensors = Tensors(block_bytes)
     for name, number in zip(names, type_of, strict=True):
         tensors.add(name, *types[number])
@@ -84,8 +84,8 @@ def _type(entry: object) -> tuple[str, tuple[int, ...]]:
     return checked_dtype(dtype), validation.shape(shape, "shape")
 
 
-def _named(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[Node, list[str]]:
-    """Return a tree that refers to its tensors by name, and the names: the first path to each if not another one."""
+def _resolve_names(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[Node, list[str]]:
+    """Return the tree with names in place of row numbers, and the names: by default the first path of a tensor."""
     names: list[str | None] = [None] * count
     for entry in validation.member(fields, "names", list):
         number, name = validation.members(entry, 2, "entry of names")
@@ -95,18 +95,19 @@ def _named(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[Node, lis
     def name_of(row: object, path: str | None) -> str:
         if type(row) is not int or not 0 <= row < count:
             raise ValueError(f"tree: tensor {str(row)[:80]} is not in the index")
-        if (name := names[row]) is None:
+        name = names[row]
+        if name is None:
             name = names[row] = path
         if name is None:
             raise ValueError(f"tree: tensor {row} has no name")
         return name
 
-    named = _map_references(tree, name_of, "")
+    named_tree = _map_references(tree, name_of, "")
     if None in names:
         raise ValueError(f"tensor {names.index(None)} has no name")
     if len({*names}) != count:
         raise ValueError(f"{count} tensors have {len({*names})} names; expected one for each")
-    return named, cast("list[str]", names)
+    return named_tree, cast("list[str]", names)
 
 
 def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[str, Any]) -> None:
@@ -120,8 +121,9 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
         number, start, extent = validation.members(entry, 3, "part")
         [number] = validation.numbers([number], "part", len(rows))
         with naming(tensors.names[rows[number]]):
-            parts[number] = checked_box(start, extent, tensors.type_of(rows[number]).whole.shape)
-    checksums, digits = validation.member(columns, "checksums", str), 0
+            parts[number] = checked_box(start, extent, tensors.type_of(rows[number]).full_box.shape)
+    checksums = validation.member(columns, "checksums", str)
+    digits = 0
     spans: list[tuple[int, int, str]] = []
     for number, (row, offset_bytes) in enumerate(zip(rows, offsets, strict=True)):
         dtype, box, size_bytes = tensors.type_of(row)
@@ -131,7 +133,8 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
         if offset_bytes < file.header_size_bytes or offset_bytes + size_bytes > file.size_bytes:
             with naming(tensors.names[row]):
                 check_inside(name, file, offset_bytes, size_bytes)
-        start, digits = digits, digits + DIGITS * block_count(size_bytes, tensors.block_bytes)
+        start = digits
+        digits += DIGITS * block_count(size_bytes, tensors.block_bytes)
         tensors.add_shard(row, name, offset_bytes, box, checksums[start:digits])
         spans.append((offset_bytes, size_bytes, tensors.names[row]))
     if digits != len(checksums):
@@ -143,7 +146,7 @@ class _Type(NamedTuple):
     """An element type and a shape, and what follows from them."""
 
     dtype: str
-    whole: Box
+    full_box: Box
     size_bytes: int
 
 
@@ -167,13 +170,13 @@ class Tensors(Mapping[str, StoredTensor]):
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
         """Add a tensor without shards; return its number."""
-        kind = self._types.get((dtype, shape))
-        if kind is None:
-            whole = Box.whole(shape)
-            kind = self._types[dtype, shape] = _Type(dtype, whole, whole.size * DTYPES[dtype].size_bytes)
+        tensor_type = self._types.get((dtype, shape))
+        if tensor_type is None:
+            full_box = Box.of_shape(shape)
+            tensor_type = self._types[dtype, shape] = _Type(dtype, full_box, full_box.size * DTYPES[dtype].size_bytes)
         row = self._rows[name] = len(self.names)
         self.names.append(name)
-        self._type_of.append(kind)
+        self._type_of.append(tensor_type)
         self._files.append(None)
         self._offsets.append(0)
         self._checksums.append("")
@@ -185,9 +188,11 @@ class Tensors(Mapping[str, StoredTensor]):
 
     def add_shard(self, row: int, file: str, offset_bytes: int, box: Box, checksums: str) -> None:
         """Add a box of a tensor, which lies in it."""
-        dtype, whole, _ = self._type_of[row]
-        if self._files[row] is None and row not in self._shards and box.shape == whole.shape:
-            self._files[row], self._offsets[row], self._checksums[row] = file, offset_bytes, checksums
+        dtype, full_box, _ = self._type_of[row]
+        if self._files[row] is None and row not in self._shards and box.shape == full_box.shape:
+            self._files[row] = file
+            self._offsets[row] = offset_bytes
+            self._checksums[row] = checksums
             return
         shards = self._shards.setdefault(row, [*self[self.names[row]].shards])
         self._files[row] = None
@@ -198,16 +203,17 @@ class Tensors(Mapping[str, StoredTensor]):
         """Check that the shards of each tensor hold each of its elements once."""
         for row, name in enumerate(self.names):
             if self._files[row] is None:
-                dtype, whole, _ = self._type_of[row]
-                checked_tensor(name, dtype, whole.shape, self._shards.get(row, ()))
+                dtype, full_box, _ = self._type_of[row]
+                checked_tensor(name, dtype, full_box.shape, self._shards.get(row, ()))
 
     def __getitem__(self, name: str) -> StoredTensor:
         row = self._rows[name]
-        dtype, whole, size_bytes = self._type_of[row]
-        if (file := self._files[row]) is None:
-            return StoredTensor(dtype, whole.shape, tuple(self._shards.get(row, ())))
-        shard = StoredShard(file, self._offsets[row], size_bytes, whole, self.block_bytes, self._checksums[row])
-        return StoredTensor(dtype, whole.shape, (shard,))
+        dtype, full_box, size_bytes = self._type_of[row]
+        file = self._files[row]
+        if file is None:
+            return StoredTensor(dtype, full_box.shape, tuple(self._shards.get(row, ())))
+        shard = StoredShard(file, self._offsets[row], size_bytes, full_box, self.block_bytes, self._checksums[row])
+        return StoredTensor(dtype, full_box.shape, (shard,))
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -220,16 +226,16 @@ class Tensors(Mapping[str, StoredTensor]):
 
 
 def _map_references(node: Node, change: Callable[[object, str | None], str | int], path: str | None) -> Node:
-    """Return a tree with what `change` makes of each reference to a tensor, a name or a number, and its dotted path.
+    """Return a tree in which `change` has replaced each reference to a tensor, given the reference and its dotted path.
 
     The path is None where it is long. What is no container of references is left as it is.
     """
     if isinstance(node, list):
         items: list[Node] = node
         return [_map_references(item, change, _join(path, i)) for i, item in enumerate(items)]
-    if not isinstance(node, dict) or len(members := cast("dict[str, Any]", node)) != 1:
+    if not isinstance(node, dict) or len(cast("dict[str, Any]", node)) != 1:
         return node
-    [(tag, value)] = members.items()
+    [(tag, value)] = cast("dict[str, Any]", node).items()
     match tag, value:
         case "tensor" | "array", str() | int():
             return {tag: change(value, path)}

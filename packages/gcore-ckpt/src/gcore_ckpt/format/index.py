@@ -31,13 +31,11 @@ VERSION = 3
 
 def encode_index(index: Index) -> bytes:
     """Return the bytes of `index.json`."""
-    content = {
-        "saved_at": index.saved_at,
-        "num_ranks": index.num_ranks,
-        **({} if index.metric is None else {"metric": index.metric}),
-        "checksum_block_bytes": BLOCK_BYTES,
-        **encode_columns(index),
-    }
+    content: dict[str, Any] = {"saved_at": index.saved_at, "num_ranks": index.num_ranks}
+    if index.metric is not None:
+        content["metric"] = index.metric
+    content["checksum_block_bytes"] = BLOCK_BYTES
+    content |= encode_columns(index)
     body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
     return f'{{"format":"{FORMAT}","version":{VERSION},"checksum":"{checksum(body)}",\n'.encode() + body
 
@@ -84,9 +82,9 @@ def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
         raise ValueError(f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}")
     if version < 1:
         raise ValueError(f"unknown format version {version}; expected 1 to {VERSION}")
-    found = checksum(data.partition(b"\n")[2])
-    if content["checksum"] != found:
-        raise ValueError(f"checksum is {found}, its first line says {content['checksum']}")
+    actual = checksum(data.partition(b"\n")[2])
+    if content["checksum"] != actual:
+        raise ValueError(f"checksum is {actual}, its first line says {content['checksum']}")
     return version
 
 
@@ -105,15 +103,16 @@ def _check_places(tensors: Mapping[str, StoredTensor]) -> None:
     for name, tensor in tensors.items():
         for shard in tensor.shards:
             spans.setdefault(shard.file, []).append((shard.offset_bytes, shard.size_bytes, name))
-    for file, found in spans.items():
-        check_places(file, found)
+    for file, file_spans in spans.items():
+        check_places(file, file_spans)
 
 
 def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
     """Read and check a tensor of version 2, or of version 1, where `block_bytes` is None."""
     with naming(name):
         fields = validation.expect(dict, entry, "entry")
-        dtype, shape = checked_dtype(fields["dtype"]), validation.shape(fields["shape"], "shape")
+        dtype = checked_dtype(fields["dtype"])
+        shape = validation.shape(fields["shape"], "shape")
         entries = validation.member(fields, "shards", list)
         shards = [_shard(shard, dtype, shape, files, block_bytes) for shard in entries]
     return checked_tensor(name, dtype, shape, shards)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from gcore_ckpt.format.tree import Node, StatePath, View, describe, fields_of, items_of, ranks_of, tagged, view_of
+from gcore_ckpt.format.tree import Node, StatePath, View, describe, fields_of, items_of, ranks_of, split_tag, view_of
 
 
 class Replaced(NamedTuple):
@@ -29,37 +29,43 @@ def merge(nodes: Sequence[Node], replaced: list[Replaced]) -> Node:
 def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replaced]) -> Node:
     rank, first = nodes[0]
     fields = [fields_of(node) for _, node in nodes]
-    if all(f is not None for f in fields):
-        found = cast("list[dict[str | int, Node]]", fields)
-        keys = dict.fromkeys(key for f in found for key in f)
-        merged = {
-            key: _merge(
-                [(r, f[key]) for (r, _), f in zip(nodes, found, strict=True) if key in f], (*path, key), replaced
-            )
-            for key in keys
-        }
+    if all(rank_fields is not None for rank_fields in fields):
+        children: dict[str | int, list[tuple[int, Node]]] = {}
+        for (r, _), rank_fields in zip(nodes, cast("list[dict[str | int, Node]]", fields), strict=True):
+            for key, child in rank_fields.items():
+                children.setdefault(key, []).append((r, child))
+        merged = {key: _merge(key_nodes, (*path, key), replaced) for key, key_nodes in children.items()}
         return {"dict": merged} if all(isinstance(key, str) for key in merged) else {"items": list(merged.items())}
     lists = [items_of(node) for _, node in nodes]
     if all(items is not None and lists[0] is not None and len(items) == len(lists[0]) for items in lists):
-        columns = zip(*cast("list[list[Node]]", lists), strict=True)
         ranks = [r for r, _ in nodes]
-        merged_items = [
-            _merge(list(zip(ranks, column, strict=True)), (*path, i), replaced) for i, column in enumerate(columns)
-        ]
+        merged_items: list[Node] = []
+        for i, column in enumerate(zip(*cast("list[list[Node]]", lists), strict=True)):
+            merged_items.append(_merge(list(zip(ranks, column, strict=True)), (*path, i), replaced))
         return merged_items if isinstance(first, list) else {"tuple": merged_items}
-    own = [ranks_of(node) for _, node in nodes]
-    if all(found is not None for found in own):
-        return {"per_rank": {key: value for found in own for key, value in (found or {}).items()}}
-    views = {r: view for r, node in nodes if (view := view_of(node)) is not None}
-    others = [(r, node) for r, node in nodes if r not in views]
-    if views and others and tagged(others[0][1])[0] == "tensor":
-        nodes = others
+    values = [ranks_of(node) for _, node in nodes]
+    if all(rank_values is not None for rank_values in values):
+        per_rank: dict[str, Node] = {}
+        for rank_values in values:
+            per_rank.update(rank_values or {})
+        return {"per_rank": per_rank}
+    views: list[tuple[int, str, View]] = []
+    tensors: list[tuple[int, Node]] = []
+    for r, node in nodes:
+        named_view = view_of(node)
+        if named_view is None:
+            tensors.append((r, node))
+        else:
+            views.append((r, *named_view))
+    if views and tensors and split_tag(tensors[0][1])[0] == "tensor":
+        nodes = tensors
         rank, first = nodes[0]
-        replaced += [Replaced(path, r, view, base, first["tensor"]) for r, (base, view) in views.items()]
-    for other_rank, other in nodes[1:]:
-        if other != first:
+        for r, base, view in views:
+            replaced.append(Replaced(path, r, view, base, first["tensor"]))
+    for r, node in nodes[1:]:
+        if node != first:
             raise ValueError(
-                f"{describe(path)} is {str(first)[:60]} on rank {rank} and {str(other)[:60]} on rank {other_rank}; "
+                f"{describe(path)} is {str(first)[:60]} on rank {rank} and {str(node)[:60]} on rank {r}; "
                 "wrap what each rank has of its own in PerRank"
             )
     return first

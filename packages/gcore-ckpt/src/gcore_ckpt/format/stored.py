@@ -69,25 +69,28 @@ class Index:
 def checked_tensor(name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[StoredShard]) -> StoredTensor:
     """Return a tensor whose shards hold each element once: a reader returns memory that they fill."""
     if len(shards) != 1 or shards[0].box.shape != shape:
-        found, expected = sum(shard.box.size for shard in shards), Box.whole(shape).size
-        if found != expected:
-            raise ValueError(f"tensor {name!r}: its shards hold {found} elements, its shape {shape} has {expected}")
+        num_held = sum(shard.box.size for shard in shards)
+        expected = Box.of_shape(shape).size
+        if num_held != expected:
+            raise ValueError(f"tensor {name!r}: its shards hold {num_held} elements, its shape {shape} has {expected}")
         if len(shards) > 1 and overlap([shard.box for shard in shards]) is not None:
             raise ValueError(f"tensor {name!r}: its shards overlap")
     return StoredTensor(dtype, shape, tuple(shards))
 
 
 def check_places(file: str, spans: list[tuple[int, int, str]]) -> None:
-    """Check that no bytes of a file are read twice: a small one could otherwise be made into any amount of memory.
+    """Check that shards share no bytes of a file; else a small file could fill any amount of memory.
 
     The spans are the first byte of each shard in the file, its size and its tensor.
     """
-    end, before = 0, ""
+    end = 0
+    before = ""
     for start, size_bytes, name in sorted(spans):
         if size_bytes and start < end:
             raise ValueError(f"tensors {before!r} and {name!r} share bytes of {file}, from byte {start} on")
         if size_bytes:
-            end, before = start + size_bytes, name
+            end = start + size_bytes
+            before = name
 
 
 @contextmanager

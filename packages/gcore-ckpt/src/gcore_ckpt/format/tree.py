@@ -95,7 +95,7 @@ def describe(path: StatePath) -> str:
 
 
 def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePath = ()) -> Leaf:
-    """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
+    """Encode `state`; leaves other than small values are encoded by `encode_leaf`, which returns None to refuse one.
 
     Values of subclasses (OrderedDict, named tuples, ...) are encoded as the plain type they compare equal to, members
     of an Enum as their values, and dataclasses as dicts of their fields; keys of subclasses are refused, so that each
@@ -130,12 +130,12 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
         case dict():
             return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
         case list() | tuple():
-            found = enumerate(cast("Sequence[State]", state))
-            items = [encode(item, encode_leaf, rank, (*path, i)).node for i, item in found]
+            children = enumerate(cast("Sequence[State]", state))
+            items = [encode(child, encode_leaf, rank, (*path, i)).node for i, child in children]
             return Leaf(node=items if isinstance(state, list) else {"tuple": items})
         case PerRank():
-            own = encode(state.value, encode_leaf, rank, (*path, f"rank {rank}"))
-            return Leaf(node={"per_rank": {str(rank): own.node}})
+            encoded = encode(state.value, encode_leaf, rank, (*path, f"rank {rank}"))
+            return Leaf(node={"per_rank": {str(rank): encoded.node}})
         case _:
             leaf = encode_leaf(state, path)
             if leaf is None and is_dataclass(state) and not isinstance(state, type):
@@ -167,7 +167,8 @@ def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int
                 f"{describe(path)} has the keys {owners[stored][0]!r} and {plain!r}, of which both would be stored as "
                 f"{stored!r}; expected names of shards that are no other entry's key"
             )
-        fields[stored], owners[stored] = leaf.node, (plain, is_named)
+        fields[stored] = leaf.node
+        owners[stored] = (plain, is_named)
     if all(isinstance(key, str) for key in fields):
         return {"dict": fields}
     return {"items": [[_encode_int(key) if isinstance(key, int) else key, node] for key, node in fields.items()]}
@@ -182,7 +183,7 @@ def decode(
     """Return the state that `encode` made `node` of."""
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
-    match tagged(node):
+    match split_tag(node):
         case ("tensor" | "array") as kind, str(name):
             return array(kind, name, None)
         case "view", list():
@@ -197,8 +198,8 @@ def decode(
         case "bytes", str(text):
             return base64.b64decode(text, validate=True)
         case ("set" | "frozenset") as kind, list(items):
-            found = [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
-            return _set_of(found) if kind == "set" else frozenset(_set_of(found))
+            members = [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
+            return _set_of(members) if kind == "set" else frozenset(_set_of(members))
         case "numpy_scalar", [str(dtype), str(digits)]:
             return _numpy_scalar(dtype, digits)
         case "tuple", list(items):
@@ -214,16 +215,16 @@ def decode(
             return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
 
 
-def tagged(node: Node) -> tuple[str | None, Any]:
+def split_tag(node: Node) -> tuple[str | None, Any]:
     """Return the name and the value of an object's only member; None and the node for any other node."""
-    if isinstance(node, dict) and len(members := cast("dict[str, Any]", node)) == 1:
-        return next(iter(members.items()))
+    if isinstance(node, dict) and len(cast("dict[str, Any]", node)) == 1:
+        return next(iter(cast("dict[str, Any]", node).items()))
     return None, node
 
 
 def fields_of(node: Node) -> dict[str | int, Node] | None:
     """Return the keys and nodes of an encoded dict; None for any other node. `ValueError` for a key of another type."""
-    match tagged(node):
+    match split_tag(node):
         case "dict", dict(fields):
             return cast("dict[str | int, Node]", fields)
         case "items", list(items):
@@ -234,13 +235,13 @@ def fields_of(node: Node) -> dict[str | int, Node] | None:
 
 def name_of(node: Node) -> str | None:
     """Return the name of the tensor or array that a node refers to; None for any other node."""
-    tag, value = tagged(node)
+    tag, value = split_tag(node)
     return value if tag in ("tensor", "array") and isinstance(value, str) else None
 
 
 def view_of(node: Node) -> tuple[str, View] | None:
     """Return the name of the tensor whose memory an encoded view is in, and the view; None for any other node."""
-    tag, value = tagged(node)
+    tag, value = split_tag(node)
     if tag != "view":
         return None
     parts = cast("list[object]", validation.expect(list, value, "view"))
@@ -255,19 +256,19 @@ def view_of(node: Node) -> tuple[str, View] | None:
 
 
 def tensor_of(node: Node) -> tuple[str | None, View | None]:
-    """Return the name of the tensor or array that a node refers to, and the view that it is; None for what is not."""
+    """Return the name of the tensor or array that a node refers to, and its view; None where there is none."""
     return view_of(node) or (name_of(node), None)
 
 
 def items_of(node: Node) -> list[Node] | None:
     """Return the items of an encoded list or tuple; None for any other node."""
-    tag, value = tagged(node)
+    tag, value = split_tag(node)
     return cast("list[Node]", value) if tag in (None, "tuple") and isinstance(value, list) else None
 
 
 def ranks_of(node: Node) -> dict[str, Node] | None:
     """Return the nodes of an encoded `PerRank` by rank; None for any other node."""
-    tag, value = tagged(node)
+    tag, value = split_tag(node)
     return cast("dict[str, Node]", value) if tag == "per_rank" and isinstance(value, dict) else None
 
 
@@ -332,12 +333,12 @@ def _numpy_scalar(dtype: str, digits: str) -> object:
 
 def _set_of(items: list[State]) -> set[State]:
     try:
-        found = set(items)
+        members = set(items)
     except TypeError as error:
         raise ValueError(f"a set holds what cannot be in one: {error}") from error
-    if len(found) != len(items):
+    if len(members) != len(items):
         raise ValueError("a set holds an item twice")
-    return found
+    return members
 
 
 def _float_of_bits(bits: str) -> float:

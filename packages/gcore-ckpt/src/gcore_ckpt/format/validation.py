@@ -23,20 +23,20 @@ def reading(where: object, *kinds: type[Exception]) -> Generator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error; for a `KeyError`, of a member that `member` does not find, that it is missing."""
+    """Return the message of an error; that of a `KeyError` says that the member is missing."""
     return f"{error} is missing" if type(error) is KeyError else str(error)
 
 
-def expect(kind: type[T], value: object, name: str) -> T:
+def expect(expected: type[T], value: object, name: str) -> T:
     """Return `value` after checking that it is of the type `kind` itself: bool is no int."""
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {str(value)[:80]}; expected {kind.__name__}")
+    if type(value) is not expected:
+        raise ValueError(f"{name} is {str(value)[:80]}; expected {expected.__name__}")
     return cast("T", value)
 
 
-def member(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def member(fields: Mapping[str, Any], name: str, expected: type[T]) -> T:
     """Return the member `name` after checking that it is of the type `kind`; `KeyError` if it is missing."""
-    return expect(kind, fields[name], name)
+    return expect(expected, fields[name], name)
 
 
 def size(value: object, name: str) -> int:

@@ -41,7 +41,7 @@ def save_state(accelerator: Accelerator, checkpointer: Checkpointer, step: int) 
     position = {"step": step, "accumulation_step": accelerator.step}
     parts: dict[str, State] = {**_parts(accelerator), **position}
     parts["models"] = [state_of_model(model, accelerator.process_index) for model in parts["models"]]
-    parts["dataloaders"] = [_loader_state(loader) for loader in _prepared(accelerator, "dataloaders")]
+    parts["dataloaders"] = [_loader_state(loader) for loader in _list_prepared(accelerator, "dataloaders")]
     parts["rng"] = random_states()
     return checkpointer.save(step, parts)
 
@@ -63,7 +63,7 @@ def load_state(accelerator: Accelerator, checkpointer: Checkpointer, *, step: St
     Raises:
         CheckpointError: As `Checkpointer.load` does.
     """
-    loaders = _prepared(accelerator, "dataloaders")
+    loaders = _list_prepared(accelerator, "dataloaders")
     position = {
         "step": None,
         "accumulation_step": None,
@@ -80,27 +80,27 @@ def load_state(accelerator: Accelerator, checkpointer: Checkpointer, *, step: St
 
 
 def _parts(accelerator: Accelerator) -> dict[str, State]:
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"distributed_type is {kind.value!r}; expected DDP, FSDP2 or a single process")
-    models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in _prepared(accelerator, "models")]
-    optimizers = _prepared(accelerator, "optimizers")
+    distributed_type = accelerator.distributed_type
+    if distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"distributed_type is {distributed_type.value!r}; expected DDP, FSDP2 or a single process")
+    models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in _list_prepared(accelerator, "models")]
+    optimizers = _list_prepared(accelerator, "optimizers")
+    if models:
+        last = len(models) - 1
+        optimizers = [stateful_optimizer(models[min(i, last)], optimizer) for i, optimizer in enumerate(optimizers)]
     scaler = accelerator.scaler
     parts = {
         "models": models,
-        "optimizers": [
-            stateful_optimizer(models[min(i, len(models) - 1)], optimizer) if models else optimizer
-            for i, optimizer in enumerate(optimizers)
-        ],
-        "schedulers": _prepared(accelerator, "schedulers"),
-        "objects": _prepared(accelerator, "custom_objects"),
+        "optimizers": optimizers,
+        "schedulers": _list_prepared(accelerator, "schedulers"),
+        "objects": _list_prepared(accelerator, "custom_objects"),
     }
     return parts if scaler is None else parts | {"scaler": scaler}
 
 
-def _prepared(accelerator: Accelerator, kind: str) -> list[Any]:
+def _list_prepared(accelerator: Accelerator, name: str) -> list[Any]:
     """Return what was prepared of a kind; accelerate has no public name for it."""
-    return list(getattr(accelerator, f"_{kind}"))
+    return list(getattr(accelerator, f"_{name}"))
 
 
 def _loader_state(loader: Any) -> dict[str, State]:

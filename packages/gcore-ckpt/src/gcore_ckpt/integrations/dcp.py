@@ -118,41 +118,42 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
         self._found = find_step(self._storage, self._step)
         with open_step(self._storage, self._found) as reader:
             leaves = dict(_leaves(reader.index.tree))
-            described = {_name(path): _described(reader, node) for path, node in leaves.items()}
+            described = {_name(path): _describe(reader, node) for path, node in leaves.items()}
         return Metadata(described, planner_data={_name(path): path for path in leaves})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._group = Group()
         if dist.is_available() and dist.is_initialized():
-            self._group.rank, self._group.size = kwargs.get("rank", 0), dist.get_world_size()
+            self._group.rank = kwargs.get("rank", 0)
+            self._group.size = dist.get_world_size()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks have found the same step, which a save at the same time can prevent."""
-        found = [plan.storage_data for plan in plans]
-        if len(set(found)) > 1:
-            raise CheckpointMismatchError(f"the latest steps of {self._storage} are {found} on the ranks; give a step")
+        steps = [plan.storage_data for plan in plans]
+        if len(set(steps)) > 1:
+            raise CheckpointMismatchError(f"the latest steps of {self._storage} are {steps} on the ranks; give a step")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with open_step(self._storage, self._found) as reader:
             nodes = {_name(path): node for path, node in _leaves(reader.index.tree)}
             values = {item: nodes[item.storage_index.fqn] for item in plan.items if _is_value(nodes, item)}
-            for item, value in zip(values, self._loaded(reader, [*values.values()], None), strict=True):
+            for item, value in zip(values, self._load_nodes(reader, [*values.values()], None), strict=True):
                 stream = io.BytesIO()
                 torch.save(value, stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
             targets = {item: planner.resolve_tensor(item) for item in plan.items if item not in values}
             parts = [_part(nodes[i.storage_index.fqn], reader, i, target) for i, target in targets.items()]
-            self._loaded(reader, [nodes[item.storage_index.fqn] for item in targets], parts)
+            self._load_nodes(reader, [nodes[item.storage_index.fqn] for item in targets], parts)
             for item, target in targets.items():
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def _loaded(self, reader: StepReader, nodes: list[Node], template: list[Shard] | None) -> list[State]:
+    def _load_nodes(self, reader: StepReader, nodes: list[Node], template: list[Shard] | None) -> list[State]:
         """Return the values of nodes of the step's tree, with the tensors and arrays in them, or fill a template."""
         part = replace(reader, index=replace(reader.index, tree=nodes))
         return load_step(part, self._group, template)
@@ -169,8 +170,9 @@ def _state_of(plan: SavePlan, planner: SavePlanner) -> State:
     paths: dict[str, StatePath] = plan.planner_data or {}
     state = NestedState()
     for name, value in planner.state_dict.items():
-        is_tensor = isinstance(value, torch.Tensor) or name in parts
-        state.put(paths.get(name, (name,)), Shards(parts[name]) if is_tensor else value)
+        if isinstance(value, torch.Tensor) or name in parts:
+            value = Shards(parts[name])
+        state.put(paths.get(name, (name,)), value)
     return state.state()
 
 
@@ -182,8 +184,9 @@ def _shard(item: WriteItem, planner: SavePlanner) -> Shard:
 
 
 def _leaves(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Node]]:
-    """Return what DCP has as the entries of a state, by their paths: it leaves lists and tuples of values whole."""
-    fields, items = tree.fields_of(node), _flattened(node)
+    """Return the entries of a state in DCP, by path. Lists and tuples of values are one entry."""
+    fields = tree.fields_of(node)
+    items = _items_to_flatten(node)
     if fields is not None:
         for key, child in fields.items():
             yield from _leaves(child, (*path, str(key)))
@@ -194,12 +197,14 @@ def _leaves(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Node]
         yield path, node
 
 
-def _flattened(node: Node) -> list[Node] | None:
+def _items_to_flatten(node: Node) -> list[Node] | None:
     """Return the items of a list that holds tensors or dicts, itself or in its lists; None for any other node."""
     if not isinstance(node, list):
         return None
     items = cast("list[Node]", node)
-    parts = (_is_tensor(item) or tree.fields_of(item) is not None or _flattened(item) is not None for item in items)
+    parts = (
+        _is_tensor(item) or tree.fields_of(item) is not None or _items_to_flatten(item) is not None for item in items
+    )
     return items if any(parts) else None
 
 
@@ -215,17 +220,17 @@ def _name(path: StatePath) -> str:
     return ".".join(map(str, path))
 
 
-def _described(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesStorageMetadata:
+def _describe(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(node):
         return BytesStorageMetadata()
-    stored, shape = _stored(reader, node)
-    boxes = [shard.box for shard in stored.shards] if shape == stored.shape else [Box.whole(shape)]
+    stored, shape = _find_stored(reader, node)
+    boxes = [shard.box for shard in stored.shards] if shape == stored.shape else [Box.of_shape(shape)]
     chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
     return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[stored.dtype]), torch.Size(shape), chunks)
 
 
-def _stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:
-    """Return the stored tensor that a node refers to, and the shape of the node's own, which may be a view of it."""
+def _find_stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:
+    """Return the stored tensor that a node refers to, and the shape of the node, which may be a view."""
     name, view = tree.tensor_of(node)
     stored = reader.index.tensors[cast("str", name)]
     return stored, stored.shape if view is None else view.shape
@@ -235,7 +240,7 @@ def _part(node: Node, reader: StepReader, item: ReadItem, target: torch.Tensor) 
     """Return the part of a tensor that an item reads, in the memory that it is read to."""
     chunk = cast("torch.Size", item.storage_index.offset)
     start = tuple(first + offset for first, offset in zip(chunk, item.storage_offsets, strict=True))
-    return Shard(global_shape=_stored(reader, node)[1], offset=start, tensor=target.detach())
+    return Shard(global_shape=_find_stored(reader, node)[1], offset=start, tensor=target.detach())
 
 
 def _done(result: Any) -> Future[Any]:

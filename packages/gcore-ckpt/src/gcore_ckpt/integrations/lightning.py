@@ -59,7 +59,8 @@ class CheckpointerIO(CheckpointIO):
         """Delete a checkpoint: its step in one act, then what is left of the folder."""
         self._finish()
         storage = open_storage(path)
-        if steps := storage.steps():
+        steps = storage.steps()
+        if steps:
             storage.acquire()
             try:
                 for step in steps:
@@ -76,6 +77,7 @@ class CheckpointerIO(CheckpointIO):
         self._finish()
 
     def _finish(self) -> None:
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.close()

@@ -84,10 +84,13 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        strategy, is_best_loaded = SaveStrategy(args.save_strategy), args.load_best_model_at_end
+        strategy = SaveStrategy(args.save_strategy)
+        is_best_loaded = args.load_best_model_at_end
         if strategy is SaveStrategy.BEST or is_best_loaded:
-            found = f"save_strategy is {strategy.value!r} and load_best_model_at_end {is_best_loaded}"
-            raise ValueError(f"{found}; expected 'steps' or 'epoch', and False: the Trainer reads back its own files")
+            settings = f"save_strategy is {strategy.value!r} and load_best_model_at_end {is_best_loaded}"
+            raise ValueError(
+                f"{settings}; expected 'steps' or 'epoch', and False: the Trainer reads back its own files"
+            )
         if args.deepspeed is not None:
             raise ValueError(f"deepspeed is {args.deepspeed!r}; expected None: use FSDP2 for a sharded model")
         if self._resumed is None:

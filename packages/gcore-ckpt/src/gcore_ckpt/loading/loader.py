@@ -15,7 +15,7 @@ from gcore_ckpt.format.boxes import DTYPES, Box, block_count
 from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
-from gcore_ckpt.loading.matching import Matcher, Request, pruned, view_in
+from gcore_ckpt.loading.matching import Matcher, Request, prune_tree, view_in
 from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces, scratch
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
@@ -49,18 +49,23 @@ def load_step(
     report: LoadReport | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
-    options, report = options or LoadOptions(), report or LoadReport()
-    start_s, saved = time.perf_counter(), reader.index.tree
+    """Load from an open step, see `Checkpointer.load`; `check` is called before each read and may raise."""
+    options = options or LoadOptions()
+    report = report or LoadReport()
+    start_s = time.perf_counter()
+    saved = reader.index.tree
     device = torch.device(options.device)
     matcher = Matcher(reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere)
     if template is None:
-        state = matcher.decoded(saved if options.only is None else pruned(saved, options.only, reader.where))
+        if options.only is not None:
+            saved = prune_tree(saved, options.only, reader.where)
+        state = matcher.decode_node(saved)
     else:
         state = matcher.match(template, saved, ())
         if options.strict:
             matcher.check_strict()
-        report.missing, report.unused = map(_dotted, (matcher.missing(), matcher.unused))
+        report.missing = _join_paths(matcher.missing())
+        report.unused = _join_paths(matcher.unused)
     reads = _Reads(reader, matcher.requests)
     matched_s = time.perf_counter()
 
@@ -74,17 +79,18 @@ def load_step(
     with torch.no_grad():
         for target, source in matcher.copies:
             target.copy_(source)
-    report.size_bytes, report.match_s = reads.size_bytes, matched_s - start_s
+    report.size_bytes = reads.size_bytes
+    report.match_s = matched_s - start_s
     report.read_s = time.perf_counter() - matched_s
     return state
 
 
-def _dotted(paths: Sequence[StatePath]) -> list[str]:
+def _join_paths(paths: Sequence[StatePath]) -> list[str]:
     return [".".join(map(str, path)) for path in paths]
 
 
 class _Reads:
-    """The reads that fill requests, of the blocks alone that hold something of them, and their bytes in all."""
+    """The reads that fill requests, of only the blocks that are needed, and their total size."""
 
     def __init__(self, reader: StepReader, requests: Iterable[Request]) -> None:
         self.size_bytes = 0
@@ -149,7 +155,7 @@ def read_whole(
 ) -> torch.Tensor:
     """Return the bytes of a stored tensor, or of a view in its memory, as `read_box` does."""
     stored = reader.index.tensors[name]
-    data = read_box(reader, name, Box.whole(stored.shape), workers, dtype)
+    data = read_box(reader, name, Box.of_shape(stored.shape), workers, dtype)
     if view is None:
         return data
     # Not contiguous(): a dimension of one element may have any stride.
@@ -166,7 +172,8 @@ def _batches(reads: Iterable[_SizedRead], advance: Callable[[int], None]) -> Ite
         size_bytes += read[0]
         if size_bytes >= _BATCH_BYTES:
             yield partial(_run_all, batch, advance)
-            batch, size_bytes = [], 0
+            batch = []
+            size_bytes = 0
     yield partial(_run_all, batch, advance)
 
 
@@ -195,7 +202,7 @@ def _reads(reader: StepReader, request: Request) -> Iterator[_SizedRead]:
             continue
         first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
         for start, stop in pieces(shard, first, last, _SCRATCH_BYTES):
-            boxes = [*inside.within(shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize)]
+            boxes = [*inside.parts_in_span(shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize)]
             if boxes:
                 parts = [(box, target[box.relative_to(inside).slices()]) for box in boxes]
                 size_bytes = sum(box.size for box in boxes) * tensor.itemsize
@@ -216,9 +223,11 @@ def _flat_reads(
 def _read_strided(
     reader: StepReader, name: str, shard: StoredShard, span: tuple[int, int], parts: Sequence[tuple[Box, torch.Tensor]]
 ) -> None:
-    """Read a span of bytes of a shard, with the rest of its blocks, and copy boxes that lie there to their targets."""
-    tensor, block = reader.index.tensors[name], shard.block_bytes
-    start, stop = span[0] // block * block, min(block_count(span[1], block) * block, shard.size_bytes)
+    """Read whole blocks that cover a span of bytes of a shard, and copy the boxes in it to their targets."""
+    tensor = reader.index.tensors[name]
+    block = shard.block_bytes
+    start = span[0] // block * block
+    stop = min(block_count(span[1], block) * block, shard.size_bytes)
     memory = scratch(stop - start)
     reader.read(name, shard, start, memory)
     flat = np.frombuffer(memory[span[0] - start : span[1] - start], np.uint8)

@@ -63,24 +63,25 @@ class Requests:
 
 
 def find_held_elsewhere(group: Group, template: State) -> list[str]:
-    """Return where the template of one rank has an empty dict and that of another has something else (all ranks)."""
+    """Return the paths at which one rank's template has an empty dict and another rank's has content (all ranks)."""
     if group.size == 1:
         return []
 
     def merge(paths: list[list[str]]) -> list[list[str]]:
         return [sorted(set().union(*paths))] * len(paths)
 
-    empty = exchange(
-        group, lambda: [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)], merge
-    )
+    def find_empty_dicts() -> list[str]:
+        return [describe(path) for path, value in _parts(template, ()) if _is_empty_dict(value)]
+
+    empty = exchange(group, find_empty_dicts, merge)
     if not empty:
         return []
 
-    def find_others() -> list[str]:
+    def find_filled() -> list[str]:
         paths = {describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)}
         return [path for path in empty if path in paths]
 
-    return exchange(group, find_others, merge)
+    return exchange(group, find_filled, merge)
 
 
 def _is_empty_dict(value: State) -> bool:
@@ -88,7 +89,7 @@ def _is_empty_dict(value: State) -> bool:
 
 
 def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]]:
-    """Yield all that a template is made of but its plain tensors, with the paths."""
+    """Yield the parts of a template with their paths, without its plain tensors."""
     yield path, template
     fields: Mapping[Any, State] = {}
     if isinstance(template, dict):
@@ -103,7 +104,7 @@ def _parts(template: State, path: StatePath) -> Iterator[tuple[StatePath, State]
 
 
 class Matcher:
-    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with.
+    """Builds the state of one open step on one rank, and collects the reads that fill its tensors.
 
     Args:
         reader: The open step.
@@ -132,14 +133,14 @@ class Matcher:
         """Paths that were saved and that the template does not name; the outermost where it names nothing of a part."""
 
     def missing(self) -> list[StatePath]:
-        """Return what the template has that was not saved; nothing was filled."""
+        """Return the paths of the template that were not saved, and so not filled."""
         if not self._missing:
             return []
         filled = {*map(_memory, self._filled)}
         return [path for path, memory in self._missing if memory not in filled]
 
     def check_strict(self) -> None:
-        """Raise `CheckpointMismatchError` if the template has what was not saved, or what no rank would fill."""
+        """Raise `CheckpointMismatchError` if part of the template was not saved, or no rank would fill it."""
         if self._unfilled:
             raise self._unfilled[0]
         missing = list(map(describe, self.missing()))
@@ -147,7 +148,7 @@ class Matcher:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise CheckpointMismatchError(f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
 
-    def decoded(self, node: Node) -> State:
+    def decode_node(self, node: Node) -> State:
         """Return a part of the state as it was saved; leaves that shared memory are one and the same object."""
         return self._reader.decode_tree(node, self._new, self._own)
 
@@ -160,20 +161,20 @@ class Matcher:
             )
         return nodes[str(self._group.rank)]
 
-    def _new(self, kind: ArrayKind, name: str, stored: StoredTensor, view: View | None) -> object:
+    def _new(self, array_kind: ArrayKind, name: str, stored: StoredTensor, view: View | None) -> object:
         if view is not None:
             return view_in(cast("torch.Tensor", self._new("tensor", name, stored, None)), view)
-        if (kind, name) not in self._fresh:
-            tensor = self._mapped(stored) if self._mmap else None
+        if (array_kind, name) not in self._fresh:
+            tensor = self._map_file(stored) if self._mmap else None
             if tensor is None:
-                device = self._device if kind == "tensor" else "cpu"
+                device = self._device if array_kind == "tensor" else "cpu"
                 tensor = _empty(stored, device)
                 if tensor.numel():
-                    self.requests.add(name, _whole(stored), tensor)
-            self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
-        return self._fresh[kind, name]
+                    self.requests.add(name, _full_box(stored), tensor)
+            self._fresh[array_kind, name] = tensor if array_kind == "tensor" else _as_array(tensor, stored)
+        return self._fresh[array_kind, name]
 
-    def _mapped(self, stored: StoredTensor) -> torch.Tensor | None:
+    def _map_file(self, stored: StoredTensor) -> torch.Tensor | None:
         """Return the tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
         files = self._reader.files
         if not isinstance(files, LocalFiles):
@@ -198,12 +199,18 @@ class Matcher:
                     stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
                     problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
                     raise self._mismatch(path, problem)
-                found = [self.match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
+                matched: list[State] = []
+                for i, (item, child) in enumerate(zip(items, nodes, strict=True)):
+                    matched.append(self.match(item, child, (*path, i)))
                 if hasattr(template, "_fields"):  # a named tuple
-                    return type(template)(*found)
-                return found if isinstance(template, list) else tuple(found)
+                    return type(template)(*matched)
+                return matched if isinstance(template, list) else tuple(matched)
             case Enum():
-                return self._match_enum(template, node, path)
+                try:
+                    return type(template)(self.decode_node(node))
+                except ValueError as error:
+                    problem = f"holds no {type(template).__name__} in the checkpoint: {error}"
+                    raise self._mismatch(path, problem) from None
             case PerRank():
                 nodes = tree.ranks_of(node)
                 if nodes is None:
@@ -230,7 +237,7 @@ class Matcher:
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         fields = fields or {}
         if not template and not self._stays_empty(fields, node, path):
-            return self.decoded(node) if fields else {}
+            return self.decode_node(node) if fields else {}
         state: dict[Any, State] = {}
         used: set[str | int | None] = set()
         for key, value in template.items():
@@ -246,7 +253,7 @@ class Matcher:
         return state
 
     def _stays_empty(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> bool:
-        """Return whether this rank loads nothing in place of an empty dict, because ranks hold parts of what is there.
+        """Return whether an empty dict of the template stays empty, because sharded tensors were saved in its place.
 
         It is an error, see `check_strict`, unless another rank's template names what is there.
         """
@@ -264,33 +271,28 @@ class Matcher:
             self._unfilled.append(self._mismatch(path, problem))
         return True
 
-    def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
-        try:
-            return type(template)(self.decoded(node))
-        except ValueError as error:
-            raise self._mismatch(path, f"holds no {type(template).__name__} in the checkpoint: {error}") from None
-
     def _match_dataclass(self, template: State, node: Node | None, path: StatePath) -> State:
         """Return a dataclass with the fields that were saved, by the template's class; no `__init__` runs."""
-        found = copy(template)
+        result = copy(template)
         for name, value in self._match_dict(tree.fields_of_dataclass(template), node, path).items():
-            object.__setattr__(found, name, value)
-        return found
+            object.__setattr__(result, name, value)
+        return result
 
     def _match_wrapper(self, template: Any, node: Node | None, path: StatePath) -> State:
         """Fill the tensors that a tensor is made of."""
         parts = parts_of_wrapper(template)
-        found = self._match_dict(parts, node, path)
-        if found.pop(WRAPPER) != (kind := parts.pop(WRAPPER)):
-            raise self._mismatch(path, f"is a {kind} in the template, something else in the checkpoint")
-        if all(found[name] is part for name, part in parts.items()):
+        matched = self._match_dict(parts, node, path)
+        class_name = parts.pop(WRAPPER)
+        if matched.pop(WRAPPER) != class_name:
+            raise self._mismatch(path, f"is a {class_name} in the template, something else in the checkpoint")
+        if all(matched[name] is part for name, part in parts.items()):
             return template
         return type(template).__tensor_unflatten__(
-            found, template.__tensor_flatten__()[1], template.shape, template.stride()
+            matched, template.__tensor_flatten__()[1], template.shape, template.stride()
         )
 
     def _miss(self, template: State, path: StatePath) -> None:
-        """Note what is missing; a tensor that shares its memory with one that is not (tied weights) is not missed."""
+        """Record a missing path. `missing` leaves it out if it shares memory with a filled tensor (tied weights)."""
         if isinstance(template, dict) and template:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
@@ -301,11 +303,11 @@ class Matcher:
         name = tree.name_of(node)
         if type(template) in _PLAIN and name is not None and not (template.is_meta or template.is_nested):
             shape = tuple(template.shape)
-            self._request(name, node, None, Box.whole(shape), shape, template, path)
+            self._request(name, node, None, Box.of_shape(shape), shape, template, path)
             self._filled.append(template)
             return template
         if is_megatron(template, "ShardedObject"):
-            return self.decoded(node)
+            return self.decode_node(node)
         if is_wrapper(template):
             return self._match_wrapper(template, node, path)
         try:
@@ -315,14 +317,14 @@ class Matcher:
         if shard is None and is_dataclass(template) and not isinstance(template, type):
             return self._match_dataclass(template, node, path)
         if shard is None:
-            return self.decoded(node)
+            return self.decode_node(node)
         with validation.reading(f"{self._reader.where}/index.json: tree"):
             name, view = tree.tensor_of(node)
         name = shard.name if shard.name is not None else name
         result = template
         if shard.tensor.is_meta:
             shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
-            result = _materialised(template, shard)
+            result = _materialise(template, shard)
         self._request(name, node, view, shard.box, tuple(shard.global_shape), shard.tensor, path)
         self._filled.append(shard.tensor)
         return result
@@ -345,20 +347,20 @@ class Matcher:
             raise self._mismatch(path, f"has shape {shape} in the template, {stored_shape} in the checkpoint")
         dtype = TORCH_DTYPES[stored.dtype]
         if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
-            found = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
-            raise self._mismatch(path, found)
+            problem = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
+            raise self._mismatch(path, problem)
         if box.size and view is None:
             self.requests.add(name, box, target)
         elif box.size and view is not None:
-            # The memory that it is a part of, of which it is copied once that is read.
-            self.copies.append((target, self.decoded(node)[box.slices()]))
+            # The target is a view: read the tensor that owns the memory, then copy the slice.
+            self.copies.append((target, self.decode_node(node)[box.slices()]))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
         return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
 
 
-def _whole(stored: StoredTensor) -> Box:
-    return stored.shards[0].box if len(stored.shards) == 1 else Box.whole(stored.shape)
+def _full_box(stored: StoredTensor) -> Box:
+    return stored.shards[0].box if len(stored.shards) == 1 else Box.of_shape(stored.shape)
 
 
 def _empty(stored: StoredTensor, device: torch.device | str) -> torch.Tensor:
@@ -368,9 +370,9 @@ def _empty(stored: StoredTensor, device: torch.device | str) -> torch.Tensor:
     return data.view(torch.complex32).view(stored.shape)
 
 
-def view_in(whole: torch.Tensor, view: View) -> torch.Tensor:
+def view_in(base: torch.Tensor, view: View) -> torch.Tensor:
     """Return a view of a contiguous tensor's memory."""
-    return whole.as_strided(view.shape, view.stride, whole.storage_offset() + view.offset)
+    return base.as_strided(view.shape, view.stride, base.storage_offset() + view.offset)
 
 
 def _shard_of_array(array: NumpyArray) -> Shard:
@@ -399,7 +401,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
 
 
-def _materialised(template: State, shard: Shard) -> State:
+def _materialise(template: State, shard: Shard) -> State:
     """Return what stands for a template of meta tensors once it has data."""
     if isinstance(template, torch.Tensor) and is_dtensor(template):
         from gcore_ckpt.ranks.dtensor import dtensor_like
@@ -414,21 +416,27 @@ def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
 
 
 def _kind(node: Node | None) -> str:
-    return "missing" if node is None else next(iter(node)) if isinstance(node, dict) else type(node).__name__
+    if node is None:
+        return "missing"
+    return next(iter(node)) if isinstance(node, dict) else type(node).__name__
 
 
-def pruned(node: Node, only: Sequence[str], where: str) -> Node:
+def prune_tree(node: Node, only: Sequence[str], where: str) -> Node:
     """Return the parts of a tree under dotted paths of dict keys, or under those that match a pattern."""
 
-    def prune(node: Node, path: str, wanted: Sequence[str]) -> list[Node]:
-        """Return what is left of a node, in a list; nothing if none of it is wanted."""
-        if any(path == name or path.startswith(f"{name}.") or fnmatchcase(path, name) for name in wanted):
+    def prune(node: Node, path: str, patterns: Sequence[str]) -> list[Node]:
+        """Return the pruned node in a list, or an empty list if no pattern matches in it."""
+        if any(path == name or path.startswith(f"{name}.") or fnmatchcase(path, name) for name in patterns):
             return [node]
         fields = tree.fields_of(node) or {}
-        kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."), wanted)]
-        return [{"items": kept}] if kept else []
+        items: list[Node] = []
+        for key, child in fields.items():
+            pruned = prune(child, f"{path}.{key}".lstrip("."), patterns)
+            if pruned:
+                items.append([key, pruned[0]])
+        return [{"items": items}] if items else []
 
-    found = prune(node, "", only)
+    pruned_nodes = prune(node, "", only)
     unknown = [name for name in only if not prune(node, "", [name])]
     if unknown:
         names = [str(key) for key in tree.fields_of(node) or {}]
@@ -436,4 +444,4 @@ def pruned(node: Node, only: Sequence[str], where: str) -> Node:
             f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}"
         )
-    return found[0] if found else {"dict": {}}
+    return pruned_nodes[0] if pruned_nodes else {"dict": {}}

@@ -56,24 +56,28 @@ class StepReader:
     ) -> State:
         """Return the state of the tree, or of a node in it, with what `array` makes of each stored tensor."""
 
-        def checked(kind: ArrayKind, name: str, view: View | None) -> object:
+        def check_array(array_kind: ArrayKind, name: str, view: View | None) -> object:
             stored = self.index.tensors.get(name)
             if stored is None:
-                raise ValueError(f"{kind} {name!r} is not in the index")
-            if kind == "array" and not DTYPES[stored.dtype].in_numpy:
+                raise ValueError(f"{array_kind} {name!r} is not in the index")
+            if array_kind == "array" and not DTYPES[stored.dtype].in_numpy:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
-            if view is not None and view.stop > (size := math.prod(stored.shape)):
-                raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
-            return array(kind, name, stored, view)
+            if view is not None:
+                size = math.prod(stored.shape)
+                if view.stop > size:
+                    raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
+            return array(array_kind, name, stored, view)
 
         with validation.reading(f"{self.where}/index.json: tree"):
-            return tree.decode(node, checked, per_rank)
+            return tree.decode(node, check_array, per_rank)
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
-        block, stop = shard.block_bytes, start + len(buffer)
+        block = shard.block_bytes
+        stop = start + len(buffer)
         number = start // block
-        first, last = number * block, min(block_count(stop, block) * block, shard.size_bytes)
+        first = number * block
+        last = min(block_count(stop, block) * block, shard.size_bytes)
         blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
         self._read(name, shard.file, shard.offset_bytes + first, blocks)
         self._check(name, shard, number, blocks)
@@ -93,11 +97,11 @@ class StepReader:
         if shard.checksums is None:
             return
         for start in range(0, len(blocks), shard.block_bytes):
-            found = digest(blocks[start : start + shard.block_bytes])
+            actual = digest(blocks[start : start + shard.block_bytes])
             expected = shard.checksums[number * DIGITS :][:DIGITS]
-            if found != expected:
+            if actual != expected:
                 raise CorruptCheckpointError(
-                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {number} of its shard "
+                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {actual} in block {number} of its shard "
                     f"{shard.box}; expected {expected}"
                 )
             number += 1
@@ -108,9 +112,11 @@ class StepReader:
         start = 0
         for i in run:
             stop = start + small.sizes[i]
-            if (expected := small.checksums[i]) is not None and (found := digest(buffer[start:stop])) != expected:
+            expected = small.checksums[i]
+            actual = None if expected is None else digest(buffer[start:stop])
+            if actual != expected:
                 raise CorruptCheckpointError(
-                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {found}; expected {expected}"
+                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {actual}; expected {expected}"
                 )
             start = stop
 
@@ -151,7 +157,8 @@ class SmallShards:
         for i in sorted(range(len(self.names)), key=self.offsets.__getitem__):
             if run and not (self.offsets[i] == end and size_bytes + self.sizes[i] <= JOINT_BYTES):
                 yield size_bytes, run
-                run, size_bytes = [], 0
+                run = []
+                size_bytes = 0
             run.append(i)
             size_bytes += self.sizes[i]
             end = self.offsets[i] + self.sizes[i]
@@ -177,7 +184,7 @@ def scratch(size_bytes: int) -> memoryview:
 
 
 def find_step(storage: Storage, step: Step) -> int | None:
-    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds."""
+    """Return the number of a committed step; `"latest"` is the highest. None stands for a Hugging Face folder."""
     steps = storage.steps()
     if not steps and find_weights(storage) is not None:
         if step == "latest":
@@ -240,9 +247,9 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
 
 
 def _check_header(where: str, expected: DataFile, data: memoryview) -> None:
-    found = checksum(data[: expected.header_size_bytes])
-    if found != expected.header_checksum:
-        raise CorruptCheckpointError(f"{where}: header has checksum {found}; expected {expected.header_checksum}")
+    actual = checksum(data[: expected.header_size_bytes])
+    if actual != expected.header_checksum:
+        raise CorruptCheckpointError(f"{where}: header has checksum {actual}; expected {expected.header_checksum}")
 
 
 class StepLeaf(NamedTuple):
@@ -268,11 +275,13 @@ def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
 def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf]:
     if len(path) > tree.MAX_DEPTH:
         raise ValueError(f"more than {tree.MAX_DEPTH} containers inside each other")
-    if (ranks := tree.ranks_of(node)) is not None:
+    ranks = tree.ranks_of(node)
+    if ranks is not None:
         for rank, child in ranks.items():
             yield from _leaves(child, (*path, f"rank {rank}"), per_rank=True)
         return
-    fields, items = tree.fields_of(node), tree.items_of(node)
+    fields = tree.fields_of(node)
+    items = tree.items_of(node)
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:

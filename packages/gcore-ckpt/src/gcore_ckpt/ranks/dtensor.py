@@ -65,5 +65,11 @@ def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Place
 def dtensor_like(template: torch.Tensor, local: torch.Tensor) -> DTensor:
     """Return a `DTensor` placed like `template`, of this rank's `local` data."""
     assert isinstance(template, DTensor)
-    mesh, placements, stride = template.device_mesh, template.placements, template.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=template.shape, stride=stride)
+    return DTensor.from_local(
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
+    )

@@ -130,7 +130,7 @@ class TorchGroup(Group):
 
         self._group.recv_anysource([torch.frombuffer(buffer, dtype=torch.uint8)], tag).wait(_FOREVER)
 
-    def _transfer(self, kind: Literal["send", "recv"], buffer: memoryview, rank: int, tag: int) -> None:
+    def _transfer(self, method: Literal["send", "recv"], buffer: memoryview, rank: int, tag: int) -> None:
         import torch
 
         if self._broken is not None:
@@ -141,7 +141,7 @@ class TorchGroup(Group):
         if not len(buffer):
             return
         try:
-            getattr(self._group, kind)([torch.frombuffer(buffer, dtype=torch.uint8)], rank, tag).wait()
+            getattr(self._group, method)([torch.frombuffer(buffer, dtype=torch.uint8)], rank, tag).wait()
         except RuntimeError as error:
             is_late = "timed out" in str(error).lower()
             reason = "died, or stopped waiting for another rank that its own error names" if rank == 0 else "died"
@@ -170,12 +170,12 @@ def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
 
 
 def exchange(
-    group: Group, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]], *, kind: str = ""
+    group: Group, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]], *, error_kind: str = ""
 ) -> Any:
     """Return the root's reply to what `act` returned here; `decide` makes, at the root, the replies to all ranks.
 
     Both are values that JSON holds. A rank whose `act` fails raises its error; the others raise one of that kind (or of
-    `kind`) that names the rank. What `decide` raises is raised on all ranks.
+    `error_kind`) that names the rank. What `decide` raises is raised on all ranks.
     """
     value, error = attempt(act)
     message: Message = {"value": value} if error is None else _error_message(error)
@@ -185,10 +185,10 @@ def exchange(
         failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
         if failed:
             text = "; ".join(f"rank {rank}: {message['error']}" for rank, message in failed.items())
-            raise _error_of({"error": text, "kind": kind or next(iter(failed.values()))["kind"]})
+            raise _error_of({"error": text, "kind": error_kind or next(iter(failed.values()))["kind"]})
         return decide([message["value"] for message in messages])
 
-    reply, failure = attempt(lambda: _answered(group, answer, message))
+    reply, failure = attempt(lambda: _ask_root(group, answer, message))
     if error is not None:
         raise error
     if failure is not None:
@@ -199,7 +199,7 @@ def exchange(
 def all_succeed(group: Group, act: Callable[[], T]) -> T:
     """Run `act` on every rank; return what it returned here if none failed, else raise on all ranks."""
     results: list[T] = []
-    exchange(group, lambda: results.append(act()), lambda values: values, kind="CheckpointError")
+    exchange(group, lambda: results.append(act()), lambda values: values, error_kind="CheckpointError")
     return results[0]
 
 
@@ -210,10 +210,10 @@ def any_rank(group: Group, is_so: bool) -> bool:
 
 def root_decides(group: Group, decide: Callable[[], T]) -> T:
     """Return what `decide` returns, or raise, at the root; a value that JSON holds."""
-    return _answered(group, lambda: [decide()] * group.size)
+    return _ask_root(group, lambda: [decide()] * group.size)
 
 
-def _answered(group: Group, answer: Callable[[], Sequence[Any]], sent: Message | None = None) -> Any:
+def _ask_root(group: Group, answer: Callable[[], Sequence[Any]], sent: Message | None = None) -> Any:
     """Return the root's answer to this rank, after sending `sent`; what `answer` raises is raised on all ranks."""
     if group.rank != 0:
         if sent is not None:
@@ -245,8 +245,8 @@ def _error_message(error: Exception) -> Message:
 def _error_of(message: Message) -> Exception:
     """Return what another rank raised, as the same kind of error where it is one of ours."""
     kinds = {"ValueError": ValueError, "TypeError": TypeError}
-    kind = kinds.get(message["kind"]) or getattr(errors, message["kind"], None) or CheckpointWriteError
-    return kind(message["error"])
+    error_class = kinds.get(message["kind"]) or getattr(errors, message["kind"], None) or CheckpointWriteError
+    return error_class(message["error"])
 
 
 def _encode(message: Message) -> bytes:

@@ -38,7 +38,7 @@ class _NotPlainError(Exception):
     """The state, or a part of it, is to be collected with more care."""
 
 
-def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) -> Holdings | None:
+def collect_plain(state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = ()) -> Holdings | None:
     """Return what `collect` returns, if the state is plain; None for any other, or one that is refused.
 
     Boxes that are equal to those of the last save, `known`, are the same objects, so that none is made.
@@ -46,8 +46,9 @@ def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) ->
     names: list[str] = []
     data: list[torch.Tensor | NumpyArray] = []
 
-    def encoded(value: State, path: str, depth: int) -> Node:
-        if (tag := _TAGS.get(type(value))) is not None:
+    def encode_value(value: State, path: str, depth: int) -> Node:
+        tag = _TAGS.get(type(value))
+        if tag is not None:
             names.append(path)
             data.append(value)
             return {tag: path}
@@ -65,22 +66,24 @@ def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) ->
                     names.extend(paths)
                     data.extend(fields.values())
                     return {"dict": {key: {"tensor": name} for key, name in zip(fields, paths, strict=True)}}
-                return {"dict": {key: encoded(child, prefix + key, depth + 1) for key, child in fields.items()}}
+                return {"dict": {key: encode_value(child, prefix + key, depth + 1) for key, child in fields.items()}}
             if kinds <= {str, int} and all(type(key) is int or key.isascii() for key in fields):
                 items = fields.items()
-                return {"items": [[_small(key), encoded(child, f"{prefix}{key}", depth + 1)] for key, child in items]}
+                return {
+                    "items": [[_small(key), encode_value(child, f"{prefix}{key}", depth + 1)] for key, child in items]
+                }
             raise _NotPlainError
         if isinstance(value, list | tuple):
             items = enumerate(cast("Sequence[State]", value))
-            nodes = [encoded(item, f"{prefix}{i}", depth + 1) for i, item in items]
+            nodes = [encode_value(item, f"{prefix}{i}", depth + 1) for i, item in items]
             return nodes if isinstance(value, list) else {"tuple": nodes}
         if isinstance(value, PerRank):
-            return {"per_rank": {str(rank): encoded(value.value, f"{prefix}rank {rank}", depth + 1)}}
+            return {"per_rank": {str(rank): encode_value(value.value, f"{prefix}rank {rank}", depth + 1)}}
         return _small(value)
 
     try:
-        tree = encoded(state, "state", 0)
-        return _holdings(tree, names, data, known)
+        tree = encode_value(state, "state", 0)
+        return _holdings(tree, names, data, last_boxes)
     except (_NotPlainError, RuntimeError):  # a nested tensor has no shape, a sparse one no address
         return None
 
@@ -99,30 +102,30 @@ def _encode_leaf(leaf: object, _: StatePath) -> Leaf:
 
 
 def _holdings(
-    tree: Node, names: Sequence[str], data: Sequence[torch.Tensor | NumpyArray], known: Sequence[HeldBox]
+    tree: Node, names: Sequence[str], data: Sequence[torch.Tensor | NumpyArray], last_boxes: Sequence[HeldBox]
 ) -> Holdings | None:
     """Return the holdings; None if a name is not unique, a type is none of ours, or two share memory."""
     if len({*names}) < len(names) or "__metadata__" in names or "" in names:
         return None
-    kinds = [_kind_of_tensor(value) if type(value) in _TENSORS else _kind_of_array(value) for value in data]
+    layouts = [_kind_of_tensor(value) if type(value) in _TENSORS else _kind_of_array(value) for value in data]
     types: dict[tuple[Any, ...], tuple[str, tuple[int, ...], Box]] = {}
     devices: set[torch.device] = set()
-    for kind in {*kinds}:
-        dtype, shape, *on = kind
+    for layout in {*layouts}:
+        dtype, shape, *on = layout
         if dtype not in _NAMES or any(device.type == "meta" for device in on):
             return None
-        types[kind] = _NAMES[dtype], tuple(shape), Box.whole(shape)
+        types[layout] = _NAMES[dtype], tuple(shape), Box.of_shape(shape)
         devices.update(on)
-    sizes = {kind: box.size * DTYPES[dtype].size_bytes for kind, (dtype, _, box) in types.items()}
-    if _overlap(data, [sizes[kind] for kind in kinds]):
+    sizes = {layout: box.size * DTYPES[dtype].size_bytes for layout, (dtype, _, box) in types.items()}
+    if _overlap(data, [sizes[layout] for layout in layouts]):
         return None
-    fields = [(name, *types[kind]) for name, kind in zip(names, kinds, strict=True)]
-    boxes = (*map(_known_or_new, known, fields), *map(_new, fields[len(known) :]))
+    fields = [(name, *types[layout]) for name, layout in zip(names, layouts, strict=True)]
+    boxes = (*map(_reuse_or_new, last_boxes, fields), *map(_new, fields[len(last_boxes) :]))
     return Holdings(tree, boxes, tuple(data), frozenset(devices))
 
 
-def _known_or_new(known: HeldBox, fields: tuple[Any, ...]) -> HeldBox:
-    return known if known == fields else _new(fields)
+def _reuse_or_new(last_box: HeldBox, fields: tuple[Any, ...]) -> HeldBox:
+    return last_box if last_box == fields else _new(fields)
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
@@ -133,7 +136,8 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 def _overlap(data: Sequence[torch.Tensor | NumpyArray], sizes: Sequence[int]) -> bool:
     """Return whether two of them, of these sizes where they are contiguous, share memory."""
-    starts, extents = list[int](), list[int]()
+    starts: list[int] = []
+    extents: list[int] = []
     for value, size_bytes in zip(data, sizes, strict=True):
         if isinstance(value, torch.Tensor):
             starts.append(value.data_ptr())

@@ -67,7 +67,7 @@ class Shards:
 
 
 def as_shard(leaf: object) -> Shard | None:
-    """Return what `leaf` holds of a global tensor; None if it is no tensor."""
+    """Return the part of a global tensor that `leaf` holds; None if it is no tensor."""
     if isinstance(leaf, Shard):
         if not leaf.box.inside(leaf.global_shape):
             raise ValueError(
@@ -78,19 +78,20 @@ def as_shard(leaf: object) -> Shard | None:
             raise ValueError("is a Shard that holds a DTensor; expected a plain tensor (the DTensor may stand alone)")
         return leaf
     if isinstance(leaf, torch.Tensor):
-        offset, local = (0,) * leaf.ndim, leaf
-        if is_dtensor(leaf):
-            from gcore_ckpt.ranks.dtensor import local_box
+        shape = tuple(leaf.shape)
+        if not is_dtensor(leaf):
+            return Shard(global_shape=shape, offset=(0,) * leaf.ndim, tensor=leaf)
+        from gcore_ckpt.ranks.dtensor import local_box
 
-            offset, local = local_box(leaf)
-        return Shard(global_shape=tuple(leaf.shape), offset=offset, tensor=local)
+        offset, local = local_box(leaf)
+        return Shard(global_shape=shape, offset=offset, tensor=local)
     return _shard_of_megatron(leaf) if is_megatron(leaf, "ShardedTensor") else None
 
 
 def shards_of_fsdp1(leaf: Any) -> Shards | None:
-    """Return what this rank holds of torch's `ShardedTensor`, of which state dicts of the first FSDP are made."""
-    kind = type(leaf)
-    if kind.__name__ != "ShardedTensor" or not kind.__module__.startswith("torch.distributed._shard"):
+    """Return this rank's parts of torch's `ShardedTensor`, which FSDP1's state dicts contain; else None."""
+    leaf_type = type(leaf)
+    if leaf_type.__name__ != "ShardedTensor" or not leaf_type.__module__.startswith("torch.distributed._shard"):
         return None
     global_shape = tuple(leaf.metadata().size)
     parts: list[Shard] = []
@@ -113,16 +114,18 @@ def is_wrapper(leaf: object) -> bool:
 
 
 def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
-    """Return the tensors that a tensor is made of, by their names (`__tensor_flatten__`), and the name of its class."""
-    kind = type(tensor)
+    """Return the inner tensors of a wrapper by name (`__tensor_flatten__`), and the name of its class."""
+    tensor_type = type(tensor)
     names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names} | {WRAPPER: f"{kind.__module__}.{kind.__qualname__}"}
+    return {name: getattr(tensor, name) for name in names} | {
+        WRAPPER: f"{tensor_type.__module__}.{tensor_type.__qualname__}"
+    }
 
 
 def is_megatron(leaf: object, name: str) -> bool:
     """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
-    kind = type(leaf)
-    return kind.__name__ == name and kind.__module__.startswith("megatron.core.dist_checkpointing")
+    leaf_type = type(leaf)
+    return leaf_type.__name__ == name and leaf_type.__module__.startswith("megatron.core.dist_checkpointing")
 
 
 def _shard_of_megatron(leaf: Any) -> Shard:
@@ -211,31 +214,32 @@ class _Leaves:
         return Leaf(node=node, key=shard.name)
 
     def tie_views(self) -> set[int]:
-        """Make views of tensors that lie in the memory of another, contiguous one; return the numbers of their boxes.
+        """Encode tensors in the memory of another, contiguous tensor as views of it; return the numbers of their boxes.
 
         What shares only some of its memory with others is stored by itself.
         """
         spans: list[tuple[tuple[object, ...], int, int, int]] = []
         for number, (box, data) in enumerate(zip(self.boxes, self.data, strict=True)):
             if box.name in self._nodes and box.box.size and isinstance(data, torch.Tensor):
-                start, size_bytes = data.data_ptr(), View(data.shape, data.stride(), 0).stop * data.itemsize
-                kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
-                spans.append((kind, start, start + size_bytes, number))
+                start = data.data_ptr()
+                size_bytes = View(data.shape, data.stride(), 0).stop * data.itemsize
+                memory_kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
+                spans.append((memory_kind, start, start + size_bytes, number))
         # The widest first, of those that start together.
         spans.sort(key=lambda span: (span[0], span[1], -span[2]))
         views: set[int] = set()
         base: tuple[tuple[object, ...], int, int, int] = (), 0, 0, -1
         for span in spans:
-            kind, start, stop, number = span
+            memory_kind, start, stop, number = span
             tensor = cast("torch.Tensor", self.data[number])
-            if kind != base[0] or stop > base[2]:
+            if memory_kind != base[0] or stop > base[2]:
                 base = span if tensor.is_contiguous() else base
             elif (start - base[1]) % tensor.itemsize == 0:
                 views.add(number)
-                place = [*tensor.shape], [*tensor.stride()], (start - base[1]) // tensor.itemsize
+                view_fields = [*tensor.shape], [*tensor.stride()], (start - base[1]) // tensor.itemsize
                 for node in self._nodes[self.boxes[number].name]:
                     del node["tensor"]
-                    node["view"] = [self.boxes[base[3]].name, *place]
+                    node["view"] = [self.boxes[base[3]].name, *view_fields]
         return views
 
     def _add_shard(self, shard: Shard, path: StatePath) -> str:
@@ -244,32 +248,34 @@ class _Leaves:
             expected = "expected a torch.Tensor, Parameter, DTensor or Shard"
             raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; {expected}")
         if tensor.layout is not torch.strided or tensor.is_meta:
-            found = f"layout {tensor.layout} on device {tensor.device}"
-            raise TypeError(f"{describe(path)} has {found}; expected a dense tensor that holds data")
+            problem = f"layout {tensor.layout} on device {tensor.device}"
+            raise TypeError(f"{describe(path)} has {problem}; expected a dense tensor that holds data")
         dtype = _dtype_name(tensor.dtype, TORCH_NAMES, path)
-        held = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
+        held_box = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
         memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-        return self._add(held, memory, tensor, path)
+        return self._add(held_box, memory, tensor, path)
 
     def _add_array(self, array: NumpyArray, path: StatePath) -> str:
         if type(array) not in (np.ndarray, np.memmap):
             raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
         dtype = _dtype_name(array.dtype, NUMPY_NAMES, path)
-        held = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.whole(array.shape))
-        return self._add(held, (array.__array_interface__["data"][0], array.strides), array, path)
+        held_box = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.of_shape(array.shape))
+        return self._add(held_box, (array.__array_interface__["data"][0], array.strides), array, path)
 
-    def _add(self, held: HeldBox, memory: tuple[object, ...], data: torch.Tensor | NumpyArray, path: StatePath) -> str:
-        name = held.name
+    def _add(
+        self, held_box: HeldBox, memory: tuple[object, ...], data: torch.Tensor | NumpyArray, path: StatePath
+    ) -> str:
+        name = held_box.name
         if not name:
-            view = held, memory
-            if held.box.size and view in self._name_of_view:
+            view = held_box, memory
+            if held_box.box.size and view in self._name_of_view:
                 return self._name_of_view[view]
             name = self._name_of_view[view] = self._new_name(path)
         # A rank that holds no element of a sharded tensor says nothing of it; a tensor without elements has one holder.
-        if held.box.size or not Box.whole(held.shape).size:
-            box = held.box if held.box.size else Box.whole(held.shape)
-            self.boxes.append(held._replace(name=name, box=box))
-            self.data.append(data if held.box.size else data.reshape(held.shape))
+        if held_box.box.size or not Box.of_shape(held_box.shape).size:
+            box = held_box.box if held_box.box.size else Box.of_shape(held_box.shape)
+            self.boxes.append(held_box._replace(name=name, box=box))
+            self.data.append(data if held_box.box.size else data.reshape(held_box.shape))
         return name
 
     def _new_name(self, path: StatePath) -> str:
@@ -277,7 +283,8 @@ class _Leaves:
         plain = ".".join(map(str, path)) or "state"
         if not plain.isascii():
             plain = plain.encode("utf-8", "backslashreplace").decode()
-        name, count = plain, 1
+        name = plain
+        count = 1
         # {"a.b": x, "a": {"b": y}}, the name of a shard, and safetensors' own name
         while name in self._names or name in self._chosen or name == "__metadata__":
             count += 1

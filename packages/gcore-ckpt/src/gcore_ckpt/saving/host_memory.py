@@ -28,7 +28,8 @@ class _Pages(mmap.mmap):
 
     def pin(self, address: int) -> None:
         """Register it with CUDA, for copies that the host does not wait for; log a warning if that fails."""
-        device, use_device = torch.cuda.current_device(), cuda_state()
+        device = torch.cuda.current_device()
+        use_device = cuda_state()
 
         def register() -> str:
             use_device()

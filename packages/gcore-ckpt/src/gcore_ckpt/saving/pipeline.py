@@ -39,7 +39,7 @@ _COPY_THREADS = min(8, os.cpu_count() or 1)
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Pause Python's garbage collector, which would look through all that a plan makes, several times as it grows."""
+    """Pause Python's garbage collector, which would scan the objects of a growing plan several times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -96,7 +96,8 @@ class SavePipeline:
         metric: float | None,
     ) -> None:
         """Copy `state` and start to write it."""
-        start_s, held = time.perf_counter(), list[Holdings]()
+        start_s = time.perf_counter()
+        collected: list[Holdings] = []
 
         def advance(size_bytes: int) -> None:
             report.written_bytes += size_bytes
@@ -110,12 +111,12 @@ class SavePipeline:
                     self._acquire()
                     self._check_order(step, self._storage)
                 rank = self._planning.rank
-                held.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
-                return held[0].boxes
+                collected.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
+                return collected[0].boxes
 
         def digests() -> Mapping[str, str]:
             with call.working():
-                return digest_plain(held[0], self._copiers)
+                return digest_plain(collected[0], self._copiers)
 
         staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
         try:
@@ -125,12 +126,12 @@ class SavePipeline:
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
             report.plan_s = planned_s - start_s
-            self._submit(self._write, outcome, report, step, held[0].tree, _taken_from(staged), advance, metric)
+            self._submit(self._write, outcome, report, step, collected[0].tree, _drain(staged), advance, metric)
         except Exception as error:
             outcome.set_exception(error)
             raise
         try:
-            for file in self._stager.stage(files, held[0], call.working):
+            for file in self._stager.stage(files, collected[0], call.working):
                 staged.put(file)
         except Exception as error:
             staged.put(error)
@@ -234,7 +235,7 @@ class SavePipeline:
 
     def _set_aside_above(self, step: int) -> list[int]:
         steps = self._check_exists(step, "roll back to")
-        later = [other for other in steps if other > step]
+        later = [committed for committed in steps if committed > step]
         with writing(f"rolling {self._storage} back to step {step} failed"):
             self._storage.set_aside(later)
         return later
@@ -261,7 +262,7 @@ class SavePipeline:
         self._acquired = True
 
     def _check_order(self, step: int, storage: Storage) -> None:
-        """Refuse a step that exists, or that lies below one which is not in the past of this run."""
+        """Raise if the step exists, or is below the latest step and this run has not gone back below that."""
         steps = storage.steps()
         remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
         if step in steps:
@@ -298,22 +299,26 @@ def delete_superfluous(storage: Storage, superfluous: Callable[[list[int]], list
             _logger.warning("%s: step %d cannot be deleted, and is kept: %s", storage, step, error)
 
 
-def _taken_from(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:
-    while (item := queue.get()) is not None:
+def _drain(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:
+    """Yield the files that are put into a queue until it gets None; raise an exception that is put there."""
+    while True:
+        item = queue.get()
+        if item is None:
+            return
         if isinstance(item, Exception):
             raise item
         yield item
 
 
 class SavePlanner:
-    """Plans saves: which files each rank writes. The plan is made at the root, and kept while no rank holds else."""
+    """Plans which files each rank writes. The root makes the plan, and reuses it until a rank's boxes change."""
 
     def __init__(self, group: Group, max_file_bytes: int | None) -> None:
         self._group = group
         self._max_file_bytes = max_file_bytes
         self.boxes: tuple[HeldBox, ...] = ()  # of this rank, at the last save
         self._files: list[FileLayout] = []
-        self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
+        self._boxes_by_rank: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
 
     def plan(
         self,
@@ -327,12 +332,12 @@ class SavePlanner:
         """
         boxes = self.boxes
 
-        def prepared() -> Message:
+        def prepare_message() -> Message:
             nonlocal boxes
             boxes = prepare()
             return {"step": step, "boxes": None if boxes == self.boxes else boxes}
 
-        numbers = exchange(self._group, prepared, self._assign)
+        numbers = exchange(self._group, prepare_message, self._assign)
         if numbers is not None:
             if self._group.size > 1:
                 self._compare(digests)
@@ -349,7 +354,7 @@ class SavePlanner:
             exchange(self._group, digests, check)
         except Exception:
             self.boxes = ()  # so that the next save is planned, and compared, from scratch
-            self._held = {}
+            self._boxes_by_rank = {}
             raise
 
     def _assign(self, messages: Sequence[Message]) -> Sequence[list[int] | None]:
@@ -357,33 +362,37 @@ class SavePlanner:
         steps = [message["step"] for message in messages]
         if len(set(steps)) > 1:
             raise ValueError(f"the ranks save different steps: {steps}")
-        changed = {rank: message["boxes"] for rank, message in enumerate(messages) if message["boxes"] is not None}
-        if not changed:
+        if all(message["boxes"] is None for message in messages):
             return [None] * len(messages)
-        held = dict(self._held)
-        held |= {  # the root's own have not been through JSON
-            rank: boxes if rank == 0 else [HeldBox.from_json(*fields) for fields in boxes]
-            for rank, boxes in changed.items()
-        }
-        writes = assign([held.get(rank, ()) for rank in range(len(messages))])
-        self._held = held
+        boxes_by_rank = dict(self._boxes_by_rank)
+        for rank, message in enumerate(messages):
+            boxes = message["boxes"]
+            if boxes is None:
+                continue
+            if rank > 0:  # sent as JSON
+                boxes = [HeldBox.from_json(*fields) for fields in boxes]
+            boxes_by_rank[rank] = boxes
+        writes = assign([boxes_by_rank.get(rank, ()) for rank in range(len(messages))])
+        self._boxes_by_rank = boxes_by_rank
         return writes
 
 
-def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
-    """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
-    if len(held) == 1 and len({box.name for box in held[0]}) == len(held[0]) and all(box.is_whole for box in held[0]):
-        return [[*range(len(held[0]))]]
+def assign(boxes_by_rank: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
+    """Return the numbers of the boxes that each rank writes: one writer for each box, the bytes spread evenly."""
+    if len(boxes_by_rank) == 1:
+        boxes = boxes_by_rank[0]
+        if len({box.name for box in boxes}) == len(boxes) and all(box.is_whole for box in boxes):
+            return [[*range(len(boxes))]]
     first: dict[HeldBox, tuple[int, int]] = {}  # the first rank that holds each distinct box, its number in its list
     shared: dict[HeldBox, dict[int, int]] = {}  # all of them, of boxes that several ranks hold
-    for rank, boxes in enumerate(held):
+    for rank, boxes in enumerate(boxes_by_rank):
         for number, box in enumerate(boxes):
             owner = first.setdefault(box, (rank, number))
             if owner[0] != rank:
                 shared.setdefault(box, dict([owner])).setdefault(rank, number)
     _check_coverage(first)
-    writes: list[list[int]] = [[] for _ in held]
-    load_bytes = [0] * len(held)
+    writes: list[list[int]] = [[] for _ in boxes_by_rank]
+    load_bytes = [0] * len(boxes_by_rank)
     for box, (rank, number) in first.items():
         if not shared:
             writes[rank].append(number)
@@ -400,10 +409,11 @@ def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
 def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
     """Check that the boxes of each tensor, with the first rank that holds each, hold each of its elements once."""
     tensors: dict[str, HeldBox] = {}
-    several: dict[str, list[HeldBox]] = {}  # of those that are no single whole one
+    several: dict[str, list[HeldBox]] = {}  # of tensors that are not one whole box
     for box in holders:
-        if (other := tensors.setdefault(box.name, box)) is not box:
-            several.setdefault(box.name, [other]).append(box)
+        first_box = tensors.setdefault(box.name, box)
+        if first_box is not box:
+            several.setdefault(box.name, [first_box]).append(box)
         elif not box.is_whole:
             several[box.name] = [box]
     for name, boxes in several.items():
@@ -419,9 +429,10 @@ def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
         shared = overlap([box.box for box in boxes])
         if shared is not None:
             raise ValueError(f"tensor {name!r}: the boxes {shared[0]} and {shared[1]} overlap without being the same")
-        whole, found = Box.whole(first.shape).size, sum(box.box.size for box in boxes)
-        if found != whole:
+        num_elements = Box.of_shape(first.shape).size
+        num_held = sum(box.box.size for box in boxes)
+        if num_held != num_elements:
             raise ValueError(
-                f"tensor {name!r} of shape {first.shape} is held in part: its boxes have {found} of its "
-                f"{whole} elements"
+                f"tensor {name!r} of shape {first.shape} is held in part: its boxes have {num_held} of its "
+                f"{num_elements} elements"
             )

@@ -36,10 +36,10 @@ def check_same(digests: Sequence[Mapping[str, str]]) -> None:
                 different.setdefault(name, (first_rank, rank))
     if not different:
         return
-    named = [f"{name!r} (ranks {ranks[0]} and {ranks[1]})" for name, ranks in list(different.items())[:_NAMED]]
+    examples = [f"{name!r} (ranks {ranks[0]} and {ranks[1]})" for name, ranks in list(different.items())[:_NAMED]]
     more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
     raise ValueError(
-        f"plain tensors differ from rank to rank, and one copy is saved for all: {', '.join(named)}{more}; expected "
+        f"plain tensors differ from rank to rank, and one copy is saved for all: {', '.join(examples)}{more}; expected "
         "the same on all ranks that have them: wrap what each rank has of its own in PerRank, broadcast what should "
         "be the same, or leave it out of the state on all ranks but one"
     )

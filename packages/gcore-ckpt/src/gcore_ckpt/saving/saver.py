@@ -119,17 +119,17 @@ class Saver:
     ) -> None:
         changed = _link_unchanged(report, file.layout, digests, base)
         layout = file.layout
-        if len(changed) == len(layout.held):
+        if len(changed) == len(layout.boxes):
             self._storage.write_file(attempt, name, [file.data])
             self._add_file(report, name, layout, digests)
         elif changed:
-            new = lay_out_file([layout.numbers[i] for i in changed], [layout.held[i] for i in changed])
+            new = lay_out_file([layout.numbers[i] for i in changed], [layout.boxes[i] for i in changed])
             pieces = [file.data[layout.offsets[i] : layout.offsets[i + 1]] for i in changed]
             self._storage.write_file(attempt, name, [memoryview(new.header), *pieces])
             self._add_file(report, name, new, [digests[i] for i in changed])
 
     def _add_file(self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]) -> None:
-        report.shards[name] = [(layout.held, layout.offsets[:-1], digests)]
+        report.shards[name] = [(layout.boxes, layout.offsets[:-1], digests)]
         file = DataFile(
             size_bytes=layout.size_bytes,
             header_size_bytes=len(layout.header),
@@ -157,15 +157,16 @@ class Saver:
             raise self._failure(step, error) from error
 
     def _commit(self, attempt: str, step: int, reports: Sequence[_Report]) -> None:
-        errors = [
-            f"rank {rank}: {report.error}" if len(reports) > 1 else report.error
-            for rank, report in enumerate(reports)
-            if report.error is not None
-        ]
+        errors: list[str] = []
+        for rank, report in enumerate(reports):
+            if report.error is not None:
+                errors.append(f"rank {rank}: {report.error}" if len(reports) > 1 else report.error)
         if errors:
             raise CheckpointWriteError("; ".join(errors))
-        index = _merged_index(reports)
-        links = {name: link for report in reports for name, link in report.links.items()}
+        index = _merge_index(reports)
+        links: dict[str, tuple[int, str]] = {}
+        for report in reports:
+            links.update(report.links)
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
         data = encode_index(index)
@@ -192,12 +193,12 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
     """Report the boxes that the base holds, to be linked; return the numbers of the others."""
     base_step, index = base
     unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
-    for i, (held, checksums) in enumerate(zip(layout.held, digests, strict=True)):
-        tensor = index.tensors.get(held.name)
-        if tensor is None or (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
+    for i, (box, checksums) in enumerate(zip(layout.boxes, digests, strict=True)):
+        tensor = index.tensors.get(box.name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
             continue
         for shard in tensor.shards:
-            if (shard.box, shard.checksums, shard.block_bytes) == (held.box, checksums, BLOCK_BYTES):
+            if (shard.box, shard.checksums, shard.block_bytes) == (box.box, checksums, BLOCK_BYTES):
                 unchanged.setdefault(shard.file, []).append((i, shard))
     linked: set[int] = set()
     for file, shards in unchanged.items():
@@ -208,36 +209,48 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
         writer = old.writer.partition(" at step ")[0] + f" at step {int(name.split('-')[1])}"
         report.links[name] = (base_step, file)
         report.files[name] = asdict(old) | {"writer": writer}
-        linked.update(i for i, _ in shards)
-        held = [layout.held[i] for i, _ in shards]
-        columns = held, [shard.offset_bytes for _, shard in shards], [digests[i] for i, _ in shards]
+        boxes: list[HeldBox] = []
+        offsets: list[int] = []
+        shard_digests: list[str] = []
+        for i, shard in shards:
+            linked.add(i)
+            boxes.append(layout.boxes[i])
+            offsets.append(shard.offset_bytes)
+            shard_digests.append(digests[i])
+        columns = (boxes, offsets, shard_digests)
         report.shards.setdefault(name, []).append(columns)  # a file may hold boxes of several files of this save
-    return [i for i in range(len(layout.held)) if i not in linked]
+    return [i for i in range(len(layout.boxes)) if i not in linked]
 
 
-def _merged_index(reports: Sequence[_Report]) -> Index:
+def _merge_index(reports: Sequence[_Report]) -> Index:
     """Return the index of a step from the parts of all ranks; `ValueError` if they do not fit together."""
     replaced: list[Replaced] = []
     tree = merge([report.tree for report in reports], replaced)
-    files = {name: DataFile(**file) for report in reports for name, file in report.files.items()}
-    tensors, rows = Tensors(BLOCK_BYTES), dict.fromkeys(references(tree), -1)
+    files: dict[str, DataFile] = {}
+    tensors = Tensors(BLOCK_BYTES)
+    rows = dict.fromkeys(references(tree), -1)
     for rank, report in enumerate(reports):
-        for file, columns in report.shards.items():
-            for held, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
-                box = held if rank == 0 else HeldBox.from_json(*held)  # the root's own have not been through JSON
-                if (row := rows.get(box.name, -1)) < 0:
+        for name, file in report.files.items():
+            files[name] = DataFile(**file)
+        for name, columns in report.shards.items():
+            for box, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
+                if rank > 0:  # sent as JSON
+                    box = HeldBox.from_json(*box)
+                row = rows.get(box.name, -1)
+                if row < 0:
                     row = rows[box.name] = tensors.add(box.name, box.dtype, box.shape)
-                tensors.add_shard(row, file, offset_bytes, box.box, checksums)
+                tensors.add_shard(row, name, offset_bytes, box.box, checksums)
     missing = [name for name, row in rows.items() if row < 0]
     if missing:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
     tensors.check()
     for path, rank, view, base, name in replaced:
-        found, stored = (tensors[base].dtype, view.shape), (tensors[name].dtype, tensors[name].shape)
-        if found != stored:
+        dtype = tensors[base].dtype
+        stored = tensors[name]
+        if (dtype, view.shape) != (stored.dtype, stored.shape):
             raise ValueError(
-                f"{describe(path)} has dtype {found[0]} and shape {found[1]} on rank {rank}, dtype {stored[0]} and "
-                f"shape {stored[1]} on others; what each rank has of its own is wrapped in PerRank"
+                f"{describe(path)} has dtype {dtype} and shape {view.shape} on rank {rank}, dtype {stored.dtype} and "
+                f"shape {stored.shape} on others; what each rank has of its own is wrapped in PerRank"
             )
     return Index(
         tree=tree,
@@ -260,7 +273,7 @@ def _check_readable(data: bytes, tree: Node) -> None:
 
 
 def _release_rest(files: Iterable[StagedFile]) -> None:
-    """Release what is left of files of which an error has been seen already; that is the one that is reported."""
+    """Release the remaining files after an error, which is the one that is reported."""
     with suppress(Exception):
         for file in files:
             file.release()

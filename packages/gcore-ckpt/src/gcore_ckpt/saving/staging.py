@@ -91,12 +91,12 @@ class Stager:
         for file in files:
             starts.append(-(-(starts[-1] + file.size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
         arena = self._arenas.get()
-        held = len(files)
+        num_unreleased = len(files)
 
         def release() -> None:
-            nonlocal held
-            held -= 1
-            if not held:
+            nonlocal num_unreleased
+            num_unreleased -= 1
+            if not num_unreleased:
                 self._arenas.put(arena)
 
         yielded = 0
@@ -123,8 +123,9 @@ class Stager:
         try:
             for run in file.runs:
                 sources = [holdings.data[file.numbers[i]] for i in run]
-                if (device := _device_of_all(sources, file, run, holdings)) is not None:
-                    target = _typed(piece, file, run)
+                device = _device_of_all(sources, file, run, holdings)
+                if device is not None:
+                    target = _view_as_dtype(piece, file, run)
                     job = partial(_copy_joined, target, cast("list[torch.Tensor]", sources))
                     if device.type == "cpu":
                         joint.append(job)
@@ -134,16 +135,17 @@ class Stager:
                     job()
                     continue
                 for i, source in zip(run, sources, strict=True):
-                    held, whole = file.held[i], holdings.boxes[file.numbers[i]].box
-                    slices = held.box.relative_to(whole).slices() if held.box != whole else ()
+                    box = file.boxes[i]
+                    memory_box = holdings.boxes[file.numbers[i]].box
+                    slices = box.box.relative_to(memory_box).slices() if box.box != memory_box else ()
                     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
                         if source.is_cuda:
                             streams.add(torch.cuda.current_stream(source.device))
-                        typed = _typed(piece, file, range(i, i + 1)).view(held.box.shape)
+                        typed = _view_as_dtype(piece, file, range(i, i + 1)).view(box.box.shape)
                         typed.copy_(source[slices], non_blocking=True)
                     else:
                         target = piece[file.offsets[i] : file.offsets[i + 1]]
-                        copies.append(_as_plain_arrays(target, source, slices, held))
+                        copies.append(_as_plain_arrays(target, source, slices, box))
             self._workers.run([*joint, *_in_jobs(copies)])
         finally:
             # After an error, too: the memory may be used again, or unmapped.
@@ -155,9 +157,9 @@ def _device_of_all(
     sources: Sequence[torch.Tensor | NumpyArray], file: FileLayout, run: range, holdings: Holdings
 ) -> torch.device | None:
     """Return the device of several tensors that are placed whole; None if they are to be copied one by one."""
-    if len(run) == 1 or not {*map(type, sources)} <= _PLAIN or file.held[run.start].dtype == "complex32":
+    if len(run) == 1 or not {*map(type, sources)} <= _PLAIN or file.boxes[run.start].dtype == "complex32":
         return None  # torch warns of operations on complex32
-    if [holdings.boxes[file.numbers[i]] for i in run] != [file.held[i] for i in run]:
+    if [holdings.boxes[file.numbers[i]] for i in run] != [file.boxes[i] for i in run]:
         return None
     devices = holdings.devices
     if len(devices) > 1:
@@ -165,15 +167,15 @@ def _device_of_all(
     return next(iter(devices)) if len(devices) == 1 else None
 
 
-def _typed(piece: NumpyArray, file: FileLayout, run: range) -> torch.Tensor:
+def _view_as_dtype(piece: NumpyArray, file: FileLayout, run: range) -> torch.Tensor:
     """Return the memory of boxes of one element type, as elements of that type."""
     target = torch.from_numpy(piece[file.offsets[run.start] : file.offsets[run.stop]])
-    return target.view(TORCH_DTYPES[file.held[run.start].dtype])
+    return target.view(TORCH_DTYPES[file.boxes[run.start].dtype])
 
 
 @torch.no_grad()
 def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
-    """Copy small tensors of one type, one after another: joined where they are, by one call instead of one for each."""
+    """Copy small tensors of one type by one call: concatenated on their device."""
     if sources[0].device != target.device:  # as bytes, since devices do not join all types
         parts = [source.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for source in sources]
         target.view(torch.uint8).copy_(torch.cat(parts), non_blocking=True)
@@ -184,15 +186,15 @@ def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
 
 
 def _as_plain_arrays(
-    target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], held: HeldBox
+    target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], box: HeldBox
 ) -> _Copy:
     """Return both sides as numpy arrays of one type and shape, which numpy copies without the GIL."""
     if isinstance(source, torch.Tensor):
         source = source.detach().resolve_conj().resolve_neg()
-        size_bytes = DTYPES[held.dtype].size_bytes
+        size_bytes = DTYPES[box.dtype].size_bytes
         source = source.view(_AS_INTEGERS[size_bytes]).numpy() if size_bytes in _AS_INTEGERS else source.numpy()
     array = source[slices] if slices else source
-    return target.view(array.dtype).reshape(held.box.shape), array
+    return target.view(array.dtype).reshape(box.box.shape), array
 
 
 def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
@@ -200,13 +202,14 @@ def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
     job: list[_Copy] = []
     size_bytes = 0
     for target, source in copies:
-        for box in Box.whole(target.shape).split(_JOB_BYTES // target.itemsize):
-            whole = box.shape == target.shape
-            job.append((target, source) if whole else (target[box.slices()], source[box.slices()]))
+        for box in Box.of_shape(target.shape).split(_JOB_BYTES // target.itemsize):
+            is_whole = box.shape == target.shape
+            job.append((target, source) if is_whole else (target[box.slices()], source[box.slices()]))
             size_bytes += box.size * target.itemsize
             if size_bytes >= _JOB_BYTES:
                 yield partial(_copy_all, job)
-                job, size_bytes = [], 0
+                job = []
+                size_bytes = 0
     yield partial(_copy_all, job)
 
 

@@ -76,10 +76,10 @@ class Storage(Protocol):
         ...
 
     def acquire(self) -> None:
-        """Make ready for writing (root): create the place, refuse a second writer, remove what dead ones left."""
+        """Open for writing (root): create the folder, refuse a second writer, remove leftovers of dead writers."""
 
     def release(self) -> None:
-        """Let the next writer in (root)."""
+        """Release the lock, so that another writer can acquire it (root)."""
 
     def begin(self, step: int) -> str:
         """Start to write a step and return the name of this attempt, for all processes of the group (root)."""
@@ -109,13 +109,6 @@ class Storage(Protocol):
 
         A crash or an `OSError` leaves either all of them, or none; `acquire` completes what a dead writer has started.
         """
-
-    def steps_set_aside(self) -> list[int]:
-        """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
-        ...
-
-    def remove_set_aside(self) -> None:
-        """Delete what was set aside (root)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +157,7 @@ def settled_steps(list_steps: Callable[[], set[int]], read_journal: Callable[[],
     journal = read_journal()
     while True:
         steps = list_steps()
-        before, journal = journal, read_journal()
-        if journal == before:  # else steps were set aside meanwhile, and this is a mixture
+        journal_after = read_journal()
+        if journal_after == journal:  # else steps were set aside meanwhile, and this is a mixture
             return sorted(steps - set(journal.pending))
+        journal = journal_after

@@ -29,7 +29,6 @@ from gcore_ckpt.storage import (
     JOURNAL_FILE,
     MAX_INDEX_BYTES,
     Journal,
-    Storage,
     settled_steps,
     step_name,
     step_of,
@@ -38,6 +37,8 @@ from gcore_ckpt.threads import Workers
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from gcore_ckpt.storage.object_store import ObjectStorage
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def open_storage(path: str | os.PathLike[str]) -> Storage:
+def open_storage(path: str | os.PathLike[str]) -> "LocalStorage | ObjectStorage":
     """Return the storage of a path: a folder, or a URL such as `s3://bucket/folder` or `gs://bucket/folder`."""
     if isinstance(path, str) and _URL.match(path):
         from gcore_ckpt.storage.object_store import ObjectStorage
@@ -136,7 +137,8 @@ class LocalStorage:
             write_synced(path, *parts)
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        source, target = self.path / step_name(step) / file, self.path / attempt / name
+        source = self.path / step_name(step) / file
+        target = self.path / attempt / name
         try:
             target.hardlink_to(source)
         except OSError as error:
@@ -150,10 +152,11 @@ class LocalStorage:
         self._check_lock()
         temp = self.path / attempt
         for name, expected in sizes.items():
-            found = (temp / name).stat().st_size if (temp / name).exists() else None
-            if found != expected:
+            path = temp / name
+            actual_bytes = path.stat().st_size if path.exists() else None
+            if actual_bytes != expected:
                 raise FileNotFoundError(
-                    f"{temp / name} has {found} bytes here, its writer wrote {expected}: "
+                    f"{path} has {actual_bytes} bytes here, its writer wrote {expected}: "
                     "all processes of a group must see the path, on one file system"
                 )
         write_synced(temp / INDEX_FILE, index)
@@ -178,19 +181,25 @@ class LocalStorage:
             self._finish_setting_aside()
 
     def steps_set_aside(self) -> list[int]:
+        """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
         if not self.path.is_dir():
             return []
-        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self.path.iterdir())
-        waiting = (step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir())
-        return sorted([*(int(match[1]) for match in matches if match), *waiting])
+        steps = [step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir()]
+        for entry in self.path.iterdir():
+            match = _SET_ASIDE.fullmatch(entry.name)
+            if match is not None:
+                steps.append(int(match[1]))
+        return sorted(steps)
 
     def remove_set_aside(self) -> None:
+        """Delete what was set aside."""
         for entry in list(self.path.iterdir()):
-            if match := _SET_ASIDE.fullmatch(entry.name):
+            match = _SET_ASIDE.fullmatch(entry.name)
+            if match is not None:
                 self._remove_folder(entry.name, int(match[1]))
 
     def _check_lock(self) -> None:
-        """Refuse to write where the lock file is no longer the one that was locked: another writer may have come."""
+        """Raise if the lock file is no longer the one that was locked: another writer may have replaced it."""
         try:
             is_own = (self.path / LOCK_FILE).read_bytes() == self._lock_text
         except FileNotFoundError:
@@ -203,8 +212,8 @@ class LocalStorage:
             )
 
     def _list_steps(self) -> set[int]:
-        found = {step_of(entry.name) for entry in self.path.iterdir() if entry.is_dir()}
-        return {step for step in found if step is not None}
+        steps = {step_of(entry.name) for entry in self.path.iterdir() if entry.is_dir()}
+        return {step for step in steps if step is not None}
 
     def _remove_folder(self, name: str, step: int) -> None:
         temp = self.path / _temp_name(step)
@@ -212,7 +221,7 @@ class LocalStorage:
         shutil.rmtree(temp)
 
     def _remove_leftovers(self) -> None:
-        """Remove what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
+        """Remove leftovers of dead writers: only files with the temporary names of this class."""
         for entry in self.path.iterdir():
             try:
                 if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
@@ -309,7 +318,7 @@ class LocalFiles:
         return os.fstat(self._files[name]).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        with self._opened(name) as fd:
+        with self._open_briefly(name) as fd:
             return _read_fully(fd, offset_bytes, buffer)
 
     def map(self, name: str, offset_bytes: int, size_bytes: int) -> "np.memmap[Any, Any] | None":
@@ -318,11 +327,11 @@ class LocalFiles:
 
         if not self._maps_links and stat.S_ISLNK(os.lstat(name, dir_fd=self._folder_fd).st_mode):
             return None
-        with self._opened(name) as fd, os.fdopen(os.dup(fd), "rb") as file:
+        with self._open_briefly(name) as fd, os.fdopen(os.dup(fd), "rb") as file:
             return np.memmap(file, np.uint8, "c", offset_bytes, (size_bytes,))
 
     @contextmanager
-    def _opened(self, name: str) -> Generator[int]:
+    def _open_briefly(self, name: str) -> Generator[int]:
         if name in self._files:
             yield self._files[name]
             return
@@ -342,15 +351,15 @@ def _read_regular(path: Path) -> bytes:
     """Return the bytes of a file; `ValueError` for anything that may have no end."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for ever
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        _check_regular(found)
-        if found.st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"has {found.st_size} bytes; expected at most {MAX_INDEX_BYTES}")
-        return file.read(found.st_size)
+        status = os.fstat(fd)
+        _check_regular(status)
+        if status.st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"has {status.st_size} bytes; expected at most {MAX_INDEX_BYTES}")
+        return file.read(status.st_size)
 
 
-def _check_regular(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("is no regular file")
 
 
@@ -388,7 +397,7 @@ def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _lock(path: Path) -> tuple[FileIO, bytes]:
-    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing. Also return its content."""
+    """Lock a folder until the returned file is closed or the process ends; also return the text written to the file."""
     # The file is never removed: a writer that has opened it would lock a name that no other process can see.
     file = FileIO(path / LOCK_FILE, "a+")
     try:
@@ -442,11 +451,8 @@ def sync_directory(path: Path) -> None:
 
 
 def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 @cache

@@ -58,10 +58,10 @@ class _Listing:
     """The objects in the folder of each attempt, and in that of each step itself."""
     has_journal: bool = False
 
-    def uploaded(self) -> dict[int, set[str]]:
+    def list_uploaded(self) -> dict[int, set[str]]:
         """Return the objects in the folder of each step that has an index there and no attempt that is the step."""
-        found = {step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names}
-        return {step: names for step, names in found.items() if step is not None and step not in self.committed}
+        folders = {step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names}
+        return {step: names for step, names in folders.items() if step is not None and step not in self.committed}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class ObjectStorage:
         self._objects.write(f"{attempt}/{name}", b"".join(parts))
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Let the index refer to the object of the earlier step, which stays as long as a step refers to it."""
+        """Record a link to an earlier step's object, which is kept as long as a step links to it."""
         if self._base is None or self._base[0] != step:
             self._base = step, self._locate(step)
         self._links.setdefault(attempt, {})[name] = self._base[1].key(file)
@@ -153,7 +153,8 @@ class ObjectStorage:
         if wrong is not None:
             raise OSError(f"{self}: {wrong}")
         self._objects.write(f"{attempt}/{INDEX_FILE}", index)
-        if links := self._links.pop(attempt, None):
+        links = self._links.pop(attempt, None)
+        if links:
             self._objects.write(f"{attempt}/{_LINKS_FILE}", json.dumps(links).encode())
         record = json.dumps({"attempt": attempt.rpartition("/")[2], "sizes": dict(sizes)}).encode()
         created = self._objects.write(key, record, if_equal=absent.stamp.generation)
@@ -177,7 +178,8 @@ class ObjectStorage:
         """Delete a committed step, but not what was set aside under its number, nor what later steps link to."""
         folder = step_name(step)
         self._objects.write(f"{folder}/{_COMMITTED}", None)
-        listing, set_aside = self._scan(), _attempts(self._read_journal().content)
+        listing = self._scan()
+        set_aside = _attempts(self._read_journal().content)
         dead = listing.attempts.get(step, set[str]()) - set_aside
         if INDEX_FILE in listing.names.get(folder, ()) and f"{folder}/{_UPLOADED}" not in set_aside:
             self._objects.write(f"{folder}/{INDEX_FILE}", None)
@@ -194,9 +196,11 @@ class ObjectStorage:
         self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
 
     def steps_set_aside(self) -> list[int]:
+        """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
         return sorted(step for step, _ in self._read_journal().content.set_aside)
 
     def remove_set_aside(self) -> None:
+        """Delete what was set aside."""
         journal = self._read_journal()
         self._delete({attempt.removesuffix(f"/{_UPLOADED}") for attempt in _attempts(journal.content)}, self._scan())
         if journal.content.set_aside:
@@ -213,17 +217,17 @@ class ObjectStorage:
         return self._replace(journal, Journal(set_aside=(*journal.content.set_aside, *uploaded)))
 
     def _read_journal(self) -> _StoredJournal:
-        found = self._objects.read(JOURNAL_FILE)
-        data = found.value if found.state == "value" else None
-        return _StoredJournal(Journal.decode(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
+        stored = self._objects.read(JOURNAL_FILE)
+        data = stored.value if stored.state == "value" else None
+        return _StoredJournal(Journal.decode(data, f"{self}/{JOURNAL_FILE}"), stored.stamp.generation)
 
     def _replace(self, journal: _StoredJournal, content: Journal) -> _StoredJournal:
         data = content.encode()
         written = self._objects.write(JOURNAL_FILE, data, if_equal=journal.generation)
-        found = self._objects.read(JOURNAL_FILE)
-        if not written and found.value != data:  # a second try, after an answer that was lost, is refused too
+        stored = self._objects.read(JOURNAL_FILE)
+        if not written and stored.value != data:  # a second try, after an answer that was lost, is refused too
             raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
-        return _StoredJournal(content, found.stamp.generation)
+        return _StoredJournal(content, stored.stamp.generation)
 
     def _scan(self) -> _Listing:
         keys = self._objects.list_keys()
@@ -245,7 +249,7 @@ class ObjectStorage:
 
     def _steps(self, listing: _Listing, journal: Journal) -> set[int]:
         set_aside = {step for step, attempt_id in journal.set_aside if attempt_id == _UPLOADED}
-        uploaded = {step: names for step, names in listing.uploaded().items() if step not in set_aside}
+        uploaded = {step: names for step, names in listing.list_uploaded().items() if step not in set_aside}
 
         def is_whole(step: int) -> bool:
             return step in self._needed and self._needed[step] <= uploaded[step]
@@ -270,10 +274,10 @@ class ObjectStorage:
 
     def _read_uploaded(self, step: int) -> _Located:
         folder = step_name(step)
-        found = self._objects.read(f"{folder}/{INDEX_FILE}")
-        if found.state != "value":
+        stored = self._objects.read(f"{folder}/{INDEX_FILE}")
+        if stored.state != "value":
             raise FileNotFoundError(f"{self} holds no committed {folder}")
-        index = decode_index(found.value, f"{self}/{folder}/{INDEX_FILE}")
+        index = decode_index(stored.value, f"{self}/{folder}/{INDEX_FILE}")
         return _Located(folder, {name: file.size_bytes for name, file in index.files.items()})
 
     def _locate(self, step: int) -> _Located:
@@ -281,24 +285,25 @@ class ObjectStorage:
             attempt, sizes = self._read_commit(step_name(step))
         except FileNotFoundError:
             return self._read_uploaded(step)
-        has_links = any(name.startswith("step-") for name in sizes)
-        return _Located(attempt, sizes, self._read_links(attempt) if has_links else {})
+        if any(name.startswith("step-") for name in sizes):
+            return _Located(attempt, sizes, self._read_links(attempt))
+        return _Located(attempt, sizes)
 
     def _read_links(self, attempt: str) -> dict[str, str]:
-        found = self._objects.read(f"{attempt}/{_LINKS_FILE}")
-        if found.state != "value":
+        stored = self._objects.read(f"{attempt}/{_LINKS_FILE}")
+        if stored.state != "value":
             return {}
         with validation.reading(f"{self}/{attempt}/{_LINKS_FILE}"):
-            links = validation.expect(dict, json.loads(found.value), "content")
+            links = validation.expect(dict, json.loads(stored.value), "content")
             return {name: validation.expect(str, key, name) for name, key in links.items()}
 
     def _read_commit(self, folder: str) -> tuple[str, dict[str, int]]:
         """Return the attempt that is a committed step, and the sizes of its data files."""
-        found = self._objects.read(f"{folder}/{_COMMITTED}")
-        if found.state != "value":
+        stored = self._objects.read(f"{folder}/{_COMMITTED}")
+        if stored.state != "value":
             raise FileNotFoundError(f"{self} holds no committed {folder}")
         try:
-            fields = json.loads(found.value)
+            fields = json.loads(stored.value)
             return f"{folder}/{fields['attempt']}", {name: int(size) for name, size in fields["sizes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}") from None
@@ -312,8 +317,8 @@ class ObjectStorage:
         located = _Located(attempt, sizes, self._links.get(attempt, {}))
         checks = (partial(self._objects.size, located.key(name), size) for name, size in sizes.items())
         with Workers(_THREADS) as workers:
-            found = workers.run(checks)
-        for (name, expected), size in zip(sizes.items(), found, strict=True):
+            actual_sizes = workers.run(checks)
+        for (name, expected), size in zip(sizes.items(), actual_sizes, strict=True):
             if size != expected:
                 problem = "is missing" if size is None else f"has {size} bytes"
                 return f"{located.key(name)} {problem}; {expected} bytes were to be written"
@@ -332,10 +337,11 @@ class ObjectStorage:
         self._delete(dead, listing)
 
     def _delete(self, dead: set[str], listing: _Listing) -> None:
-        """Delete the objects in folders of attempts, or of uploaded steps, except those that other attempts link to."""
+        """Delete folders of attempts or uploaded steps, except for objects that other attempts link to."""
         linking = [folder for folder, names in listing.names.items() if _LINKS_FILE in names and folder not in dead]
-        links = [*map(self._read_links, linking), *self._links.values()]
-        used = {key for names in links for key in names.values()}
+        used: set[str] = set()
+        for links in [*map(self._read_links, linking), *self._links.values()]:
+            used.update(links.values())
         for folder in dead:
             keys = {f"{folder}/{name}" for name in listing.names.get(folder, ())}
             if "/" in folder and not keys & used:
@@ -378,7 +384,7 @@ class _ObjectFiles:
         return len(value)
 
     def _read(self, key: str, byte_range: slice | None = None) -> bytes:
-        found = self._objects.read(key, byte_range)
-        if found.state != "value":
+        stored = self._objects.read(key, byte_range)
+        if stored.state != "value":
             raise FileNotFoundError(f"{self._objects} holds no {key}")
-        return found.value
+        return stored.value

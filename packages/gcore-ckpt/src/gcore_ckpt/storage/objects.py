@@ -55,10 +55,11 @@ class Objects:
         """Return the size of an object in bytes, or None, by a read of its last byte if it is as expected."""
         start = max(expected - 1, 0)
         try:
-            found = self.read(key, slice(start, None))
+            result = self.read(key, slice(start, None))
         except OutOfRangeError:
-            start, found = 0, self.read(key)
-        return start + len(found.value) if found.state == "value" else None
+            start = 0
+            result = self.read(key)
+        return start + len(result.value) if result.state == "value" else None
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bool:
         """Write an object, or delete it for None; False if it is not of the generation `if_equal`."""
@@ -78,8 +79,8 @@ class Objects:
             raise TimeoutError(f"{self._url}: no answer within {timeout_s:.0f} s") from None
         except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
             status = str(error)
-            kind = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
-            raise kind(f"{self._url}: {status.partition(' [')[0]}") from error
+            error_class = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
+            raise error_class(f"{self._url}: {status.partition(' [')[0]}") from error
 
 
 def _spec(url: str) -> dict[str, Any]:
@@ -87,12 +88,15 @@ def _spec(url: str) -> dict[str, Any]:
     if url.partition("://")[0] not in _SCHEMES:
         raise ValueError("a path is a local folder, s3://bucket/folder or gs://bucket/folder")
     spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()
-    if path := spec.pop("path", "").rstrip("/"):
+    path = spec.pop("path", "").rstrip("/")
+    if path:
         spec["path"] = path + "/"
     if spec["driver"] == "s3":
-        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
             spec["endpoint"] = endpoint.rstrip("/")
-        if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if region:
             spec["aws_region"] = region
         if os.environ.get("AWS_ACCESS_KEY_ID"):
             # The default chain would look here first too, but prints errors about files that are not there.

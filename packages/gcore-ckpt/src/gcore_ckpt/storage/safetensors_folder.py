@@ -77,13 +77,13 @@ def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], 
             name: validation.plain_name(validation.expect(str, file, f"file of {name!r}"))
             for name, file in validation.expect(dict, content["weight_map"], "weight_map").items()
         }
-    found = {name: _read_header(files, folder, name) for name in dict.fromkeys(file_of.values())}
+    headers = {name: _read_header(files, folder, name) for name in dict.fromkeys(file_of.values())}
     with validation.reading(where):
         for name, file in file_of.items():
-            if name not in found[file][1]:
+            if name not in headers[file][1]:
                 raise ValueError(f"tensor {name!r} is not in {file}, where its weight_map puts it")
-    tensors = {name: found[file][1][name] for name, file in file_of.items()}
-    return {name: file for name, (file, _) in found.items()}, tensors
+    tensors = {name: headers[file][1][name] for name, file in file_of.items()}
+    return {name: file for name, (file, _) in headers.items()}, tensors
 
 
 def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
@@ -135,7 +135,7 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
         file=file,
         offset_bytes=header_size_bytes + begin,
         size_bytes=size_bytes,
-        box=Box.whole(shape),
+        box=Box.of_shape(shape),
         block_bytes=1,
         checksums=None,
     )
@@ -145,8 +145,8 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
 def _check_places(tensors: Mapping[str, StoredTensor], header_size_bytes: int, size_bytes: int) -> None:
     """Check that the tensors fill the file without gap or overlap, as the format demands."""
     end = header_size_bytes
-    places = sorted((tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items())
-    for offset_bytes, length, name in places:
+    spans = sorted((tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items())
+    for offset_bytes, length, name in spans:
         if offset_bytes != end:
             raise ValueError(f"tensor {name!r} begins at byte {offset_bytes}, the one before it ends at {end}")
         end += length

@@ -125,11 +125,11 @@ class TieredCheckpointer(Checkpointer):
         """Return the steps that are whole in any tier, ascending. All ranks call this."""
 
         def steps(call: Call) -> list[int]:
-            def merged(reports: Sequence[Report]) -> list[list[int]]:
-                found = {step for steps in self._tiers.reported_steps(reports) for step in steps}
-                return [sorted(found)] * len(reports)
+            def merge(reports: Sequence[Report]) -> list[list[int]]:
+                all_steps = set[int]().union(*self._tiers.reported_steps(reports))
+                return [sorted(all_steps)] * len(reports)
 
-            return exchange(self._open_group(call), self._report, merged)
+            return exchange(self._open_group(call), self._report, merge)
 
         return self._use("steps", lambda: self._calls.run(steps))
 
@@ -158,8 +158,8 @@ class TieredCheckpointer(Checkpointer):
             next_plan, _ = attempt(partial(self._plan, call, plan["step"], above_tier=plan["tier"]))
             if next_plan is None:
                 raise error
-            damaged = self._tiers.places[plan["tier"]].storage
-            intact = self._tiers.places[next_plan["tier"]].storage
+            damaged = self._tiers.open_tiers[plan["tier"]].storage
+            intact = self._tiers.open_tiers[next_plan["tier"]].storage
             _logger.warning("step %d of %s is damaged, and is loaded from %s: %s", plan["step"], damaged, intact, error)
             plan = next_plan
 
@@ -171,24 +171,26 @@ class TieredCheckpointer(Checkpointer):
         )
 
     def _read_planned(self, call: Call, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
-        with self._open_planned(call, plan) as (storage, found):
-            return all_succeed(self._open_group(call), lambda: fill(storage, found))
+        with self._open_planned(call, plan) as (storage, step):
+            return all_succeed(self._open_group(call), lambda: fill(storage, step))
 
     @contextmanager
     def _open_planned(self, call: Call, plan: Plan) -> Generator[tuple[Storage, int]]:
-        """Let all ranks read a step, for as long as any of them does."""
-        storage, found = self._tiers.places[plan["tier"]].storage, plan["step"]
+        """Keep a step readable for all ranks while any of them reads it."""
+        storage = self._tiers.open_tiers[plan["tier"]].storage
+        step: int = plan["step"]
         newest = {
-            str(place.storage): steps[-1:] for place, steps in zip(self._tiers.places, plan["steps"], strict=True)
+            str(open_tier.storage): steps[-1:]
+            for open_tier, steps in zip(self._tiers.open_tiers, plan["steps"], strict=True)
         }
-        _logger.info("step %d is loaded from %s; the newest steps are %s", found, storage, newest)
+        _logger.info("step %d is loaded from %s; the newest steps are %s", step, storage, newest)
         if plan["places"] is None or self._tiers.node is None:
-            yield storage, found
+            yield storage, step
             return
         peers = self._connect(call)
         assert isinstance(peers, TorchGroup)
-        with self._tiers.node.reading(found, plan["places"], peers):
-            yield storage, found
+        with self._tiers.node.reading(step, plan["places"], peers):
+            yield storage, step
 
     def _report(self) -> Report:
         return self._tiers.node.report() if self._tiers.node is not None else {}

@@ -29,7 +29,7 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
             names[rank].append(name)
             load_bytes[rank] += size_bytes
         attempt = target.begin(step)
-        return [(attempt, own) for own in names]
+        return [(attempt, rank_names) for rank_names in names]
 
     attempt, names = exchange(group, lambda: source.report([step]) if isinstance(source, NodeStorage) else {}, share)
 
@@ -56,9 +56,10 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
 
     def commit(copies: Sequence[Mapping[str, Any]]) -> list[None]:
         index = next(copied["index"] for copied in copies if "index" in copied)
-        target.commit(
-            attempt, step, index.encode(), {n: size for copied in copies for n, size in copied["sizes"].items()}
-        )
+        sizes: dict[str, int] = {}
+        for copied in copies:
+            sizes.update(copied["sizes"])
+        target.commit(attempt, step, index.encode(), sizes)
         return [None] * len(copies)
 
     try:
@@ -72,7 +73,7 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
 def _readers(step: int, source: Storage, reports: Sequence[Report]) -> dict[str, tuple[int, list[int]]]:
     """Return the files of a step, their sizes, and the ranks that can read each (root)."""
     if isinstance(source, NodeStorage):
-        copies = whole_steps(dict(enumerate(reports))).get(step)
+        copies = whole_steps(reports).get(step)
         if copies is None:
             raise CheckpointNotFoundError(f"{source} holds no whole step {step}")
         return source.readers(copies)

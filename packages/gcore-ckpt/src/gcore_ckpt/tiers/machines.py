@@ -24,19 +24,19 @@ class Machines:
         return self.ranks[self.of[rank]][0]
 
     def holder(self, rank: int, leaders: Sequence[int], number: int) -> int:
-        """Return the rank to ask for the file of this number, which lies on the leaders' machines; -1 if on its own."""
+        """Return the rank to ask for file `number`, which the leaders' machines have; -1 if the rank's own has it."""
         if self.leader(rank) in leaders:
             return -1
         ranks = self.ranks[self.of[leaders[number % len(leaders)]]]
         return ranks[number % len(ranks)]
 
     def target(self, rank: int, distance: int) -> int:
-        """Return the rank that keeps a copy of a rank's files, on the machine so many further."""
-        place = self.ranks[self.of[rank]].index(rank)
+        """Return the rank that keeps a copy of a rank's files, `distance` machines after it."""
+        position = self.ranks[self.of[rank]].index(rank)
         ranks = self.ranks[(self.of[rank] + distance) % len(self.ranks)]
-        return ranks[place % len(ranks)]
+        return ranks[position % len(ranks)]
 
     def sources(self, rank: int, distance: int) -> list[int]:
-        """Return the ranks whose target a rank is."""
+        """Return the ranks that have this rank as their target."""
         machine = (self.of[rank] - distance) % len(self.ranks)
         return [source for source in self.ranks[machine] if self.target(source, distance) == rank]

@@ -49,7 +49,7 @@ class NodeStorage:
         return str(self.local)
 
     def join(self, group: Group, machine: str) -> None:
-        """Learn which ranks share a machine, from its name on each (all ranks)."""
+        """Exchange the names of machines, to know which ranks share one (all ranks)."""
         self._machines = Machines(exchange(group, lambda: machine, lambda names: [names] * len(names)))
         self.leads = self._machines.leader(group.rank) == group.rank
 
@@ -66,29 +66,29 @@ class NodeStorage:
             raise
 
     def _open_for_saving(self, group: Group, working: Callable[[], AbstractContextManager[None]]) -> None:
-        held: dict[str, Mapping[str, Any]] = {}
+        local_report: dict[str, Mapping[str, Any]] = {}
         kept: dict[str, str] = {}
 
         def lock() -> Report:
             with working():
                 if self.leads:
                     self.local.acquire()
-                held.update(self.report())
-            return held
+                local_report.update(self.report())
+            return local_report
 
-        def whole(reports: Sequence[Report]) -> Sequence[dict[str, str]]:
-            steps = whole_steps(dict(enumerate(reports)))
+        def find_whole(reports: Sequence[Report]) -> Sequence[dict[str, str]]:
+            steps = whole_steps(reports)
             self._steps = set(steps)
             return [{str(step): copies.index for step, copies in steps.items()}] * len(reports)
 
         def remove_parts() -> None:
             with working():
                 for step in self.local.steps() if self.leads else []:
-                    part = held.get(str(step))
+                    part = local_report.get(str(step))
                     if part is None or part["index"] != kept.get(str(step)):
                         self._remove_part(step)
 
-        kept.update(exchange(group, lock, whole))
+        kept.update(exchange(group, lock, find_whole))
         if group.rank == 0 and len(self._machines.ranks) <= self._replicas:
             _logger.warning(
                 "%s: replicas is %d and the ranks are on %d machine(s); expected more machines for as many copies",
@@ -162,7 +162,9 @@ class NodeStorage:
 
     def _settle(self, step: int, group: Group) -> None:
         attempt: str = root_decides(group, lambda: self._prepared[0])
-        written, self._written, self._committed = self._written, {}, None
+        written = self._written
+        self._written = {}
+        self._committed = None
 
         def copy() -> Mapping[str, int]:
             if not isinstance(group, TorchGroup):
@@ -219,42 +221,36 @@ class NodeStorage:
         self._steps -= set(steps)
         self.local.set_aside([step for step in self.local.steps() if step in steps])
 
-    def steps_set_aside(self) -> list[int]:
-        return self.local.steps_set_aside()
-
-    def remove_set_aside(self) -> None:
-        self.local.remove_set_aside()
-
-    def places(self, copies: Copies) -> list[Mapping[str, tuple[int, int]]]:
+    def find_sources(self, copies: Copies) -> Sequence[Mapping[str, tuple[int, int]]]:
         """Return, for each rank, the size of each file and the rank to ask for it; -1 where its machine has it."""
-        files = sorted(copies.files.items())
-        return [
-            {
-                name: (size_bytes, self._machines.holder(rank, holders, number))
-                for number, (name, (size_bytes, holders)) in enumerate(files)
-            }
-            for rank in range(len(self._machines.of))
-        ]
+        sources: list[dict[str, tuple[int, int]]] = [{} for _ in self._machines.of]
+        for number, (name, (size_bytes, holders)) in enumerate(sorted(copies.files.items())):
+            for rank, rank_sources in enumerate(sources):
+                rank_sources[name] = (size_bytes, self._machines.holder(rank, holders, number))
+        return sources
 
     def readers(self, copies: Copies) -> dict[str, tuple[int, list[int]]]:
         """Return the size of each file, and the ranks on machines that have it."""
-        ranks = self._machines.ranks
-        return {
-            name: (size_bytes, [rank for leader in holders for rank in ranks[self._machines.of[leader]]])
-            for name, (size_bytes, holders) in copies.files.items()
-        }
+        machines = self._machines
+        readers: dict[str, tuple[int, list[int]]] = {}
+        for name, (size_bytes, holders) in copies.files.items():
+            ranks: list[int] = []
+            for leader in holders:
+                ranks.extend(machines.ranks[machines.of[leader]])
+            readers[name] = (size_bytes, ranks)
+        return readers
 
     @contextmanager
-    def reading(self, step: int, places: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:
-        """Let all ranks open a step of which no machine need hold all (all ranks, by a group for this alone)."""
+    def reading(self, step: int, sources: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:
+        """Let all ranks open a step whose files are spread over machines (all ranks, by a group of its own)."""
         from gcore_ckpt.tiers.transfer import PeerFiles
 
-        is_here = any(rank < 0 for _, rank in places.values())
+        is_here = any(rank < 0 for _, rank in sources.values())
         with ExitStack() as stack:
 
             def open_own() -> PeerFiles:
-                own = stack.enter_context(self.local.open_step(step)) if is_here else None
-                return PeerFiles(group, own, places, f"{self}/{step_name(step)}")
+                local_files = stack.enter_context(self.local.open_step(step)) if is_here else None
+                return PeerFiles(group, local_files, sources, f"{self}/{step_name(step)}")
 
             files = self._peers = all_succeed(group, open_own)
             files.start()

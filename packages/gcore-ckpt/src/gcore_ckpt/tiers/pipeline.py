@@ -17,12 +17,12 @@ from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.copying import copy_step
 from gcore_ckpt.tiers.node import NodeStorage
-from gcore_ckpt.tiers.storage import Place, TieredStorage
+from gcore_ckpt.tiers.storage import OpenTier, TieredStorage
 from gcore_ckpt.tiers.transfer import Buffer
 
 _logger = logging.getLogger(__name__)
 
-_Copy: TypeAlias = tuple[int, list[Place], Outcome[None]]  # a step, where it is and goes to, and its save
+_Copy: TypeAlias = tuple[int, list[OpenTier], Outcome[None]]  # a step, where it is and goes to, and its save
 
 
 class _TieredSaver(Saver):
@@ -38,7 +38,7 @@ class _TieredSaver(Saver):
         advance: Callable[[int], None] = lambda _: None,
         metric: float | None = None,
     ) -> None:
-        node = self._storage.node if self._storage.due(step)[0] is self._storage.places[0] else None
+        node = self._storage.node if self._storage.due(step)[0] is self._storage.open_tiers[0] else None
         try:
             super().save(step, tree, staged, advance, metric)
             if node is not None:
@@ -78,11 +78,14 @@ class TieredPipeline(SavePipeline):
     ) -> None:
         self._open(call)
         due = self._tiers.due(step)
-        if due[0] is not self._tiers.places[0] or len(due) > 1:
+        if due[0] is not self._tiers.open_tiers[0] or len(due) > 1:
             for copy in list(self._copies):  # a tier slower than its `every` slows training, not fills the others
                 copy.join()
-        owed = [*self._owed, *([(step, due, outcome)] if len(due) > 1 else [])]
-        self._in_use |= {copied for copied, _, _ in owed}
+        owed = list(self._owed)
+        if len(due) > 1:
+            owed.append((step, due, outcome))
+        owed_steps = {copy[0] for copy in owed}
+        self._in_use |= owed_steps
 
         def check_copies() -> None:
             check()
@@ -91,7 +94,7 @@ class TieredPipeline(SavePipeline):
         try:
             super().save(call, step, state, outcome, report, progress, check_copies, metric)
         except BaseException:
-            self._in_use -= {copied for copied, _, _ in owed}
+            self._in_use -= owed_steps
             raise
         self._owed = []
         for copy in owed:
@@ -108,14 +111,14 @@ class TieredPipeline(SavePipeline):
             with call.working():
                 self._acquire()
                 steps = self._check_exists(step, "roll back to")
-            return [other for other in steps if other > step]
+            return [later_step for later_step in steps if later_step > step]
 
         def set_aside() -> None:
             with writing(f"rolling {self._tiers} back to step {step} failed"), call.working():
-                for place in self._tiers.places:
-                    if self._leads(place):
-                        here = later if place.storage is self._tiers.node else place.storage.steps()
-                        place.storage.set_aside([other for other in later if other in here])
+                for open_tier in self._tiers.open_tiers:
+                    if self._leads(open_tier):
+                        here = later if open_tier.storage is self._tiers.node else open_tier.storage.steps()
+                        open_tier.storage.set_aside([later_step for later_step in later if later_step in here])
 
         later = root_decides(self._planning, later_steps)
         all_succeed(self._planning, set_aside)
@@ -133,9 +136,9 @@ class TieredPipeline(SavePipeline):
 
         def remove() -> None:
             with writing(f"deleting step {step} from {self._tiers} failed"), call.working():
-                for place in self._tiers.places:
-                    if self._leads(place) and step in self._steps_here(place, place.storage.steps()):
-                        place.storage.remove(step)
+                for open_tier in self._tiers.open_tiers:
+                    if self._leads(open_tier) and step in self._steps_here(open_tier, open_tier.storage.steps()):
+                        open_tier.storage.remove(step)
 
         root_decides(self._planning, check)
         all_succeed(self._planning, remove)
@@ -160,13 +163,13 @@ class TieredPipeline(SavePipeline):
             self._copying.close()
         raise_uncollected(self._copies)
 
-    def _copy(self, step: int, due: list[Place], saved: Outcome[None]) -> None:
-        first, *others = due
+    def _copy(self, step: int, due: list[OpenTier], saved: Outcome[None]) -> None:
+        first, *slower_tiers = due
         try:
             if saved.exception() is None:
-                for place in others:
-                    copy_step(step, first.storage, place.storage, self._copying, self._buffer)
-                    self._delete_superfluous(place, step)
+                for open_tier in slower_tiers:
+                    copy_step(step, first.storage, open_tier.storage, self._copying, self._buffer)
+                    self._delete_superfluous(open_tier, step)
         except (OSError, CheckpointError) as error:
             failure = (
                 f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
@@ -180,53 +183,56 @@ class TieredPipeline(SavePipeline):
         if saved.exception() is None:
             self._delete_superfluous(self._tiers.due(step)[0], step)
 
-    def _delete_superfluous(self, place: Place, step: int) -> None:
-        if not self._leads(place):
+    def _delete_superfluous(self, open_tier: OpenTier, step: int) -> None:
+        if not self._leads(open_tier):
             return
 
         def superfluous(steps: list[int]) -> list[int]:
-            here = self._steps_here(place, steps)
-            old_steps = self._find_superfluous(place.storage, place.tier.retention, here, step)
+            here = self._steps_here(open_tier, steps)
+            old_steps = self._find_superfluous(open_tier.storage, open_tier.tier.retention, here, step)
             return [old for old in old_steps if old not in self._in_use]
 
-        delete_superfluous(place.storage, superfluous)
+        delete_superfluous(open_tier.storage, superfluous)
 
     def _open(self, call: Call) -> None:
-        """Make ready for writing, once, and note the copies that a run before this one has not made."""
+        """Open for writing, once, and record the copies that an earlier run has not made."""
         if self._opened:
             return
         if self._tiers.node is not None:
             self._tiers.node.open_for_saving(self._planning, call.working)
-        places = self._tiers.places
+        open_tiers = self._tiers.open_tiers
 
-        def missed() -> list[tuple[int, int]]:
+        def find_missed() -> list[tuple[int, int]]:
             """Return, by tier, the newest step that is due there, if it is above all that are there."""
-            found: list[tuple[int, int]] = []
+            missed: list[tuple[int, int]] = []
             with writing(f"{self._tiers} cannot be opened for saving"):
-                steps = places[0].storage.steps()
-                for number, place in enumerate(places[1:], start=1):
-                    newest = max(place.storage.steps(), default=-1)
-                    found += [(step, number) for step in steps if step > newest and place in self._tiers.due(step)][-1:]
-            return found
+                steps = open_tiers[0].storage.steps()
+                for number, open_tier in enumerate(open_tiers[1:], start=1):
+                    newest = max(open_tier.storage.steps(), default=-1)
+                    due_steps = [step for step in steps if step > newest and open_tier in self._tiers.due(step)]
+                    if due_steps:
+                        missed.append((due_steps[-1], number))
+            return missed
 
         saved = Outcome[None]()
         saved.set_result(None)
         self._owed = [
-            (step, [places[0], places[number]], saved) for step, number in root_decides(self._planning, missed)
+            (step, [open_tiers[0], open_tiers[number]], saved)
+            for step, number in root_decides(self._planning, find_missed)
         ]
         self._opened = True
 
     def _check_order(self, step: int, storage: Storage) -> None:
-        """Refuse a step that does not fit to one of the tiers; once it did, those that it goes to are asked."""
+        """Check the step number against all tiers at first, later only against the tiers that are due."""
         del storage
-        for place in self._tiers.due(step) if self._listed else self._tiers.places:
-            super()._check_order(step, place.storage)
+        for open_tier in self._tiers.due(step) if self._listed else self._tiers.open_tiers:
+            super()._check_order(step, open_tier.storage)
         self._listed = True
 
-    def _steps_here(self, place: Place, steps: list[int]) -> list[int]:
+    def _steps_here(self, open_tier: OpenTier, steps: list[int]) -> list[int]:
         """Return the steps that this rank may delete from a tier, of which these are all: on the machines, its own."""
-        return place.storage.steps_here() if isinstance(place.storage, NodeStorage) else steps
+        return open_tier.storage.steps_here() if isinstance(open_tier.storage, NodeStorage) else steps
 
-    def _leads(self, place: Place) -> bool:
+    def _leads(self, open_tier: OpenTier) -> bool:
         """Return whether this rank is the one that deletes from a tier, or, on the machines, from its own."""
-        return place.storage.leads if isinstance(place.storage, NodeStorage) else self._planning.rank == 0
+        return open_tier.storage.leads if isinstance(open_tier.storage, NodeStorage) else self._planning.rank == 0

@@ -17,7 +17,7 @@ Plan: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class OpenTier:
     """A tier and its storage."""
 
     tier: Tier
@@ -30,71 +30,77 @@ class TieredStorage:
     max_file_bytes = NodeStorage.max_file_bytes  # held whole in memory on its way to the next tier
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.places = [
-            Place(tier, open_storage(tier.path) if tier.replicas is None else NodeStorage(tier.path, tier.replicas))
+        self.open_tiers = [
+            OpenTier(tier, open_storage(tier.path) if tier.replicas is None else NodeStorage(tier.path, tier.replicas))
             for tier in tiers
         ]
-        first = self.places[0].storage
+        first = self.open_tiers[0].storage
         self.node = first if isinstance(first, NodeStorage) else None
         self.forced: set[int] = set()
         """Steps that go to all tiers, whatever their `every`."""
 
     def __str__(self) -> str:
-        return ", ".join(str(place.storage) for place in self.places)
+        return ", ".join(str(open_tier.storage) for open_tier in self.open_tiers)
 
-    def due(self, step: int) -> list[Place]:
+    def due(self, step: int) -> list[OpenTier]:
         """Return the tiers that a step goes to, the first of which it is saved to and then copied from."""
-        return [place for place in self.places if step in self.forced or step % place.tier.every == 0]
+        return [open_tier for open_tier in self.open_tiers if step in self.forced or step % open_tier.tier.every == 0]
 
     def steps(self) -> list[int]:
         """Return the committed steps of all tiers, ascending (root; those on the machines once it may write)."""
-        return sorted({step for place in self.places for step in place.storage.steps()})
+        return sorted(set[int]().union(*(open_tier.storage.steps() for open_tier in self.open_tiers)))
 
     def reported_steps(self, report: Sequence[Report]) -> list[list[int]]:
         """Return the committed steps of each tier, from what `NodeStorage.report` returned on every rank (root)."""
         return [
-            sorted(whole_steps(dict(enumerate(report))) if place.storage is self.node else place.storage.steps())
-            for place in self.places
+            sorted(whole_steps(report) if open_tier.storage is self.node else open_tier.storage.steps())
+            for open_tier in self.open_tiers
         ]
 
     def plan(self, reports: Sequence[Report], step: int | str, *, above_tier: int = -1) -> list[Plan]:
         """Return, for each rank, where to load a step from: the first tier above a number that has it (root)."""
         steps = self.reported_steps(reports)
-        known = sorted({step for numbers in steps for step in numbers})
-        if not known:
+        all_steps = sorted(set[int]().union(*steps))
+        if not all_steps:
             raise CheckpointNotFoundError(f"{self} hold no committed step")
-        found = known[-1] if step == "latest" else step
-        holders = [number for number, numbers in enumerate(steps) if found in numbers and number > above_tier]
+        step_number = all_steps[-1] if step == "latest" else step
+        holders = [number for number, numbers in enumerate(steps) if step_number in numbers and number > above_tier]
         tier = holders[0] if holders else None
-        if tier is None or not isinstance(found, int):
-            raise CheckpointNotFoundError(f"{self} hold no step {step!r}; their committed steps are {known}")
-        plan = {"tier": tier, "step": found, "steps": steps, "places": None}
+        if tier is None or not isinstance(step_number, int):
+            raise CheckpointNotFoundError(f"{self} hold no step {step!r}; their committed steps are {all_steps}")
+        plan = {"tier": tier, "step": step_number, "steps": steps, "places": None}
         if self.node is None or tier:
             return [plan] * len(reports)
-        places = self.node.places(whole_steps(dict(enumerate(reports)))[found])
-        if all(rank < 0 for files in places for _, rank in files.values()):
+        sources = self.node.find_sources(whole_steps(reports)[step_number])
+        is_everywhere = True
+        for files in sources:
+            if any(rank >= 0 for _, rank in files.values()):
+                is_everywhere = False
+        if is_everywhere:
             return [plan] * len(reports)
-        return [plan | {"places": files} for files in places]
+        return [plan | {"places": files} for files in sources]
 
     def acquire(self) -> None:
         with ExitStack() as undo:
-            for place in self.places:
-                place.storage.acquire()
-                undo.callback(place.storage.release)
+            for open_tier in self.open_tiers:
+                open_tier.storage.acquire()
+                undo.callback(open_tier.storage.release)
             undo.pop_all()
 
     def release(self) -> None:
-        for place in self.places:
-            place.storage.release()
+        for open_tier in self.open_tiers:
+            open_tier.storage.release()
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
         """Open a step in the first tier that has it; those on the machines once they may be written to."""
-        place = next((place for place in self.places if step in place.storage.steps()), self.places[0])
-        return place.storage.open_step(step)
+        open_tier = next(
+            (open_tier for open_tier in self.open_tiers if step in open_tier.storage.steps()), self.open_tiers[0]
+        )
+        return open_tier.storage.open_step(step)
 
     def begin(self, step: int) -> str:
-        place = self.due(step)[0]
-        return f"{self.places.index(place)}/{place.storage.begin(step)}"
+        open_tier = self.due(step)[0]
+        return f"{self.open_tiers.index(open_tier)}/{open_tier.storage.begin(step)}"
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
         storage, inner = self._of(attempt)
@@ -113,22 +119,15 @@ class TieredStorage:
         storage.abort(inner)
 
     def remove(self, step: int) -> None:
-        for place in self.places:
-            if step in place.storage.steps():
-                place.storage.remove(step)
+        for open_tier in self.open_tiers:
+            if step in open_tier.storage.steps():
+                open_tier.storage.remove(step)
 
     def set_aside(self, steps: Sequence[int]) -> None:
-        for place in self.places:
-            here = set(place.storage.steps())
-            place.storage.set_aside([step for step in steps if step in here])
-
-    def steps_set_aside(self) -> list[int]:
-        return sorted(step for place in self.places for step in place.storage.steps_set_aside())
-
-    def remove_set_aside(self) -> None:
-        for place in self.places:
-            place.storage.remove_set_aside()
+        for open_tier in self.open_tiers:
+            here = set(open_tier.storage.steps())
+            open_tier.storage.set_aside([step for step in steps if step in here])
 
     def _of(self, attempt: str) -> tuple[Storage, str]:
         number, _, inner = attempt.partition("/")
-        return self.places[int(number)].storage, inner
+        return self.open_tiers[int(number)].storage, inner

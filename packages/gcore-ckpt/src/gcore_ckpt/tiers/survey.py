@@ -22,20 +22,20 @@ Report: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 def report(storage: Storage, steps: Collection[int] | None = None) -> Report:
     """Return what a place holds of these steps, or of all."""
-    found: dict[str, Mapping[str, Any]] = {}
+    report_by_step: dict[str, Mapping[str, Any]] = {}
     for step in storage.steps():
         if steps is not None and step not in steps:
             continue
         where = f"{storage}/{step_name(step)}"
         try:
-            found[str(step)] = _held(storage, step, where)
+            report_by_step[str(step)] = _inspect_step(storage, step, where)
         except (OSError, ValueError, CheckpointError) as error:  # other places may hold the step
             if step in storage.steps():  # else it was deleted since it was listed
                 _logger.warning("%s is damaged and not used: %s", where, error)
-    return found
+    return report_by_step
 
 
-def _held(storage: Storage, step: int, where: str) -> Mapping[str, Any]:
+def _inspect_step(storage: Storage, step: int, where: str) -> Mapping[str, Any]:
     with storage.open_step(step) as files:
         data = files.read_index()
         index = decode_index(data, where)
@@ -61,19 +61,23 @@ class Copies:
     files: Mapping[str, tuple[int, Sequence[int]]]
 
 
-def whole_steps(reports: Mapping[int, Report]) -> dict[int, Copies]:
-    """Return the steps of which every file is somewhere, from what each place reports."""
-    found: dict[int, list[tuple[str, Copies]]] = {}
+def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
+    """Return the steps of which every file is somewhere, from the report of each place; `Copies` number the places."""
+    candidates_by_step: dict[int, list[tuple[str, Copies]]] = {}
     groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
-    for place, steps in reports.items():
-        for step, held in steps.items():
-            groups.setdefault((int(step), held["saved_at"], held["index"]), {})[place] = held
-    for (step, saved_at, index), places in groups.items():
+    for number, steps in enumerate(reports):
+        for step, step_report in steps.items():
+            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[number] = step_report
+    for (step, saved_at, index), report_by_place in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
-        for place, held in places.items():
-            for name, size_bytes in held["files"].items():
-                files.setdefault(name, (size_bytes, []))[1].append(place)
-        if all(name in files for held in places.values() for name in held["missing"]):
-            found.setdefault(step, []).append((saved_at, Copies(index, files)))
+        missing: set[str] = set()
+        for number, step_report in report_by_place.items():
+            missing.update(step_report["missing"])
+            for name, size_bytes in step_report["files"].items():
+                files.setdefault(name, (size_bytes, []))[1].append(number)
+        if missing <= files.keys():
+            candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
     # A machine that comes back with steps of long ago may hold another that is whole.
-    return {step: max(candidates, key=lambda candidate: candidate[0])[1] for step, candidates in found.items()}
+    return {
+        step: max(candidates, key=lambda candidate: candidate[0])[1] for step, candidates in candidates_by_step.items()
+    }

@@ -30,7 +30,7 @@ class Buffer:
         self._bytes = allocate(0)
 
     def reserve(self, size_bytes: int) -> memoryview:
-        """Return memory of this size, the same as before as far as it goes."""
+        """Return memory of this size; it is reused by the next call."""
         if len(self._bytes) < size_bytes:
             self._bytes = allocate(size_bytes)
         return self._bytes[:size_bytes].data
@@ -44,14 +44,15 @@ def exchange_copies(
     read: Callable[[str, memoryview], None],
     write: Callable[[str, memoryview], None],
 ) -> dict[str, int]:
-    """Copy the files of each rank to ranks of so many next machines; return the sizes of those that come to this one.
+    """Copy each rank's files to ranks of the next `replicas` machines; return the sizes of the files received here.
 
     `read` fills memory with a file of this rank, of which `sizes` are all; `write` keeps one of another. A rank that
     cannot do so goes through all messages nevertheless, so that no other one waits for it, and raises its error then.
     """
     received: dict[str, int] = {}
     errors: list[Exception] = []
-    outgoing, incoming = Buffer(), Buffer()
+    outgoing = Buffer()
+    incoming = Buffer()
 
     def note_error(act: Callable[[], None]) -> None:
         _, error = attempt(act)
@@ -95,26 +96,27 @@ class PeerFiles:
 
     Args:
         group: The ranks; nothing else uses it.
-        own: What this rank's machine holds of the step; None if nothing.
-        places: The size of each file, and the rank to ask for it, or -1; the files are the same on all ranks.
+        local_files: What this rank's machine holds of the step; None if nothing.
+        sources: The size of each file, and the rank to ask for it, or -1; the files are the same on all ranks.
     """
 
     def __init__(
-        self, group: TorchGroup, own: StepFiles | None, places: Mapping[str, tuple[int, int]], where: str
+        self, group: TorchGroup, local_files: StepFiles | None, sources: Mapping[str, tuple[int, int]], where: str
     ) -> None:
         self._group = group
-        self._own = own
-        self._places = places
-        self._names = sorted(places)
+        self._local_files = local_files
+        self._sources = sources
+        self._names = sorted(sources)
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._where = where
         self._tags = count(_FIRST_REPLY_TAG)
-        self._server, self._replies = Workers(1), Workers(_REPLY_THREADS)
+        self._server = Workers(1)
+        self._replies = Workers(_REPLY_THREADS)
         self._serving: Outcome[None] | None = None
 
-        for name, (_, rank) in places.items():
-            if own is not None and rank < 0 and name != INDEX_FILE:
-                own.open(name)
+        for name, (_, rank) in sources.items():
+            if local_files is not None and rank < 0 and name != INDEX_FILE:
+                local_files.open(name)
 
     def start(self) -> None:
         """Answer what others ask for."""
@@ -129,30 +131,30 @@ class PeerFiles:
         self._replies.close()
 
     def read_index(self) -> bytes:
-        size_bytes, rank = self._places[INDEX_FILE]
-        if rank < 0 and self._own is not None:
-            return self._own.read_index()
+        size_bytes, rank = self._sources[INDEX_FILE]
+        if rank < 0 and self._local_files is not None:
+            return self._local_files.read_index()
         data = bytearray(size_bytes)
         return bytes(data[: self.read_into(INDEX_FILE, 0, memoryview(data))])
 
     def open(self, name: str) -> int:
-        if name not in self._places:
+        if name not in self._sources:
             raise FileNotFoundError(f"{self._where} holds no {name}")
-        return self._places[name][0]
+        return self._sources[name][0]
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        size_bytes, rank = self._places[name]
-        if rank < 0 and self._own is not None:
-            return self._own.read_into(name, offset_bytes, buffer)
+        size_bytes, rank = self._sources[name]
+        if rank < 0 and self._local_files is not None:
+            return self._local_files.read_into(name, offset_bytes, buffer)
         buffer = buffer[: max(0, size_bytes - offset_bytes)]
         tag = next(self._tags)
         self._ask(rank, self._numbers[name], offset_bytes, len(buffer), tag)
-        found = np.empty(1, np.int64)
-        self._group.receive_into(found.view(np.uint8).data, rank, tag)
-        if found[0] < 0:
+        size_read = np.empty(1, np.int64)
+        self._group.receive_into(size_read.view(np.uint8).data, rank, tag)
+        if size_read[0] < 0:
             raise OSError(f"rank {rank} cannot read {self._where}/{name} for this rank; its log says why")
-        self._group.receive_into(buffer[: int(found[0])], rank, tag)
-        return int(found[0])
+        self._group.receive_into(buffer[: int(size_read[0])], rank, tag)
+        return int(size_read[0])
 
     def _ask(self, rank: int, *request: int) -> None:
         message = np.array([self._group.rank, *request], np.int64)
@@ -169,21 +171,21 @@ class PeerFiles:
 
     def _reply(self, rank: int, name: str, offset_bytes: int, size_bytes: int, tag: int) -> None:
         data = np.empty(size_bytes, np.uint8)
-        found, error = attempt(partial(self._read_own, name, offset_bytes, data.data))
+        size_read, error = attempt(partial(self._read_own, name, offset_bytes, data.data))
         if error is not None:
             _logger.error("%s/%s cannot be read for rank %d: %s", self._where, name, rank, error)
         try:
-            size = np.array([-1 if error is not None else found], np.int64)
+            size = np.array([-1 if error is not None else size_read], np.int64)
             self._group.send_from(size.view(np.uint8).data, rank, tag)
-            self._group.send_from(data[: found or 0].data, rank, tag)
+            self._group.send_from(data[: size_read or 0].data, rank, tag)
         except LostRankError as lost:
             _logger.error("%s/%s was read for a rank in vain: %s", self._where, name, lost)
 
     def _read_own(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        if self._own is None:
+        if self._local_files is None:
             raise FileNotFoundError(f"this machine holds nothing of {self._where}")
         if name != INDEX_FILE:
-            return self._own.read_into(name, offset_bytes, buffer)
-        data = self._own.read_index()[offset_bytes:][: len(buffer)]
+            return self._local_files.read_into(name, offset_bytes, buffer)
+        data = self._local_files.read_index()[offset_bytes:][: len(buffer)]
         buffer[: len(data)] = data
         return len(data)

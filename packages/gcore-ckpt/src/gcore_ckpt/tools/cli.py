@@ -29,7 +29,10 @@ from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
-_EXIT_FOUND, _EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_NO_READER = 1, 2, 130, 141
+_EXIT_FOUND = 1
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_NO_READER = 141
 _FILE_WIDTH = 10_000  # columns where the output is no terminal: nothing is cut or folded
 _NAMED_WRITERS = 3
 _VALUE_WIDTH = 200
@@ -79,7 +82,7 @@ def _ls(path: str, *, as_json: bool) -> int:
     _print_table(columns, rows, right=("step", "size", "tensors"))
     if set_aside:
         _say("")
-        _say(f"set aside by rollback: {_listed(set_aside)}")
+        _say(f"set aside by rollback: {_format_steps(set_aside)}")
     return 0
 
 
@@ -113,7 +116,8 @@ def _row_of(entry: dict[str, Any]) -> Sequence[str]:
 def _show(path: str, step: Step, tensors: str) -> int:
     storage = open_storage(path)
     with open_step(storage, find_step(storage, step)) as reader:
-        leaves, index = step_leaves(reader, tensors), reader.index
+        leaves = step_leaves(reader, tensors)
+        index = reader.index
     if tensors and not leaves:
         raise ValueError(f"{reader.where} holds nothing under {tensors!r}")
     saved = f", saved at {index.saved_at} by {index.num_ranks} rank(s)" if index.saved_at else ""
@@ -123,37 +127,52 @@ def _show(path: str, step: Step, tensors: str) -> int:
     for leaf in leaves:
         if leaf.tensor is not None:
             tensor = index.tensors[leaf.tensor]
-            data = (decimal(tensor.size_bytes), str(len(tensor.shards)), _writers(tensor, index))
-            shape = tensor.shape if leaf.view is None else leaf.view.shape
+            shape = tensor.shape
+            size = ""
+            num_shards = ""
             if leaf.view is not None:
-                data = ("", "", f"in the memory of {leaf.tensor}")
+                shape = leaf.view.shape
+                writers = f"in the memory of {leaf.tensor}"
             elif leaf.tensor in first:
-                data = ("", "", f"the same as {first[leaf.tensor]}")
+                writers = f"the same as {first[leaf.tensor]}"
             else:
                 first[leaf.tensor] = leaf.path
-            rows.append((leaf.path, tensor.dtype, str(list(shape)), *data))
+                size = decimal(tensor.size_bytes)
+                num_shards = str(len(tensor.shards))
+                writers = _writers(tensor, index)
+            rows.append((leaf.path, tensor.dtype, str(list(shape)), size, num_shards, writers))
     values = [(leaf.path, _short(repr(leaf.value))) for leaf in leaves if leaf.tensor is None]
-    columns = ("tensor", "dtype", "shape", "size", "shards", "written by")
-    for titles, cells in ((columns, rows), (("value", "is"), values)):
-        if cells:
-            _say("")
-            _print_table(titles, cells, right=("size",))
+    if rows:
+        _say("")
+        _print_table(("tensor", "dtype", "shape", "size", "shards", "written by"), rows, right=("size",))
+    if values:
+        _say("")
+        _print_table(("value", "is"), values)
     return 0
 
 
 def _verify(path: str, step: Step, *, every: bool) -> int:
     storage = open_storage(path)
     is_damaged = False
-    for number in (storage.steps() if every else []) or [find_step(storage, step)]:
-        label = path if number is None else f"step {number}"
+    steps: list[int | None] = []
+    if every:
+        steps.extend(storage.steps())
+    for number in steps or [find_step(storage, step)]:
+        label = path
+        step_or_latest: Step = "latest"
+        if number is not None:
+            label = f"step {number}"
+            step_or_latest = number
         try:
             with open_step(storage, number) as reader:
                 tensors = reader.index.tensors.values()
             with _progress_bar(label, sum(tensor.size_bytes for tensor in tensors)) as progress:
-                verify(path, "latest" if number is None else number, progress=progress)
-            checked = all(shard.checksums is not None for tensor in tensors for shard in tensor.shards)
-            unchecked = "all bytes can be read; it has no checksums to check them against"
-            _say(f"{label}: {'fine' if checked else unchecked}")
+                verify(path, step_or_latest, progress=progress)
+            result = "fine"
+            for tensor in tensors:
+                if any(shard.checksums is None for shard in tensor.shards):
+                    result = "all bytes can be read; it has no checksums to check them against"
+            _say(f"{label}: {result}")
         except CorruptCheckpointError as error:
             is_damaged = True
             _say(f"{label}: damaged: {error}")
@@ -167,8 +186,8 @@ def _verify(path: str, step: Step, *, every: bool) -> int:
 def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
     from gcore_ckpt.tools.compare import compare
 
-    with _opened(a, step_a, "--step-a") as first, _opened(b, step_b, "--step-b") as second:
-        rows = [(d.kind, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(first, second)]
+    with _open_named_step(a, step_a, "--step-a") as first, _open_named_step(b, step_b, "--step-b") as second:
+        rows = [(d.aspect, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(first, second)]
     if not rows:
         _say(f"{first.where} and {second.where} hold the same")
         return 0
@@ -179,12 +198,14 @@ def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
 
 
 @contextmanager
-def _opened(path: str, step: int | None, option: str) -> Generator[StepReader]:
+def _open_named_step(path: str, step: int | None, option: str) -> Generator[StepReader]:
     """Open the step that `PATH`, `PATH@STEP` or an option names."""
-    if match := _STEP_IN_PATH.fullmatch(path):
+    match = _STEP_IN_PATH.fullmatch(path)
+    if match is not None:
         if step is not None:
             raise ValueError(f"{path} names step {match[2]} and {option} is {step}; expected one or the other")
-        path, step = match[1], int(match[2])
+        path = match[1]
+        step = int(match[2])
     storage = open_storage(path)
     with open_step(storage, find_step(storage, "latest" if step is None else step)) as reader:
         yield reader
@@ -245,7 +266,7 @@ def _prune(
         return retention.superfluous(steps, None, partial(read_metric, storage))
 
     if dry_run:
-        _say(f"would delete {_listed(superfluous())}")
+        _say(f"would delete {_format_steps(superfluous())}")
         return 0
     with _writing_to(storage):
         steps = superfluous()
@@ -253,17 +274,18 @@ def _prune(
             storage.remove_set_aside()
         else:
             _remove(storage, steps)
-    _say(f"deleted {_listed(steps)}")
+    _say(f"deleted {_format_steps(steps)}")
     return 0
 
 
 def _rm(path: str, steps: list[int]) -> int:
-    storage, steps = open_storage(path), sorted(set(steps))
+    storage = open_storage(path)
+    steps = sorted(set(steps))
     for step in steps:
         find_step(storage, step)
     with _writing_to(storage):
         _remove(storage, steps)
-    _say(f"deleted {_listed(steps)}")
+    _say(f"deleted {_format_steps(steps)}")
     return 0
 
 
@@ -271,9 +293,9 @@ def _rollback(path: str, step: int) -> int:
     storage = open_storage(path)
     find_step(storage, step)
     with _writing_to(storage):
-        later = [other for other in storage.steps() if other > step]
+        later = [later_step for later_step in storage.steps() if later_step > step]
         storage.set_aside(later)
-    _say(f"set aside {_listed(later)}; the latest step is {step}")
+    _say(f"set aside {_format_steps(later)}; the latest step is {step}")
     return 0
 
 
@@ -291,7 +313,7 @@ def _remove(storage: Storage, steps: Sequence[int]) -> None:
         storage.remove(step)
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     return f"step(s) {', '.join(map(str, steps))}" if steps else "nothing"
 
 

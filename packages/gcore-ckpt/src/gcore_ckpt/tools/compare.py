@@ -15,7 +15,7 @@ _THREADS = 4
 class Difference(NamedTuple):
     """A leaf that is not the same in both steps, and what each has there; empty if nothing."""
 
-    kind: str  # what differs: `missing`, `kind`, `dtype`, `shape`, `bytes` or `value`
+    aspect: str  # what differs: `missing`, `kind`, `dtype`, `shape`, `bytes` or `value`
     path: str
     a: str
     b: str
@@ -23,28 +23,33 @@ class Difference(NamedTuple):
 
 def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
     """Return the differences between two open steps, in the order of the first."""
-    leaves_a, leaves_b = _by_path(a), _by_path(b)
+    leaves_a = _by_path(a)
+    leaves_b = _by_path(b)
     are_same = cache(partial(_are_same, a, b))  # tensors may share their memory
     are_views_same = partial(_are_views_same, a, b)
     for path in [*leaves_a, *(path for path in leaves_b if path not in leaves_a)]:
-        leaf_a, leaf_b = leaves_a.get(path), leaves_b.get(path)
-        text_a, text_b = _describe(a, leaf_a), _describe(b, leaf_b)
+        leaf_a = leaves_a.get(path)
+        leaf_b = leaves_b.get(path)
+        text_a = _describe(a, leaf_a)
+        text_b = _describe(b, leaf_b)
+        is_same = False
         if leaf_a is None or leaf_b is None:
-            kind = "missing"
+            aspect = "missing"
         elif leaf_a.tensor is None or leaf_b.tensor is None:
-            kind = "kind" if leaf_a.tensor != leaf_b.tensor else "value" if text_a != text_b else ""
+            aspect = "kind" if leaf_a.tensor != leaf_b.tensor else "value"
+            is_same = aspect == "value" and text_a == text_b
+        elif _shape(a, leaf_a) != _shape(b, leaf_b):
+            aspect = "shape"
+        elif a.index.tensors[leaf_a.tensor].dtype != b.index.tensors[leaf_b.tensor].dtype:
+            aspect = "dtype"
         else:
-            tensor_a, tensor_b = a.index.tensors[leaf_a.tensor], b.index.tensors[leaf_b.tensor]
-            if _shape(a, leaf_a) != _shape(b, leaf_b):
-                kind = "shape"
-            elif tensor_a.dtype != tensor_b.dtype:
-                kind = "dtype"
-            elif leaf_a.view is not None or leaf_b.view is not None:
-                kind = "" if are_views_same(leaf_a, leaf_b) else "bytes"
+            aspect = "bytes"
+            if leaf_a.view is not None or leaf_b.view is not None:
+                is_same = are_views_same(leaf_a, leaf_b)
             else:
-                kind = "" if are_same(leaf_a.tensor, leaf_b.tensor) else "bytes"
-        if kind:
-            yield Difference(kind, path, text_a, text_b)
+                is_same = are_same(leaf_a.tensor, leaf_b.tensor)
+        if not is_same:
+            yield Difference(aspect, path, text_a, text_b)
 
 
 def _by_path(reader: StepReader) -> dict[str, StepLeaf]:
@@ -78,7 +83,8 @@ def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
 
 def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
     tensor = a.index.tensors[name_a]
-    checksums_a, checksums_b = _checksums(tensor), _checksums(b.index.tensors[name_b])
+    checksums_a = _checksums(tensor)
+    checksums_b = _checksums(b.index.tensors[name_b])
     if checksums_a and checksums_b and checksums_a.keys() == checksums_b.keys():
         return checksums_a == checksums_b
     import torch
@@ -89,7 +95,7 @@ def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
     with Workers(_THREADS) as workers:
         return all(
             torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
-            for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize)
+            for part in Box.of_shape(tensor.shape).split(_PART_BYTES // tensor.itemsize)
         )
 
 

@@ -80,12 +80,13 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if key == ("collections", "OrderedDict"):
             return dict
-        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
+        dtype = vars(torch).get(global_name)
+        if module_name == "torch" and isinstance(dtype, torch.dtype):
             return dtype
         raise ValueError(f"names {module_name}.{global_name}, which metadata of DCP do not hold")
 
 
-class _Place(NamedTuple):
+class _Chunk(NamedTuple):
     """Bytes in a file, and the box of a tensor that they hold; None for a value."""
 
     file: str
@@ -98,7 +99,7 @@ class _Entry(NamedTuple):
     """A tensor, or a value: its path in the state and its places; dtype and shape are a tensor's."""
 
     path: tuple[str | int, ...]
-    places: Sequence[_Place]
+    chunks: Sequence[_Chunk]
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
 
@@ -121,15 +122,15 @@ def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
     fields = _fields(metadata, "Metadata")
     described = validation.expect(dict, fields.get("state_dict_metadata"), "state_dict_metadata")
     paths = validation.expect(dict, fields.get("planner_data") or {}, "planner_data")
-    places: dict[tuple[str, tuple[int, ...] | None], _Record] = {}
+    infos: dict[tuple[str, tuple[int, ...] | None], _Record] = {}
     for index, info in validation.expect(dict, fields.get("storage_data"), "storage_data").items():
         key = _fields(index, "MetadataIndex")
         offset = key.get("offset")
-        places[validation.expect(str, key.get("fqn"), "fqn"), None if offset is None else _sizes(offset)] = info
+        infos[validation.expect(str, key.get("fqn"), "fqn"), None if offset is None else _sizes(offset)] = info
     for name, record in described.items():
         path = _path(paths.get(name, (name,)))
         if type(record).__name__ == "BytesStorageMetadata":
-            yield name, _Entry(path, [_place(name, places.get((name, None)), None)])
+            yield name, _Entry(path, [_chunk(name, infos.get((name, None)), None)])
             continue
         tensor = _fields(record, "TensorStorageMetadata")
         properties = _fields(tensor.get("properties"), "TensorProperties").get("")
@@ -137,16 +138,17 @@ def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name!r} has a {type(dtype).__name__} for its dtype")
         shape = _sizes(tensor.get("size"))
-        found: list[_Place] = []
+        chunks: list[_Chunk] = []
         for chunk in validation.expect(list, tensor.get("chunks"), "chunks"):
             box = _fields(chunk, "ChunkStorageMetadata")
-            start, extent = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
-            found.append(_place(name, places.get((name, start)), Box(start, extent)))
-        _check_whole(name, shape, dtype.itemsize, found)
-        yield name, _Entry(path, found, dtype, shape)
+            start = _sizes(box.get("offsets"))
+            extent = _sizes(box.get("sizes"))
+            chunks.append(_chunk(name, infos.get((name, start)), Box(start, extent)))
+        _check_whole(name, shape, dtype.itemsize, chunks)
+        yield name, _Entry(path, chunks, dtype, shape)
 
 
-def _place(name: str, info: object, box: Box | None) -> _Place:
+def _chunk(name: str, info: object, box: Box | None) -> _Chunk:
     fields = _fields(info, "_StorageInfo")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name!r} was transformed by an extension of DCP; expected plain files")
@@ -155,50 +157,50 @@ def _place(name: str, info: object, box: Box | None) -> _Place:
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
     offset, length = _sizes((fields.get("offset"), fields.get("length")))
-    return _Place(file, offset, length, box)
+    return _Chunk(file, offset, length, box)
 
 
-def _check_whole(name: str, shape: tuple[int, ...], itemsize: int, places: list[_Place]) -> None:
+def _check_whole(name: str, shape: tuple[int, ...], itemsize: int, chunks: list[_Chunk]) -> None:
     """Check that the chunks hold each element once and that their bytes are enough for it."""
-    boxes = [place.box for place in places if place.box is not None]
+    boxes = [chunk.box for chunk in chunks if chunk.box is not None]
     if any(not box.inside(shape) for box in boxes):
         raise ValueError(f"{name!r} has a chunk outside of its shape {shape}")
-    size = Box.whole(shape).size
+    size = Box.of_shape(shape).size
     validation.shape([*shape], f"{name!r}: shape")
     if sum(box.size for box in boxes) != size or (len(boxes) > 1 and overlap(boxes) is not None):
         raise ValueError(f"the chunks of {name!r} do not hold each of its {size} elements once")
-    if sum(place.length_bytes for place in places) < size * itemsize:
+    if sum(chunk.length_bytes for chunk in chunks) < size * itemsize:
         raise ValueError(f"the chunks of {name!r} have fewer bytes than its shape {shape}")
 
 
 def _value(folder: Path, entry: _Entry) -> State:
     if entry.dtype is None:
-        return _load(folder, entry.places[0])
-    whole: torch.Tensor | None = None
-    for place in entry.places:
-        piece = _load(folder, place)
-        box = cast("Box", place.box)
+        return _load(folder, entry.chunks[0])
+    tensor: torch.Tensor | None = None
+    for chunk in entry.chunks:
+        piece = _load(folder, chunk)
+        box = cast("Box", chunk.box)
         if not isinstance(piece, torch.Tensor) or piece.dtype != entry.dtype or tuple(piece.shape) != box.shape:
-            raise ValueError(f"{place.file} holds something else at byte {place.offset_bytes} than a tensor of {box}")
-        if box == Box.whole(entry.shape):
+            raise ValueError(f"{chunk.file} holds something else at byte {chunk.offset_bytes} than a tensor of {box}")
+        if box == Box.of_shape(entry.shape):
             return piece.detach()
-        whole = torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole
-        whole[box.slices()] = piece.detach()
-    return torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole
+        tensor = torch.empty(entry.shape, dtype=entry.dtype) if tensor is None else tensor
+        tensor[box.slices()] = piece.detach()
+    return torch.empty(entry.shape, dtype=entry.dtype) if tensor is None else tensor
 
 
-def _load(folder: Path, place: _Place) -> State:
-    with (folder / place.file).open("rb") as file:
+def _load(folder: Path, chunk: _Chunk) -> State:
+    with (folder / chunk.file).open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        if place.offset_bytes + place.length_bytes > size_bytes:
-            raise ValueError(f"{place.file} has {size_bytes} bytes; expected more: it was cut short")
-        file.seek(place.offset_bytes)
-        data = file.read(place.length_bytes)
+        if chunk.offset_bytes + chunk.length_bytes > size_bytes:
+            raise ValueError(f"{chunk.file} has {size_bytes} bytes; expected more: it was cut short")
+        file.seek(chunk.offset_bytes)
+        data = file.read(chunk.length_bytes)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, for damaged data and for classes that it does not load
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{place.file}: torch.load(weights_only=True) refuses what is at byte {place.offset_bytes}: "
+        raise ValueError(f"{chunk.file}: torch.load(weights_only=True) refuses what is at byte {chunk.offset_bytes}: "
                          f"{reason}") from error  # fmt: skip
 
 

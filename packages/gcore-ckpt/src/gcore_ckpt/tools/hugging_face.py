@@ -103,8 +103,10 @@ def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
     """Return the files to copy, by name."""
     if not (folder / _CONFIG_FILE).is_file():
         raise ValueError(f"config_from is {str(folder)!r}; expected a folder that holds {_CONFIG_FILE}")
-    paths = {path for pattern in _CONFIG_PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    files = {path.name: path.read_bytes() for path in sorted(paths)}
+    paths: set[Path] = set()
+    for pattern in _CONFIG_PATTERNS:
+        paths.update(folder.glob(pattern))
+    files = {path.name: path.read_bytes() for path in sorted(paths) if path.is_file()}
     if float_dtype is not None:
         config = json.loads(files[_CONFIG_FILE])
         if not isinstance(config, dict):
@@ -133,9 +135,9 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weigh
             weights[leaf.tensor, leaf.view] = _weight(reader, leaf.path, name, leaf.tensor, shape, float_dtype)
         names.add(name)
     if not weights:
-        found = dict.fromkeys(leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None)
+        parts = dict.fromkeys(leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None)
         raise CheckpointMismatchError(
-            f"{reader.where} holds no tensors under the prefix {prefix!r}; it holds some under {', '.join(found)}"
+            f"{reader.where} holds no tensors under the prefix {prefix!r}; it holds some under {', '.join(parts)}"
         )
     return weights
 
@@ -160,19 +162,19 @@ def _weight(
     if name == "__metadata__":
         raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
     shape = tensor.shape if shape is None else shape
-    return HeldBox(name=name, dtype=dtype, shape=shape, box=Box.whole(shape))
+    return HeldBox(name=name, dtype=dtype, shape=shape, box=Box.of_shape(shape))
 
 
 def _split(weights: _Weights, max_bytes: int) -> dict[str, _Weights]:
     """Return the tensors of each file by its name, the widest elements first, so that all are aligned."""
     files: list[_Weights] = [{}]
     used_bytes = 0
-    for stored, held in weights.items():
-        if files[-1] and used_bytes + held.size_bytes > max_bytes:
+    for stored, box in weights.items():
+        if files[-1] and used_bytes + box.size_bytes > max_bytes:
             files.append({})
             used_bytes = 0
-        files[-1][stored] = held
-        used_bytes += held.size_bytes
+        files[-1][stored] = box
+        used_bytes += box.size_bytes
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
     widest = [sorted(file.items(), key=lambda item: -DTYPES[item[1].dtype].size_bytes) for file in files]
@@ -190,15 +192,19 @@ def _write_all(
         for name, weights in files.items():
             with (folder / name).open("xb") as file:
                 file.write(safetensors_header([*weights.values()]))
-                for (stored, view), held in weights.items():
-                    file.write(read_whole(reader, stored, view, workers, held.dtype).numpy().data)
-                    progress(held.size_bytes)
+                for (stored, view), box in weights.items():
+                    file.write(read_whole(reader, stored, view, workers, box.dtype).numpy().data)
+                    progress(box.size_bytes)
                 file.flush()
                 os.fsync(file.fileno())
     if len(files) > 1:
-        total = sum(held.size_bytes for weights in files.values() for held in weights.values())
-        weight_map = {held.name: name for name, weights in files.items() for held in weights.values()}
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        total_bytes = 0
+        weight_map: dict[str, str] = {}
+        for name, weights in files.items():
+            for box in weights.values():
+                total_bytes += box.size_bytes
+                weight_map[box.name] = name
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         copied = {**copied, WEIGHTS_INDEX_FILE: (json.dumps(content, indent=2) + "\n").encode()}
     for name, data in copied.items():
         write_synced(folder / name, data)

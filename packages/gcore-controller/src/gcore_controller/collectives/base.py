@@ -95,7 +95,7 @@ class CallLog:
         self.check_open(op)
         channel = self._channels[channel_name]
         if channel.error is not None:
-            raise again(channel.error)
+            raise copy_error(channel.error)
         call = CollectiveCall(channel_name, channel.num_calls, op)
         if channel.current is not None:
             raise ConcurrentCollectivesError(
@@ -108,7 +108,8 @@ class CallLog:
                 "its task: its calls no longer correspond to those of the other ranks, so the channel cannot be used "
                 "any more; limit the whole run with timeout_s instead, or use a new channel on every rank"
             )
-        if error := self.missing(call):
+        error = self.missing(call)
+        if error is not None:
             raise error
         channel.num_calls += 1
         channel.current = call
@@ -117,7 +118,8 @@ class CallLog:
     def missing(self, call: CollectiveCall) -> CollectiveMismatchError | None:
         """Return the error of a call that cannot complete because another rank's program has returned, if so."""
         for rank, num_calls in self._returned.items():
-            if (count := num_calls.get(call.channel, 0)) <= call.sequence:
+            count = num_calls.get(call.channel, 0)
+            if count <= call.sequence:
                 return CollectiveMismatchError(
                     f"rank {self._rank} waits in {call} for rank {rank}, whose program has returned after {count} "
                     f"collective{'s' * (count != 1)} on that channel; {_SAME_CALLS}"
@@ -125,7 +127,7 @@ class CallLog:
         return None
 
     def end(self, call: CollectiveCall, *, abandoned: bool = False) -> None:
-        """Note that a call has returned, raised or, if ``abandoned``, was cancelled before its result is known."""
+        """Record that a call has returned, raised or, if ``abandoned``, was cancelled before its result is known."""
         channel = self._channels[call.channel]
         channel.current = None
         if abandoned:
@@ -171,18 +173,18 @@ def _ranks(ranks: list[int]) -> str:
     """Return ranks in words, consecutive ones as a range."""
     runs = groupby(enumerate(sorted(ranks)), key=lambda entry: entry[1] - entry[0])
     spans = [[rank for _, rank in run] for _, run in runs]
-    shown = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
 def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveMismatchError:
     """Return the error for ranks whose calls in the same collective differ."""
     called = ", ".join(f"rank {rank} called {call.op}" for rank, call in sorted(calls.items()))
-    (place,) = {call.place for call in calls.values()}
-    return CollectiveMismatchError(f"{place}: {called}; {_SAME_CALLS}")
+    (collective,) = {call.place for call in calls.values()}
+    return CollectiveMismatchError(f"{collective}: {called}; {_SAME_CALLS}")
 
 
-def again(error: ControllerError) -> ControllerError:
+def copy_error(error: ControllerError) -> ControllerError:
     """Return a copy of an error, to be raised once more with a traceback of its own."""
     return type(error)(*error.args)
 
@@ -226,9 +228,9 @@ class Collectives(ABC):
         Channels nest like folders: ``channel("x").channel("y")`` is ``channel("x/y")``, and no other task's
         ``channel("y")``. All channels share the counters of tickets.
         """
-        other = copy(self)
-        other._channel = f"{self._channel}/{name}".strip("/")
-        return other
+        channel = copy(self)
+        channel._channel = f"{self._channel}/{name}".strip("/")
+        return channel
 
     async def all_gather(self, value: T) -> list[T]:
         """Return every controller's value, by rank."""
@@ -242,9 +244,9 @@ class Collectives(ABC):
             TypeError: ``value`` is not a number; use `all_gather` for arrays.
             ValueError: ``value`` is an integer that a float cannot represent exactly.
         """
-        own = _as_float(value)
+        number = _as_float(value)
         with self._call("all_reduce") as call:
-            return await self._gather(call, own, _sum_in_order)
+            return await self._gather(call, number, _sum_in_order)
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
         """Return the value that rank ``src`` passed.
@@ -341,8 +343,8 @@ def _sum_in_order(values: list[float]) -> float:
 
 def _as_float(value: object) -> float:
     if not isinstance(value, Real):
-        kind = type(value).__name__
-        raise TypeError(f"all_reduce value is of type {kind}; expected a number (gather arrays with all_gather)")
+        type_name = type(value).__name__
+        raise TypeError(f"all_reduce value is of type {type_name}; expected a number (gather arrays with all_gather)")
     if isinstance(value, Integral) and abs(int(value)) > _LARGEST_EXACT:
         raise ValueError(
             f"all_reduce value is {value}; expected an integer of at most 2**53, which is exact as a float"

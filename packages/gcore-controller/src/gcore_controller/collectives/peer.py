@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from gcore_controller.collectives.base import CallLog, CollectiveCall, Collectives, Whereabouts, again, mismatch
+from gcore_controller.collectives.base import CallLog, CollectiveCall, Collectives, Whereabouts, copy_error, mismatch
 from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
@@ -50,23 +50,23 @@ class _Box:
     def __init__(self) -> None:
         self.call: CollectiveCall | None = None
         """This rank's own, once it has been made."""
-        self.places: dict[tuple[int, int], asyncio.Future[Part]] = {}
+        self.parts: dict[tuple[int, int], asyncio.Future[Part]] = {}
         self._error: ControllerError | None = None
 
-    def place(self, src: int, hop: int) -> "asyncio.Future[Part]":
-        if (src, hop) not in self.places:
-            self.places[src, hop] = asyncio.get_running_loop().create_future()
+    def part_of(self, src: int, hop: int) -> "asyncio.Future[Part]":
+        if (src, hop) not in self.parts:
+            self.parts[src, hop] = asyncio.get_running_loop().create_future()
             if self._error is not None:
                 self.fail(self._error)
-        return self.places[src, hop]
+        return self.parts[src, hop]
 
     def fail(self, error: ControllerError) -> None:
         self._error = error
-        for place in self.places.values():
-            if not place.done():
-                place.set_exception(again(error))
+        for part in self.parts.values():
+            if not part.done():
+                part.set_exception(copy_error(error))
                 # The call that waits here may have been cancelled.
-                place.exception()
+                part.exception()
 
 
 class PeerCollectives(Collectives):
@@ -109,7 +109,8 @@ class PeerCollectives(Collectives):
             case Returned():
                 self._returned[message.rank] = message.num_calls
                 for call in self._log.waiting:
-                    if error := self._log.missing(call):
+                    error = self._log.missing(call)
+                    if error is not None:
                         self._fail(call.channel, error, since=call.sequence)
 
     def finish(self) -> None:
@@ -118,8 +119,8 @@ class PeerCollectives(Collectives):
         self._log.close()
         # A notice that another rank sent when it returned usually covers this one already.
         if not any(
-            all(count <= num_calls.get(channel, 0) for channel, count in known.items())
-            for known in self._returned.values()
+            all(count <= num_calls.get(channel, 0) for channel, count in counts.items())
+            for counts in self._returned.values()
         ):
             self._notify_all(Returned(self.rank, num_calls))
 
@@ -129,7 +130,8 @@ class PeerCollectives(Collectives):
     async def close(self) -> None:
         """Cancel the calls in flight, and refuse further ones."""
         self._log.close()
-        for task in (tasks := list(self._tasks)):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -142,7 +144,7 @@ class PeerCollectives(Collectives):
             error = mismatch({self.rank: box.call, part.src: part.call})
             self._fail_everywhere(part.call.channel, error, since=part.call.sequence)
             return
-        box.place(part.src, part.hop).set_result(part)
+        box.part_of(part.src, part.hop).set_result(part)
 
     async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
         return combine(await self._to_the_end(call, partial(self._disseminate, call, value)))
@@ -157,7 +159,7 @@ class PeerCollectives(Collectives):
         """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
         box = self._box(call)
         box.call = call
-        for part in [place.result() for place in box.places.values() if place.done()]:
+        for part in [future.result() for future in box.parts.values() if future.done()]:
             if part.call.op != call.op:
                 raise mismatch({self.rank: call, part.src: part.call})
         task = self._in_background(exchange())
@@ -175,21 +177,22 @@ class PeerCollectives(Collectives):
     async def _disseminate(self, call: CollectiveCall, value: Any) -> list[Any]:
         size = self.world_size
         # Of this rank and those after it: twice as many with each hop.
-        known = [value]
-        while (distance := len(known)) < size:
+        values = [value]
+        while len(values) < size:
+            distance = len(values)
             count = min(distance, size - distance)
             _, further = await asyncio.gather(
-                self._send(call, (self.rank - distance) % size, known[:count], hop=distance),
+                self._send(call, (self.rank - distance) % size, values[:count], hop=distance),
                 self._receive(call, (self.rank + distance) % size, hop=distance),
             )
-            known += further
-        return [known[(rank - self.rank) % size] for rank in range(size)]
+            values += further
+        return [values[(rank - self.rank) % size] for rank in range(size)]
 
     async def _send_parts(self, call: CollectiveCall, parts: Sequence[Any]) -> list[Any]:
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        sends = [self._send(call, rank, parts[rank]) for rank in others]
-        receives = [self._receive(call, rank) for rank in others]
-        received: list[Any] = (await asyncio.gather(*sends, *receives))[len(others) :]
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        sends = [self._send(call, rank, parts[rank]) for rank in peers]
+        receives = [self._receive(call, rank) for rank in peers]
+        received: list[Any] = (await asyncio.gather(*sends, *receives))[len(peers) :]
         return [*received[: self.rank], parts[self.rank], *received[self.rank :]]
 
     async def _send(self, call: CollectiveCall, rank: int, payload: Any, *, hop: int = 0) -> None:
@@ -202,7 +205,7 @@ class PeerCollectives(Collectives):
             ) from error
 
     async def _receive(self, call: CollectiveCall, src: int, *, hop: int = 0) -> Any:
-        return (await self._box(call).place(src, hop)).payload
+        return (await self._box(call).part_of(src, hop)).payload
 
     def _box(self, call: CollectiveCall) -> _Box:
         return self._boxes.setdefault((call.channel, call.sequence), _Box())

@@ -8,7 +8,8 @@ a wave, to count.
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, Generic
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context
@@ -27,6 +28,8 @@ from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
 from gcore_controller.rlhf.rounds import Round, StepRounds
 from gcore_controller.rlhf.tail_batching import TailBatching, TailWave
 from gcore_controller.trainer_group import State
+
+T = TypeVar("T")
 
 SampleWave = Callable[[int], Awaitable[list[IndexedT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
@@ -51,19 +54,22 @@ class DynamicSampler(Generic[IndexedT]):
 
     async def collect(self, quota: int, sample_wave: SampleWave[IndexedT]) -> SampledBatch[IndexedT]:
         """Collect the groups of a step; every controller must call it with the same quota."""
-        mine, self.surplus = self.surplus, []
-        indices = await self._all_indices(mine)
+        mine = self.surplus
+        self.surplus = []
+        indices = await _gather_all(self.group, [g.prompt_index for g in mine])
         num_waves = num_sampled = num_kept = 0
         while len(indices) < quota and num_waves < self.max_waves:
             # What is missing over the acceptance rate, at most a whole quota.
             wave_sampled = math.ceil(min((quota - len(indices)) / max(self.acceptance, 1e-3), float(quota)))
             mine += await sample_wave(wave_sampled)
-            before, indices = len(indices), await self._all_indices(mine)
+            num_before = len(indices)
+            indices = await _gather_all(self.group, [g.prompt_index for g in mine])
+            num_new = len(indices) - num_before
             num_waves += 1
             num_sampled += wave_sampled
-            num_kept += len(indices) - before
+            num_kept += num_new
             # A wave may also complete groups that were started in an earlier step.
-            accepted = min((len(indices) - before) / wave_sampled, 1.0)
+            accepted = min(num_new / wave_sampled, 1.0)
             self.acceptance += 0.3 * (accepted - self.acceptance)
         chosen = set(sorted(indices)[:quota])
         mine.sort(key=lambda g: g.prompt_index)
@@ -75,9 +81,6 @@ class DynamicSampler(Generic[IndexedT]):
             num_sampled=num_sampled,
             num_kept=num_kept,
         )
-
-    async def _all_indices(self, groups: list[IndexedT]) -> list[int]:
-        return [i for indices in await self.group.all_gather([g.prompt_index for g in groups]) for i in indices]
 
     def state(self, encode: Callable[[IndexedT], Any]) -> dict[str, Any]:
         """Return the acceptance estimate and this controller's surplus groups, each encoded by ``encode``."""
@@ -102,14 +105,22 @@ async def exchange(
     owners are sent. Returns this controller's new share, by prompt index.
     """
     mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
-    everyones = sorted(entry for part in await group.all_gather(mine) for entry in part)
+    everyones = sorted(await _gather_all(group, mine))
     parts = balance([cost for _, cost in everyones], group.world_size) if group.rank == 0 else None
-    owner = {everyones[i][0]: rank for rank, part in enumerate(await group.broadcast(parts)) for i in part}
+    owners: dict[int, int] = {}
+    for rank, part in enumerate(await group.broadcast(parts)):
+        for i in part:
+            owners[everyones[i][0]] = rank
     outgoing: list[list[IndexedT]] = [[] for _ in range(group.world_size)]
     for entry in groups:
-        outgoing[owner[entry.prompt_index]].append(entry)
+        outgoing[owners[entry.prompt_index]].append(entry)
     incoming = await group.all_to_all(outgoing)
-    return sorted((g for part in incoming for g in part), key=lambda g: g.prompt_index)
+    return sorted(chain.from_iterable(incoming), key=lambda g: g.prompt_index)
+
+
+async def _gather_all(group: Collectives, values: list[T]) -> list[T]:
+    """Return the values of all controllers in one list, in rank order."""
+    return list(chain.from_iterable(await group.all_gather(values)))
 
 
 @dataclass(eq=False)
@@ -130,7 +141,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     def __post_init__(
         self, first_step: int, state: State | None, report: Callable[[Round], Awaitable[None]] | None
     ) -> None:
-        ctx, modality, config = self.ctx, self.modality, self.config
+        ctx = self.ctx
+        modality = self.modality
+        config = self.config
         self._step = first_step
         self._loader = PromptLoader(
             modality.prompts,
@@ -148,9 +161,11 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
                     f"schedule is {config.schedule!r} and partial_rollout {config.partial_rollout} with tail_batching; "
                     "expected 'sync' and False, by which deferred prompts are sampled again by the present weights"
                 )
-            quota, rate = config.train_batch_size, config.over_sample_rate
             self._tail = TailBatching(
-                quota=quota, over_sample_rate=rate, max_length=config.short_length, max_waves=waves
+                quota=config.train_batch_size,
+                over_sample_rate=config.over_sample_rate,
+                max_length=config.short_length,
+                max_waves=waves,
             )
             waves = self._tail.max_waves
         self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves or 1)
@@ -175,11 +190,14 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         Raises:
             RuntimeError: the engine answered with other weights than those that are trained.
         """
-        modality, sampler, before = self.modality, self._sampler, self._sampler.surplus
+        modality = self.modality
+        sampler = self._sampler
         self._step += 1
-        self._wave_groups, self._num_dropped = [], 0
-        sampler.surplus = [g for g in before if self._is_fresh(g.oldest_version)]
-        num_stale = len(before) - len(sampler.surplus)
+        self._wave_groups = []
+        self._num_dropped = 0
+        num_before = len(sampler.surplus)
+        sampler.surplus = [g for g in sampler.surplus if self._is_fresh(g.oldest_version)]
+        num_stale = num_before - len(sampler.surplus)
         if self._tail is not None:
             self._tail.start()
         sampled = await sampler.collect(self.config.train_batch_size, self._sample_wave)
@@ -188,7 +206,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             # The next step has other weights.
             if self._tail is not None:
                 surplus = [group.prompt_index for group in sampler.surplus]
-                self._tail.finish([i for part in await self.ctx.group.all_gather(surplus) for i in part])
+                self._tail.finish(await _gather_all(self.ctx.group, surplus))
             else:
                 num_stale += len(sampler.surplus)
             sampler.surplus = []
@@ -196,8 +214,12 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         with self.ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
             groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
-        left = [group.state() for group in self._unfinished]
-        state = {"loader": self._loader.state(), "sampler": sampler.state(lambda g: g.state()), "unfinished": left}
+        unfinished = [group.state() for group in self._unfinished]
+        state = {
+            "loader": self._loader.state(),
+            "sampler": sampler.state(lambda g: g.state()),
+            "unfinished": unfinished,
+        }
         if self._tail is not None:
             state["tail"] = self._tail.state()
         if self.ctx.rank == 0:
@@ -214,7 +236,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
-        ctx, config = self.ctx, self.config
+        ctx = self.ctx
+        config = self.config
         planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
         await self._rounds.next_wave(planned.num_new + len(planned.again))
         if config.partial_rollout:
@@ -226,10 +249,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
         elif self.modality.takes_prompts(ctx):
-            own = sorted(self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1]))
-            await self._shared.open(own)
+            prompts = sorted(self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1]))
+            await self._shared.open(prompts)
             wave = Wave(step=self._step, take=self._shared.take, max_length=planned.max_length)
-            num_prompts = len(own)
+            num_prompts = len(prompts)
         else:
             wave = Wave(step=self._step, prompts=self._prompts(planned), max_length=planned.max_length)
             num_prompts = len(wave.prompts)
@@ -240,9 +263,12 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         self._num_dropped += num_prompts - sum(map(len, (generated.groups, generated.unfinished, generated.deferred)))
         if self._tail is not None:
             longest = [self.modality.longest(group) for group in generated.groups]
-            parts = await ctx.group.all_gather((generated.deferred, longest))
-            deferred, lengths = ([value for own in column for value in own] for column in zip(*parts, strict=True))
-            self._tail.sampled(planned, deferred, lengths)
+            deferred: list[int] = []
+            lengths: list[int] = []
+            for rank_deferred, rank_lengths in await ctx.group.all_gather((generated.deferred, longest)):
+                deferred.extend(rank_deferred)
+                lengths.extend(rank_lengths)
+            self._tail.record_wave(planned, deferred, lengths)
         return [g for g in generated.groups if g.has_signal] if config.filter_groups else generated.groups
 
     def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
@@ -256,12 +282,13 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
 
     def _check_versions(self, groups: list[GroupT]) -> None:
         present = self.ctx.roles.policy.weight_version
-        if other := next((g for g in groups if g.oldest_version != present), None):
-            raise RuntimeError(
-                f"a sample of prompt {other.prompt_index} was generated by weights of version {other.oldest_version}; "
-                f"expected only version {present}, the present one, with trainer.schedule 'sync' and without partial "
-                "rollout"
-            )
+        for group in groups:
+            if group.oldest_version != present:
+                raise RuntimeError(
+                    f"a sample of prompt {group.prompt_index} was generated by weights of version "
+                    f"{group.oldest_version}; expected only version {present}, the present one, with "
+                    "trainer.schedule 'sync' and without partial rollout"
+                )
 
     async def _metrics(self, sampled: SampledBatch[GroupT], num_stale: int) -> dict[str, float]:
         """Return metrics of what was sampled for this batch, over all controllers, kept or not."""

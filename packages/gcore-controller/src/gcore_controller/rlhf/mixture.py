@@ -77,14 +77,17 @@ class MixedOrder:
     """From a prompt index to a row of a `Mixture`, as a function of the seed and the index alone."""
 
     def __init__(self, sizes: Sequence[int], firsts: Sequence[int], counts: Sequence[int], *, seed: int) -> None:
-        self._sizes, self._firsts, self._counts, self._seed = sizes, firsts, counts, seed
+        self._sizes = sizes
+        self._firsts = firsts
+        self._counts = counts
+        self._seed = seed
         self._cycle = lru_cache(maxsize=4)(self._make_cycle)
 
     def __call__(self, prompt_index: int) -> int:
-        cycle, place = divmod(prompt_index, _CYCLE)
+        cycle, position = divmod(prompt_index, _CYCLE)
         parts, numbers = self._cycle(cycle)
-        part = parts[place]
-        epoch, entry = divmod(cycle * self._counts[part] + numbers[place], self._sizes[part])
+        part = parts[position]
+        epoch, entry = divmod(cycle * self._counts[part] + numbers[position], self._sizes[part])
         # Parts of one size would otherwise have one order.
         return self._firsts[part] + int(permutation(self._sizes[part], self._seed + part * 2**32, epoch)[entry])
 

@@ -26,20 +26,23 @@ class FeistelPermutation:
     def __getitem__(self, entry: int) -> int:
         if not 0 <= entry < self._num_rows:
             raise IndexError(f"entry is {entry}; expected 0 to {self._num_rows - 1}")
-        entry = self._permuted(entry)
+        entry = self._permute(entry)
         while entry >= self._num_rows:
-            entry = self._permuted(entry)
+            entry = self._permute(entry)
         return entry
 
-    def _permuted(self, entry: int) -> int:
+    def _permute(self, entry: int) -> int:
         low = (1 << self._half) - 1
-        left, right = entry >> self._half, entry & low
+        high_bits = entry >> self._half
+        low_bits = entry & low
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & low)
-        return left << self._half | right
+            mixed_bits = high_bits ^ (_mix(low_bits ^ key) & low)
+            high_bits = low_bits
+            low_bits = mixed_bits
+        return high_bits << self._half | low_bits
 
 
-def _mixed(value: int) -> int:
+def _mix(value: int) -> int:
     """Return the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

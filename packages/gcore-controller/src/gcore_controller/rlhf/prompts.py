@@ -46,7 +46,8 @@ class ShardedSampler(data.Sampler[int]):
             raise ValueError(f"world_size is {world_size}; expected at least 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; expected a rank from 0 to {world_size - 1}")
-        self._num_rows, self._seed = num_rows, seed
+        self._num_rows = num_rows
+        self._seed = seed
         self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
 
     def row(self, prompt_index: int) -> int:
@@ -84,9 +85,11 @@ class PromptLoader(Generic[RowT]):
         self._open()
 
     def _open(self) -> None:
-        own = {"rank": self.rank, "world_size": self.world_size, "start": self.cursor}
-        self._order = ShardedSampler(len(self.rows), seed=self.seed, **own)
-        if order := getattr(self.rows, "order", None):
+        self._order = ShardedSampler(
+            len(self.rows), seed=self.seed, rank=self.rank, world_size=self.world_size, start=self.cursor
+        )
+        order = getattr(self.rows, "order", None)
+        if order:
             self._order.row = order(self.seed)
         node: Any = SamplerWrapper(self._order)
         node = ParallelMapper(node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True)
@@ -126,8 +129,11 @@ class PromptLoader(Generic[RowT]):
             StateError: it was taken on a data set of another size, or another shuffle.
         """
         for name in ("num_rows", "seed"):
-            if state[name] != (own := self.state()[name]):
-                raise StateError(f"{name} of the saved position is {state[name]}; expected {own}, as this data set has")
+            expected = self.state()[name]
+            if state[name] != expected:
+                raise StateError(
+                    f"{name} of the saved position is {state[name]}; expected {expected}, as this data set has"
+                )
         if state["cursor"] < 0:
             raise StateError(f"cursor of the saved position is {state['cursor']}; expected 0 or more")
         self.cursor = state["cursor"]
@@ -152,12 +158,12 @@ class SharedPrompts(Generic[RowT]):
         """Prompts of earlier waves, by owner: the tickets of a slice are numbered from the first wave on."""
         self._others: list[int] = []
 
-    async def open(self, own: list[tuple[int, RowT]]) -> None:
+    async def open(self, prompts: list[tuple[int, RowT]]) -> None:
         """Open the next wave, to which each controller brings its slice, in the order in which prompts are taken."""
         for owner, indices in enumerate(self._slices):
             self._num_earlier[owner] += len(indices)
-        self._own = own
-        self._slices = await self._group.all_gather([index for index, _ in own])
+        self._own = prompts
+        self._slices = await self._group.all_gather([index for index, _ in prompts])
         ranks = range(self._group.world_size)
         self._others = [*ranks[self._group.rank + 1 :], *ranks[: self._group.rank]]
 
@@ -166,16 +172,16 @@ class SharedPrompts(Generic[RowT]):
 
         A call returns prompts of the own slice or of others, so that a controller can start on its own first.
         """
-        taken = [self._own[place] for place in await self._places(self._group.rank, count)]
-        if taken:
-            return taken
-        while len(taken) < count and self._others:
+        prompts = [self._own[position] for position in await self._places(self._group.rank, count)]
+        if prompts:
+            return prompts
+        while len(prompts) < count and self._others:
             victim = self._others.pop(0)
-            for place in await self._places(victim, 1):
-                index = self._slices[victim][place]
-                taken.append((index, self._loader.row(index)))
+            for position in await self._places(victim, 1):
+                index = self._slices[victim][position]
+                prompts.append((index, self._loader.row(index)))
                 self._others.append(victim)
-        return taken
+        return prompts
 
     async def _places(self, owner: int, count: int) -> list[int]:
         """Take places in a slice of this wave, at most those that are left."""

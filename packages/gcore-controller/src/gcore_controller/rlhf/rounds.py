@@ -26,7 +26,8 @@ class DeviceWork:
         Controllers of one process share the timers: the first to drain them has everything.
         """
         # Draining resets the counts.
-        generated, num_lent = Counter(devices.generated), devices.num_lent
+        generated = Counter(devices.generated)
+        num_lent = devices.num_lent
         return cls(spans=devices.drain(), generated=generated, num_lent=num_lent)
 
     @classmethod
@@ -60,12 +61,13 @@ class StepRounds:
     """
 
     def __init__(self, ctx: Context[Any], report: Callable[[Round], Awaitable[None]] | None) -> None:
-        self._ctx, self._report = ctx, report
+        self._ctx = ctx
+        self._report = report
         self._reported: list[Round] = []
         self._num_prompts = 0
 
     async def next_wave(self, num_prompts: int) -> None:
-        """Begin a wave of so many prompts over all controllers; the one before it, in this step, is reported first."""
+        """Start a wave of this many prompts over all controllers, after reporting the previous wave of the step."""
         if self._report is not None and self._num_prompts:
             group = self._ctx.group
             parts = await group.all_gather(DeviceWork.drained(self._ctx.roles.devices))
@@ -77,9 +79,10 @@ class StepRounds:
         self._num_prompts += num_prompts
 
     def end_step(self) -> list[Round]:
-        """Return the rounds of the step; what devices have done in the last one is not drained yet."""
+        """Return the rounds of the step, without the work of devices in the last one, which is not drained yet."""
         rounds = [*self._reported, self._round(DeviceWork())]
-        self._reported, self._num_prompts = [], 0
+        self._reported = []
+        self._num_prompts = 0
         return rounds
 
     def _round(self, work: DeviceWork) -> Round:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Generic
 
 from gcore_controller.context import Context, Span, StageTimer, on_wall_clock, seconds_by_stage
@@ -49,12 +50,14 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     """Called by rank 0."""
 
     def __post_init__(self) -> None:
-        ctx, config, start = self.ctx, self.config, self.start
+        ctx = self.ctx
+        config = self.config
+        start = self.start
         self._failures = _RewardFailures(self.modality.failure_logs(ctx), max_share=config.max_failed_share)
         self._cpu_s = time.process_time()
         state = None
         if start.controllers is not None:
-            state = _resharded(start.controllers, ctx.rank, ctx.world_size)
+            state = _reshard(start.controllers, ctx.rank, ctx.world_size)
             self.modality.load_state(start.controllers[0])
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
@@ -68,7 +71,10 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         Raises:
             RewardFailuresError: too large a share of the last reward calls failed.
         """
-        ctx, config, start, learner = self.ctx, self.config, self.start, self.ctx.roles.learner
+        ctx = self.ctx
+        config = self.config
+        start = self.start
+        learner = ctx.roles.learner
         await learner.onload_weights(ctx.timer)
         if start.is_policy_behind:
             await self.modality.update_weights(ctx, start.first_step)
@@ -85,12 +91,15 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
     async def step(self, step: int) -> None:
         """Make one step, on all controllers together."""
-        ctx, modality, learner = self.ctx, self.modality, self.ctx.roles.learner
+        ctx = self.ctx
+        modality = self.modality
+        learner = ctx.roles.learner
         start_s = ctx.clock()
         # Sample and score, now or ahead of time.
         await learner.offload(ctx.timer)
         batch = await self._batches.next()
-        metrics, prepared = {**batch.metrics, modality.HAS_SIGNAL: 0.0}, None
+        metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
+        prepared = None
         if ctx.rank == 0:
             await self.recorder(Updating())
         if batch.num_groups:
@@ -150,8 +159,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s, ctx.wall_clock)} if batch.spans else {}
         # The share of the step that this process computed, if no other controller computes in it.
-        before_s, self._cpu_s = self._cpu_s, time.process_time()
-        own = _Part(
+        before_s = self._cpu_s
+        self._cpu_s = time.process_time()
+        part = _Part(
             state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
             work=DeviceWork.merged([DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]),
@@ -159,7 +169,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             rewards=self._failures.drain(),
             samples=samples,
         )
-        parts = await ctx.group.all_gather(own)
+        parts = await ctx.group.all_gather(part)
         failures, failed = self._failures.merge([part.rewards for part in parts])
         if ctx.rank == 0:
             *waves, last = batch.rounds
@@ -180,11 +190,14 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                 metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
             if failures:
                 await self.recorder(RewardsFailed(step=step, failures=failures))
-            all_spans, states = [part.spans for part in parts], [part.state for part in parts]
-            numbered = sorted((row for part in parts for row in part.samples), key=lambda row: row[0])
-            shown = [row for _, row in numbered[: self.config.log_samples]]
+            all_spans = [part.spans for part in parts]
+            states = [part.state for part in parts]
+            numbered = sorted(chain.from_iterable(part.samples for part in parts), key=lambda row: row[0])
+            samples_to_log = [row for _, row in numbered[: self.config.log_samples]]
             await self.recorder(
-                Stepped(step=step, metrics=metrics, spans=all_spans, devices=work.spans, last=last, samples=shown)
+                Stepped(
+                    step=step, metrics=metrics, spans=all_spans, devices=work.spans, last=last, samples=samples_to_log
+                )
             )
             is_last = step == self.config.total_steps
             await self.recorder(Reached(step=step, controllers=states, is_last=is_last))
@@ -277,24 +290,31 @@ class _RewardFailures:
 
     def drain(self) -> RewardCalls:
         """Return the calls since the last time, of every controller that shares the rewards with this one."""
-        drained = [log.drain() for log in self._logs]
-        return sum(calls for calls, _ in drained), [failure for _, failures in drained for failure in failures]
+        num_calls = 0
+        all_failures: list[Any] = []
+        for log in self._logs:
+            calls, failures = log.drain()
+            num_calls += calls
+            all_failures.extend(failures)
+        return num_calls, all_failures
 
     def merge(self, calls_by_rank: Iterable[RewardCalls]) -> tuple[list[Any], dict[str, float]]:
         """Return all controllers' failures by kind, and metrics of them."""
-        found: dict[str, Any] = {}
+        failure_by_kind: dict[str, Any] = {}
         num_calls = 0
         for calls, failures in calls_by_rank:
             num_calls += calls
             for failure in failures:
-                before = found.get(failure.kind)
-                found[failure.kind] = failure if before is None else replace(before, count=before.count + failure.count)
-        num_failed = sum(failure.count for failure in found.values())
+                before = failure_by_kind.get(failure.kind)
+                failure_by_kind[failure.kind] = (
+                    failure if before is None else replace(before, count=before.count + failure.count)
+                )
+        num_failed = sum(failure.count for failure in failure_by_kind.values())
         self._recent.append((num_calls, num_failed))
         while sum(calls for calls, _ in self._recent) - self._recent[0][0] >= _MIN_CALLS:
             self._recent.popleft()
-        self._last = sorted(found.values(), key=lambda failure: -failure.count) or self._last
-        return list(found.values()), {"reward/failed_fraction": num_failed / num_calls} if num_calls else {}
+        self._last = sorted(failure_by_kind.values(), key=lambda failure: -failure.count) or self._last
+        return list(failure_by_kind.values()), {"reward/failed_fraction": num_failed / num_calls} if num_calls else {}
 
     def check(self) -> None:
         """Raise if more than the tolerated fraction of the last calls failed."""
@@ -309,15 +329,15 @@ class _RewardFailures:
         )
 
 
-def _resharded(states: Sequence[State], rank: int, world_size: int) -> State:
-    """Return one controller's state from those of a run with any number of controllers; each group has one owner."""
+def _reshard(states: Sequence[State], rank: int, world_size: int) -> State:
+    """Return one controller's state from the states of another number of controllers; each group has one owner."""
     if len(states) == world_size:
         return states[rank]
 
-    def own(groups: Iterable[State]) -> list[State]:
+    def take_share(groups: Iterable[State]) -> list[State]:
         return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
 
     first = states[0]
-    surplus = own(group for state in states for group in state["sampler"]["surplus"])
-    unfinished = own(group for state in states for group in state.get("unfinished", []))
+    surplus = take_share(chain.from_iterable(state["sampler"]["surplus"] for state in states))
+    unfinished = take_share(chain.from_iterable(state.get("unfinished", []) for state in states))
     return {**first, "sampler": {**first["sampler"], "surplus": surplus}, "unfinished": unfinished}

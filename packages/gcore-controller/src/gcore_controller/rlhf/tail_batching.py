@@ -43,7 +43,8 @@ class TailBatching:
     def __init__(
         self, *, quota: int, over_sample_rate: float, max_length: int = 0, max_waves: int | None = None
     ) -> None:
-        self._quota, self._rate = quota, over_sample_rate
+        self._quota = quota
+        self._rate = over_sample_rate
         self._is_fixed = max_length > 0
         self._length: float | None = max_length or None
         self._target = over_sample_rate / 2 / (1 + over_sample_rate)
@@ -62,20 +63,22 @@ class TailBatching:
         self._num_waves = self._num_deferred = 0
 
     def next_wave(self, count: int) -> TailWave:
-        """Return the prompts of the next wave, of which ``count`` groups are wanted."""
+        """Return the prompts of the next wave, from which ``count`` groups are needed."""
         self._num_waves += 1
         is_unlimited = self._is_long or self._num_waves == self.max_waves
         queue = self._deferred if is_unlimited else self._again
         if is_unlimited or self._length is None:
-            size, max_length = count, None
+            size = count
+            max_length = None
         else:
-            size, max_length = math.ceil(count * (1 + self._rate)), round(self._length)
+            size = math.ceil(count * (1 + self._rate))
+            max_length = round(self._length)
         again = queue[:size]
         del queue[:size]
         return TailWave(again=again, num_new=size - len(again), max_length=max_length)
 
-    def sampled(self, wave: TailWave, deferred: Sequence[int], longest: Sequence[int]) -> None:
-        """Add a wave's result over all controllers: prompts that are deferred, and each group's longest sample."""
+    def record_wave(self, wave: TailWave, deferred: Sequence[int], longest: Sequence[int]) -> None:
+        """Record a wave's result over all controllers: deferred prompts, and the longest sample of each group."""
         self._deferred = sorted([*self._deferred, *deferred])
         self._num_deferred += len(deferred)
         if self._length is None:
@@ -108,4 +111,5 @@ class TailBatching:
     def load_state(self, state: State) -> None:
         """Restore `state`."""
         self._length = state["length"]
-        self._deferred, self._again = list(state["deferred"]), list(state["again"])
+        self._deferred = list(state["deferred"])
+        self._again = list(state["again"])

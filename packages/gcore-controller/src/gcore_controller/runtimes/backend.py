@@ -107,8 +107,8 @@ class Sizes:
     @property
     def num_own_ranks(self) -> int:
         """Ranks on devices that no engine has reserved."""
-        places = self.num_engine_places if self.ranks_in_turns else self.num_lent
-        return max(0, self.ranks - places * self.devices_per_engine)
+        num_shared = self.num_engine_places if self.ranks_in_turns else self.num_lent
+        return max(0, self.ranks - num_shared * self.devices_per_engine)
 
     def __str__(self) -> str:
         parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.num_lent, "lent engine")]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
@@ -10,7 +11,7 @@ from gcore_controller.collectives.base import (
     CollectiveCall,
     Collectives,
     TicketCounters,
-    again,
+    copy_error,
     describe,
     mismatch,
 )
@@ -75,16 +76,17 @@ class InlineGroup:
 
         It is called once, by the last rank to arrive: among thousands of controllers, one sum for each would take long.
         """
-        place = (call.channel, call.sequence)
-        if (current := self._rounds.get(place)) is None:
-            current = self._rounds[place] = _Round(rank, call, [None] * self.world_size)
+        key = (call.channel, call.sequence)
+        current = self._rounds.get(key)
+        if current is None:
+            current = self._rounds[key] = _Round(rank, call, [None] * self.world_size)
         if current.call.op != call.op:
             raise mismatch({current.first_rank: current.call, rank: call})
         current.values[rank] = value
         if len(current.waiting) + 1 < self.world_size:
             current.waiting[rank] = asyncio.get_running_loop().create_future()
             return await current.waiting[rank]
-        del self._rounds[place]
+        del self._rounds[key]
         result = combine(current.values)
         for future in current.waiting.values():
             if not future.done():
@@ -95,21 +97,23 @@ class InlineGroup:
         """Make the calls of all ranks on a channel raise an error, those in flight and later ones."""
         for log in self.logs:
             log.fail(channel, error)
-        for place in [place for place in self._rounds if place[0] == channel]:
-            for future in self._rounds.pop(place).waiting.values():
-                _raise_in(future, again(error))
+        for key in list(self._rounds):
+            if key[0] == channel:
+                for future in self._rounds.pop(key).waiting.values():
+                    _raise_in(future, copy_error(error))
 
-    def returned(self, rank: int) -> None:
-        """Note that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
+    def mark_returned(self, rank: int) -> None:
+        """Record that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
         self._returned[rank] = self.logs[rank].num_calls
         self.logs[rank].close()
-        for place, current in list(self._rounds.items()):
+        for key, current in list(self._rounds.items()):
             if rank in current.waiting:
                 continue
-            del self._rounds[place]
-            for other, future in current.waiting.items():
-                if error := self.logs[other].missing(current.call):
-                    self.logs[other].fail(current.call.channel, error)
+            del self._rounds[key]
+            for waiting_rank, future in current.waiting.items():
+                error = self.logs[waiting_rank].missing(current.call)
+                if error is not None:
+                    self.logs[waiting_rank].fail(current.call.channel, error)
                     _raise_in(future, error)
 
 
@@ -215,7 +219,7 @@ class InlineRun(Generic[RolesT, ResultT]):
             reported=self.reported,
         )
         result = await run_program(self.program, context)
-        self._group.returned(rank)
+        self._group.mark_returned(rank)
         return result
 
 
@@ -294,7 +298,7 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
         return outputs
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        everyones = [batch for part in await self.group.all_gather(micro_batches) for batch in part]
+        everyones = list(chain.from_iterable(await self.group.all_gather(micro_batches)))
         metrics: dict[str, float] = {}
         if self.group.rank == 0 and everyones:
             with self.devices.stage("train", *self._ranks):
@@ -302,7 +306,10 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
         return await self.group.broadcast(metrics)
 
     async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self.turns is None or (turn := await self._choice.chosen(turn, timer)) == self.turns.current:
+        if self.turns is None:
+            return
+        turn = await self._choice.choose(turn, timer)
+        if turn == self.turns.current:
             return
         with self._choice.swapping(timer):
             # No controller's calls are cut short.

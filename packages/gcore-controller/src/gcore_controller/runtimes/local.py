@@ -135,7 +135,8 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
 
     def __init__(self, spec: TrainerSpec, *, cost_of: Callable[[BatchT], float]) -> None:
         self._cost_of = cost_of
-        self._write, self._open_memory = spec.write_weights, spec.open_memory
+        self._write = spec.write_weights
+        self._open_memory = spec.open_memory
         self._folder = Path(tempfile.mkdtemp(prefix="gcore-ranks-"))
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
@@ -159,11 +160,11 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
             self._processes.append(process)
             self._connections.append(ours)
         try:
-            found = self._collect()
+            replicas_by_rank = self._collect()
         except KeyboardInterrupt:
             self._end(kill=True)
             raise
-        self._replicas = {role: [replicas[role] for replicas in found] for role in found[0]}
+        self._replicas = {role: [replicas[role] for replicas in replicas_by_rank] for role in replicas_by_rank[0]}
 
     @property
     def num_replicas(self) -> int:
@@ -172,10 +173,10 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
         message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
         parts, answers = await self._compute(message)
-        found: dict[int, list[Any]] = {}
+        outputs_by_index: dict[int, list[Any]] = {}
         for part, outputs in zip(parts, answers, strict=True):
-            found |= zip(part, outputs, strict=True)
-        return [found[i] for i in range(len(micro_batches))]
+            outputs_by_index |= zip(part, outputs, strict=True)
+        return [outputs_by_index[i] for i in range(len(micro_batches))]
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
         _, answers = await self._compute(TrainStep(role=role, micro_batches=micro_batches))
@@ -198,12 +199,12 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         replicas = self._replicas[message.role]
         parts, messages = deal_message(message, [self._cost_of(batch) for batch in message.micro_batches], replicas)
         async with self._turn:
-            asked = asyncio.create_task(asyncio.to_thread(self._ask, messages))
+            asking = asyncio.create_task(asyncio.to_thread(self._ask, messages))
             try:
-                of_ranks = await asyncio.shield(asked)
+                of_ranks = await asyncio.shield(asking)
             except asyncio.CancelledError:
                 # The next answers of the ranks are those to this call.
-                await asyncio.wait([asked])
+                await asyncio.wait([asking])
                 raise
         of_replica = dict(zip((replica for replica, _ in reversed(replicas)), reversed(of_ranks), strict=True))
         return parts, [of_replica[replica] for replica in range(len(parts))]
@@ -231,7 +232,10 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         assert self._write is not None, "write_weights is None; expected a function for local ranks"
         message = _ExportWeights(averaged=averaged, path=path, write=self._write)
         answers = self._ask([message] * len(self._processes))
-        return answers[0][0], {name: digest for _, digests in answers for name, digest in digests.items()}
+        all_digests: dict[str, Any] = {}
+        for _, digests in answers:
+            all_digests.update(digests)
+        return answers[0][0], all_digests
 
     def _send(self, messages: Sequence[Message]) -> None:
         for connection, message in zip(self._connections, messages, strict=True):
@@ -244,7 +248,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         last_heartbeats = [0] * len(self._connections)
         num_silent = [0] * len(self._connections)
         while len(answers) < len(self._connections):
-            waiting = [own for rank, own in enumerate(self._connections) if rank not in answers]
+            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
             ready = wait(waiting, timeout=_POLL_EVERY_S)
             for connection in ready:
                 rank = self._connections.index(connection)
@@ -295,7 +299,8 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
 
     def _end(self, *, kill: bool = False) -> None:
         """End all ranks: at once, or as they see that their pipes are closed."""
-        connections, self._connections = self._connections, []
+        connections = self._connections
+        self._connections = []
         self._is_asking = False
         if kill:
             # Before the pipes are closed: another thread may wait for answers.

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import ray
@@ -43,14 +44,14 @@ ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 class ActorGroup(ABC):
     """Actors that are called together; they have a method ``is_alive`` that answers whatever they do."""
 
-    kind: ClassVar[str]
+    noun: ClassVar[str]
     """The word for one of them."""
     death_error: ClassVar[type[ControllerError]]
 
     heartbeat_timeout_s: float = field(default=120.0, kw_only=True)
     """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
     actors: Sequence[Any] = ()
-    places: Sequence[str] = ()
+    locations: Sequence[str] = ()
     """Process and node of each actor, in words; empty: they have not started."""
 
     @abstractmethod
@@ -59,7 +60,7 @@ class ActorGroup(ABC):
 
     def name(self, rank: int) -> str:
         """Return which actor it is, and where."""
-        return f"{self.kind} {rank}, {self.places[rank] if self.places else 'which had not started'},"
+        return f"{self.noun} {rank}, {self.locations[rank] if self.locations else 'which had not started'},"
 
     def death(self, rank: int, error: RayActorError) -> ControllerError:
         """Return the error that says how an actor died."""
@@ -77,19 +78,20 @@ class ActorGroup(ABC):
         Raises:
             Exception: the first cause of an error: the `death` or `silence` of an actor, or else the first `failure`.
         """
-        asked = {rank: future_of(call) for rank, call in calls.items()}
-        await self._wait(asked.values())
-        if errors := _errors(asked):
+        replies = {rank: future_of(call) for rank, call in calls.items()}
+        await self._wait(replies.values())
+        errors = _errors(replies)
+        if errors:
             rank, error = next(iter(errors.items()))
             for dead, death in {**errors, **await self._news(errors)}.items():
                 if isinstance(death, RayActorError) and _is_death(death):
                     raise self.death(dead, death) from None
             raise self.failure(rank, error) from None
-        return {rank: reply.result() for rank, reply in asked.items()}
+        return {rank: reply.result() for rank, reply in replies.items()}
 
-    async def _wait(self, asked: "Iterable[asyncio.Future[Any]]") -> None:
+    async def _wait(self, replies: "Iterable[asyncio.Future[Any]]") -> None:
         """Wait for all answers, or for one that is an error; raise `silence` if an actor shows no sign of life."""
-        pending = set(asked)
+        pending = set(replies)
         heartbeats: Heartbeats | None = None
         while pending:
             done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
@@ -117,7 +119,7 @@ class Heartbeats:
     def __init__(self, group: ActorGroup) -> None:
         self._group = group
         self._calls = [actor.is_alive.remote().future() for actor in group.actors]
-        self._has_started = [bool(group.places)] * len(group.actors)
+        self._has_started = [bool(group.locations)] * len(group.actors)
         self._num_silent = [0] * len(group.actors)
 
     def check(self) -> None:
@@ -146,10 +148,10 @@ def future_of(call: Any) -> "asyncio.Future[Any]":
 
 async def answers_in_time(calls: Iterable[Any]) -> list[Any]:
     """Return the answers to calls of actors; None for each that fails or takes long."""
-    asked = [future_of(call) for call in calls]
-    if asked:
-        await asyncio.wait(asked, timeout=_ANSWER_TIMEOUT_S)
-    return [reply.result() if reply.done() and not reply.exception() else None for reply in asked]
+    replies = [future_of(call) for call in calls]
+    if replies:
+        await asyncio.wait(replies, timeout=_ANSWER_TIMEOUT_S)
+    return [reply.result() if reply.done() and not reply.exception() else None for reply in replies]
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -159,8 +161,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _errors(replies: "Mapping[int, asyncio.Future[Any]]") -> dict[int, BaseException]:
     """Return the errors of those that are done."""
-    found = {rank: reply.exception() for rank, reply in replies.items() if reply.done()}
-    return {rank: error for rank, error in found.items() if error is not None}
+    errors = {rank: reply.exception() for rank, reply in replies.items() if reply.done()}
+    return {rank: error for rank, error in errors.items() if error is not None}
 
 
 def _is_death(error: BaseException) -> bool:
@@ -172,9 +174,9 @@ def _reason_of(error: RayActorError) -> str:
     """Return in a few words why an actor died."""
     if isinstance(error, ActorUnavailableError):
         return "it cannot be reached"
-    found = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
-    kind = next((g for g in found.groups() if g), "") if found else ""
-    return _DEATHS.get(kind) or str(error).strip().rpartition("\n")[2]
+    match = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
+    exit_type = next((g for g in match.groups() if g), "") if match else ""
+    return _DEATHS.get(exit_type) or str(error).strip().rpartition("\n")[2]
 
 
 @dataclass(eq=False)
@@ -210,9 +212,9 @@ class RoleActors(Generic[ConfigT]):
         Actors that answer stay. Where a role has too many, they get an engine of another role, in the same process.
         In turns, judges have actors of their own, each on the device of an engine.
         """
-        wanted: dict[ActorRole, int] = {"engine": sizes.engines, LENT: sizes.num_lent, **sizes.judges}
+        target_sizes: dict[ActorRole, int] = {"engine": sizes.engines, LENT: sizes.num_lent, **sizes.judges}
         if self._is_in_turns and (
-            any(len(handles) != wanted[role] for role, handles in self.handles.items())
+            any(len(handles) != target_sizes[role] for role, handles in self.handles.items())
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
             or await self._have_moved()
         ):
@@ -222,7 +224,7 @@ class RoleActors(Generic[ConfigT]):
         spare: list[Any] = []
         for role, handles in self.handles.items():
             # Judges that are to share devices with engines give up their own.
-            num_kept = 0 if role != "engine" and sizes.in_turns and not self._is_in_turns else wanted[role]
+            num_kept = 0 if role != "engine" and sizes.in_turns and not self._is_in_turns else target_sizes[role]
             if handles and len(handles) != num_kept:
                 answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
                 await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
@@ -231,7 +233,7 @@ class RoleActors(Generic[ConfigT]):
                 spare += there[num_kept:]
         self._is_in_turns = sizes.in_turns
         for role, handles in self.handles.items():
-            while len(handles) < wanted[role]:
+            while len(handles) < target_sizes[role]:
                 process = role, self._num_made[role]
                 factory = self.factory(role, config, process)
                 self._num_made[role] += 1
@@ -239,10 +241,14 @@ class RoleActors(Generic[ConfigT]):
                 if spare and neighbour is None:
                     handle = spare.pop().becoming(factory)
                 else:
-                    handle = await self._started(factory, config, neighbour)
+                    handle = await self._start_actor(factory, config, neighbour)
                 is_fixed = sizes.in_turns or role == LENT
-                others = [] if is_fixed else [other for other in self.handles if other not in (role, LENT)]
-                handle = handle.lendable(role, {other: self.factory(other, config, process) for other in others})
+                other_roles = (
+                    [] if is_fixed else [other_role for other_role in self.handles if other_role not in (role, LENT)]
+                )
+                handle = handle.lendable(
+                    role, {other_role: self.factory(other_role, config, process) for other_role in other_roles}
+                )
                 handles.append(handle)
         await self._end(spare)
 
@@ -253,22 +259,25 @@ class RoleActors(Generic[ConfigT]):
 
     async def _have_moved(self) -> bool:
         """Return whether a judge is not there, or on another node than the engine whose device it shares."""
-        pairs = [pair for judges in self._judges for pair in zip(judges, self.handles["engine"], strict=True)]
-        calls = [handle.actor.__ray_call__.remote(_device) for pair in pairs for handle in pair]
-        found = await answers_in_time(calls)
+        calls: list[Any] = []
+        for judges in self._judges:
+            for judge, engine in zip(judges, self.handles["engine"], strict=True):
+                calls.append(judge.actor.__ray_call__.remote(_device))
+                calls.append(engine.actor.__ray_call__.remote(_device))
+        devices = await answers_in_time(calls)
         return any(
             judge is None or engine is None or judge.node != engine.node
-            for judge, engine in zip(found[::2], found[1::2], strict=True)
+            for judge, engine in zip(devices[::2], devices[1::2], strict=True)
         )
 
     async def devices(self) -> list[Device]:
         """Return the devices of the actors once they have started, in the order of `DeviceMap.of`."""
-        own = [*self.handles["engine"]]
+        handles = [*self.handles["engine"]]
         if not self._is_in_turns:
             # With one judge, the last engines of the policy become the last of the judge.
-            own += reversed([handle for judges in self._judges for handle in judges])
-        own += self.handles.get(LENT, [])
-        return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in own))
+            handles += reversed([*chain.from_iterable(self._judges)])
+        handles += self.handles.get(LENT, [])
+        return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in handles))
 
     async def end_turn(self, *, timeout_s: float) -> None:
         """Put the engines on devices of ranks to sleep; those that do not answer in time have died."""
@@ -284,7 +293,7 @@ class RoleActors(Generic[ConfigT]):
     def _with_ranks(self) -> list[Any]:
         """The handles of the engines that take turns with ranks: the lent ones or, without any, those of all roles."""
         roles = [LENT] if LENT in self.handles else [*self.handles]
-        return [handle for role in roles for handle in self.handles[role]]
+        return list(chain.from_iterable(self.handles[role] for role in roles))
 
     async def _sleep(self, handle: Any, timeout_s: float) -> None:
         engine = await self.connect(handle, start_timeout_s=timeout_s)
@@ -311,11 +320,12 @@ class RoleActors(Generic[ConfigT]):
 
     async def close(self) -> None:
         """End all actors."""
-        await self._end([handle for handles in self.handles.values() for handle in handles])
+        await self._end(list(chain.from_iterable(self.handles.values())))
 
-    async def _started(self, factory: Factory, config: ConfigT, neighbour: Any) -> Any:
+    async def _start_actor(self, factory: Factory, config: ConfigT, neighbour: Any) -> Any:
         """Start an actor, on the device of a neighbour if it has one."""
-        num_threads, size = max(1, config.threads // config.sizes.num_engine_places), config.sizes.devices_per_engine
+        num_threads = max(1, config.threads // config.sizes.num_engine_places)
+        size = config.sizes.devices_per_engine
         if neighbour is not None:
             device: Device = await neighbour.actor.__ray_call__.remote(_device)
             factory = partial(_on_gpus, device.gpus, factory)

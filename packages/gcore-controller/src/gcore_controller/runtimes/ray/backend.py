@@ -48,10 +48,10 @@ class Placement(Protocol):
         ...
 
     def observe_wave(self, wave: Round) -> None:
-        """Take in a wave of sampling that another one follows in the same step."""
+        """Observe a wave of sampling that is not the last one of its step."""
 
     def observe(self, metrics: Mapping[str, float], last: Round) -> None:
-        """Take in a step, and its last round: what is left of it after the waves that were taken in."""
+        """Observe a step, and its last round: the rest of the step after the waves that were observed."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
@@ -129,7 +129,7 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges={role: own for role, own in self.engines.handles.items() if role not in ("engine", LENT)},
+            judges={role: handles for role, handles in self.engines.handles.items() if role not in ("engine", LENT)},
             lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
@@ -161,12 +161,12 @@ class RayBackend(Generic[JobT, ConfigT]):
                 # The others wait for the one that failed, and would not answer.
                 self.learner.kill()
             raise error
-        before = self._capacity.whole
+        before = self._capacity.fitting_sizes
         keeps_models = await self._settle(keeps_models=keeps_models)
         if self.after_end is not None:
             await self.after_end()
-        if self._capacity.whole != before:
-            done = f"the run has {self._capacity.whole} now, of {self._asked.sizes}"
+        if self._capacity.fitting_sizes != before:
+            done = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
         return Recovery(
             message=f"{error}; {done}" if done else str(error),
             keeps_models=keeps_models,
@@ -211,8 +211,11 @@ class RayBackend(Generic[JobT, ConfigT]):
             placement.observe(event.metrics, event.last)
         if isinstance(event, Reached) and not event.is_last:
             self._capacity.check_growth()
-            if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
-                raise PlacementMovedError(_move(now, sizes))
+            if placement is not None:
+                sizes = placement.sizes
+                now = self.config.sizes
+                if sizes != now:
+                    raise PlacementMovedError(_move(now, sizes))
 
     async def _arrange_engines(self, sizes: Sizes) -> None:
         """Have the controllers bring the engines of their roles to the sizes, if all of them have some of each role.
@@ -278,7 +281,8 @@ class RayBackend(Generic[JobT, ConfigT]):
             # The trainer has the first turn.
             await self.engines.sleep(timeout_s=config.ray.timeout_s)
             devices = await self.engines.devices()
-        before, self._devices = self._devices, DeviceMap.of(config.sizes, devices)
+        before = self._devices
+        self._devices = DeviceMap.of(config.sizes, devices)
         keeps_models = keeps_models and self._devices.ranks == before.ranks
         if not keeps_models:
             await self.learner.start(

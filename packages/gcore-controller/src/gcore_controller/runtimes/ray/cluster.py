@@ -59,7 +59,8 @@ def connect(address: str | None = None, **options: Any) -> None:
         with _private_token_file():
             ray.init(address=address, **options)
     except RuntimeError as error:
-        if (versions := _VERSIONS.search(str(error))) is None:
+        versions = _VERSIONS.search(str(error))
+        if versions is None:
             raise
         raise ClusterError(
             f"the cluster runs Ray {versions[1]} with Python {versions[2]}; expected those of this process: "
@@ -120,7 +121,7 @@ def check_token(address: str | None = None) -> None:
 
 @contextmanager
 def _private_token_file() -> Generator[None]:
-    """Let no other user read the token that Ray writes to a file for a new cluster on this machine."""
+    """Make the token file that Ray writes for a new cluster on this machine readable by this user alone."""
     file = Path.home() / ".ray" / "auth_token"
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
@@ -138,17 +139,17 @@ def _token(error: AuthenticationError) -> str:
     """Return in words what is wrong with the token, and what is expected."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     if "RAY_AUTH_TOKEN_PATH" in str(error.message):
-        found = error.message
+        problem = error.message
     elif mode not in ("", "token"):
-        found = f"RAY_AUTH_MODE is {mode!r}, so no token was sent"
+        problem = f"RAY_AUTH_MODE is {mode!r}, so no token was sent"
     elif not mode or "no authentication token" in error.message:
-        found = "it has no token"
+        problem = "it has no token"
     elif "RAY_AUTH_TOKEN" in os.environ:
-        found = "the token in RAY_AUTH_TOKEN is not the cluster's"
+        problem = "the token in RAY_AUTH_TOKEN is not the cluster's"
     else:
-        found = f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH') or '~/.ray/auth_token'} is not the cluster's"
+        problem = f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH') or '~/.ray/auth_token'} is not the cluster's"
     return (
-        f"{found}; expected the token that the cluster was started with (`ray get-auth-token` on its head prints it) "
+        f"{problem}; expected the token that the cluster was started with (`ray get-auth-token` on its head prints it) "
         "in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token, with RAY_AUTH_MODE "
         "unset or 'token'"
     )
@@ -190,9 +191,9 @@ def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
 def free_resources() -> str:
     """Return in words the resources that no process has reserved."""
     free: Mapping[str, float] = ray.available_resources()
-    own = {"CPU": 0.0} | {n: amount for n, amount in free.items() if "_group_" not in n and ":" not in n}
-    memory = {name: own.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
-    counts = [f"{amount:g} {name}" for name, amount in own.items()]
+    amounts = {"CPU": 0.0} | {n: amount for n, amount in free.items() if "_group_" not in n and ":" not in n}
+    memory = {name: amounts.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
+    counts = [f"{amount:g} {name}" for name, amount in amounts.items()]
     return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
 
 
@@ -210,12 +211,12 @@ def has_capacity(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bo
     """Return whether each process fits on one of the nodes, if no other run uses them."""
     free = [defaultdict(float, node) for node in nodes]
     for need in sorted(_needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True):
-        place = next((f for f in free if all(f[name] >= amount for name, amount in need.items())), None)
-        if place is None:
+        node = next((f for f in free if all(f[name] >= amount for name, amount in need.items())), None)
+        if node is None:
             return False
         for name, amount in need.items():
             # Ray counts in ten-thousandths.
-            place[name] = round(place[name] - amount, 4)
+            node[name] = round(node[name] - amount, 4)
     return True
 
 
@@ -226,32 +227,37 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
         ClusterError: the nodes lack the capacity for one process of each role.
     """
     nodes = list(nodes)
-    whole, unit = config.sizes, config.rank_unit
-    counts = (whole.controllers, whole.engines, whole.ranks // unit, *whole.judges.values())
-    sizes = whole
-    for fraction in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
+    full_sizes = config.sizes
+    unit = config.rank_unit
+    counts = (full_sizes.controllers, full_sizes.engines, full_sizes.ranks // unit, *full_sizes.judges.values())
+    sizes = full_sizes
+    fractions: set[float] = set()
+    for count in counts:
+        fractions.update(i / count for i in range(1, count + 1))
+    for fraction in sorted(fractions, reverse=True):
         controllers, engines, units, *judges = (
             min(count, max(1, math.floor(count * fraction + 1e-9))) for count in counts
         )
         controllers = min(controllers, engines or controllers)
         sizes = replace(
-            whole,
+            full_sizes,
             controllers=controllers,
             engines=engines,
-            judges=dict(zip(whole.judges, judges, strict=True)),
+            judges=dict(zip(full_sizes.judges, judges, strict=True)),
             ranks=units * unit,
         )
         if has_capacity(nodes, config, sizes):
             return sizes
     needs = {name: sum(need[name] for need in _needs(config, sizes)) for name in ("CPU", "GPU")}
-    wanted = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
+    total_needs = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
     have = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in needs) for node in nodes)
-    raise ClusterError(f"{sizes} need {wanted}: the cluster's nodes have {have or 'ended'}")
+    raise ClusterError(f"{sizes} need {total_needs}: the cluster's nodes have {have or 'ended'}")
 
 
 def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     """Return the resources that each process reserves."""
-    cpus, is_on_gpu = config.ray.cpus_per_process, config.device.startswith("cuda")
+    cpus = config.ray.cpus_per_process
+    is_on_gpu = config.device.startswith("cuda")
     controller = {"CPU": cpus, "GPU": config.gpus_per_controller}
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     engine = {name: amount * sizes.devices_per_engine for name, amount in engine.items()}
@@ -263,7 +269,7 @@ class CapacityWatch:
     """Compares the nodes of a cluster with those that a run was sized for."""
 
     def __init__(self, config: SizedConfig) -> None:
-        self.whole = config.sizes
+        self.fitting_sizes = config.sizes
         """The largest sizes that fitted when `size` was called last."""
         self._config = config
         self._nodes: dict[str, Node] = {}
@@ -274,13 +280,13 @@ class CapacityWatch:
         """Return the largest sizes that fit now, or raise `ClusterError` if none do."""
         self._nodes = _alive_nodes()
         if self._config.ray.elastic:
-            self.whole = largest(self._nodes.values(), self._config)
-        return self.whole
+            self.fitting_sizes = largest(self._nodes.values(), self._config)
+        return self.fitting_sizes
 
     @property
     def shortfall(self) -> str:
-        asked = self._config.sizes
-        return "" if asked == self.whole else f"the cluster has capacity for {self.whole}, of {asked}"
+        sizes = self._config.sizes
+        return "" if sizes == self.fitting_sizes else f"the cluster has capacity for {self.fitting_sizes}, of {sizes}"
 
     async def loss(self, sizes: Sizes) -> CapacityChangedError:
         """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
@@ -299,6 +305,6 @@ class CapacityWatch:
         if not self.shortfall or names <= self._nodes.keys() or time.monotonic() < since_s + _SETTLED_S:
             return
         nodes = _alive_nodes()
-        if largest(nodes.values(), self._config) != self.whole:
+        if largest(nodes.values(), self._config) != self.fitting_sizes:
             joined = ", ".join(name for name in nodes if name not in self._nodes)
             raise CapacityChangedError(f"node {joined} has joined")

@@ -56,8 +56,12 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._run_number = number
         self._tickets = TicketCounters()
         # A task that is left over from an earlier run must not interfere with this one.
-        send, take_tickets = partial(self._send, number), partial(self._take_tickets_at, number)
-        self._collectives = PeerCollectives(self._rank, self._world_size, send=send, take_tickets=take_tickets)
+        self._collectives = PeerCollectives(
+            self._rank,
+            self._world_size,
+            send=partial(self._send, number),
+            take_tickets=partial(self._take_tickets_at, number),
+        )
         self._timer = StageTimer()
         self._reports: asyncio.Queue[tuple[Any, asyncio.Future[None]]] = asyncio.Queue()
         self._last_report: asyncio.Future[None] | None = None
@@ -137,9 +141,9 @@ class ControllerActor(Generic[RolesT, ResultT]):
 
     async def _report(self, rank: int, value: Any) -> None:
         del rank
-        taken = asyncio.get_running_loop().create_future()
-        self._reports.put_nowait((value, taken))
-        await taken
+        delivered = asyncio.get_running_loop().create_future()
+        self._reports.put_nowait((value, delivered))
+        await delivered
 
     async def _take_tickets_at(self, run_number: int, rank: int, count: int, counter: str, limit: int | None) -> range:
         if rank == self._rank:
@@ -176,7 +180,7 @@ async def run_ray(
 class _Controllers(ActorGroup):
     """The controllers of one run."""
 
-    kind = "controller"
+    noun = "controller"
     death_error = ControllerDiedError
 
     def failure(self, rank: int, error: BaseException) -> BaseException:
@@ -189,7 +193,9 @@ class RayControllers:
     """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`."""
 
     def __init__(self, bundle: dict[str, float], *, world_size: int, start_timeout_s: float) -> None:
-        self._bundle, self._world_size, self._start_timeout_s = bundle, world_size, start_timeout_s
+        self._bundle = bundle
+        self._world_size = world_size
+        self._start_timeout_s = start_timeout_s
         self._placement: Any = None
         self._controllers: list[Any] = []
         self._num_runs = 0
@@ -264,7 +270,7 @@ class RayControllers:
         async with self._turn:
             await self.restore()
             self._num_runs += 1
-            group = await self._introduced()
+            group = await self._introduce()
             packed = ray.put((program, roles))
             calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
             watchers = [_forward_reports(controller, rank, reported) for rank, controller in enumerate(group.actors)]
@@ -316,7 +322,7 @@ class RayControllers:
         self._placement = placement_group([self._bundle] * self._world_size, strategy="SPREAD")
         what = f"{self._world_size} controllers, each with {self._bundle}, found no capacity"
         await _in_time(self._placement.ready(), self._start_timeout_s, what)
-        self._controllers = [self._started(rank) for rank in range(self._world_size)]
+        self._controllers = [self._start_controller(rank) for rank in range(self._world_size)]
 
     def _release(self) -> None:
         """End all controllers, and give their resources back."""
@@ -332,22 +338,26 @@ class RayControllers:
         what = f"{self._world_size} controllers did not all start"
         await _in_time(_Controllers(self._controllers).answers(calls), self._start_timeout_s, what)
 
-    def _started(self, rank: int) -> Any:
+    def _start_controller(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(ControllerActor)
-        place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-        others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
-        num_cpus, num_gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
-        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": others, "scheduling_strategy": place}
-        return make.options(**options).remote(rank, self._world_size)
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+        resources = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
+        actor = make.options(
+            num_cpus=self._bundle["CPU"],
+            num_gpus=self._bundle.get("GPU", 0),
+            resources=resources,
+            scheduling_strategy=strategy,
+        )
+        return actor.remote(rank, self._world_size)
 
-    async def _introduced(self) -> _Controllers:
+    async def _introduce(self) -> _Controllers:
         actors = list(self._controllers)
         calls = {rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)}
         what = f"{self._world_size} controllers did not all start"
-        places = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
-        return _Controllers(actors, [*places.values()])
+        locations = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
+        return _Controllers(actors, [*locations.values()])
 
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
@@ -364,7 +374,7 @@ class RayControllers:
         for rank, has_ended in enumerate(ends):
             if not has_ended:
                 ray.kill(self._controllers[rank])
-                self._controllers[rank] = self._started(rank)
+                self._controllers[rank] = self._start_controller(rank)
                 self._has_replaced = True
 
 

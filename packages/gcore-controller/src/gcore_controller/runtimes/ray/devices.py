@@ -23,12 +23,12 @@ class Device:
     def options(self) -> dict[str, Any]:
         """Options of a further actor there, which reserves nothing and is to set CUDA_VISIBLE_DEVICES itself."""
         # Without `soft`: Ray places an actor that reserves nothing on any node, unless it must not.
-        place = NodeAffinitySchedulingStrategy(self.node, soft=False)
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place}
+        strategy = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
 
     def split(self, count: int) -> list["Device"]:
         """Return the devices, so many, that an engine's ranks are on."""
-        return [Device(self.node, self.gpus[place::count]) for place in range(count)]
+        return [Device(self.node, self.gpus[first::count]) for first in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +52,37 @@ class DeviceMap:
         """
         if sizes.lends_ranks:
             lent = devices[len(devices) - sizes.num_lent :]
-            slots, place = _sorted_slots(lent, sizes), {f"{LENT} {i}": i for i in range(sizes.num_lent)}
-            return cls._with_ranks(slots, sizes, place)
+            slot_of = {f"{LENT} {i}": i for i in range(sizes.num_lent)}
+            return cls._with_ranks(_sorted_slots(lent, sizes), sizes, slot_of)
         if not sizes.ranks_in_turns:
             # At most engines and judges take turns.
-            shared = sizes.judges if sizes.in_turns else {}
-            return cls(names={f"{role} {i}": f"engine {i}" for role, number in shared.items() for i in range(number)})
-        count = len(devices)
-        place = {f"engine {i}": i for i in range(sizes.engines)}
-        judges = [f"{role} {i}" for role, number in sizes.judges.items() for i in range(number)]
-        place |= {name: int(name.split()[1]) if sizes.in_turns else count - 1 - i for i, name in enumerate(judges)}
-        return cls._with_ranks(_sorted_slots(devices, sizes), sizes, place)
+            names: dict[str, str] = {}
+            for role, number in sizes.judges.items() if sizes.in_turns else ():
+                for i in range(number):
+                    names[f"{role} {i}"] = f"engine {i}"
+            return cls(names=names)
+        slot_of = {f"engine {i}": i for i in range(sizes.engines)}
+        last = len(devices) - 1
+        for role, number in sizes.judges.items():
+            for i in range(number):
+                slot_of[f"{role} {i}"] = i if sizes.in_turns else last
+                last -= 1
+        return cls._with_ranks(_sorted_slots(devices, sizes), sizes, slot_of)
 
     @classmethod
     def _with_ranks(
         cls, slots: "Sequence[tuple[int, Device]]", sizes: Sizes, engines: Mapping[str, int]
     ) -> "DeviceMap":
-        place = {**engines, **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}}
+        slot_of = {**engines, **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}}
         return cls(
             ranks=[part for _, part in slots[: sizes.ranks]],
-            names={name: f"device {i}" for name, i in place.items()},
+            names={name: f"device {i}" for name, i in slot_of.items()},
         )
 
 
 def _sorted_slots(devices: Sequence[Device], sizes: Sizes) -> list[tuple[int, Device]]:
     """Return each device that a rank can be on, with the place of the engine's device that it is part of."""
-    slots = [(i, part) for i, device in enumerate(devices) for part in device.split(sizes.devices_per_engine)]
+    slots: list[tuple[int, Device]] = []
+    for i, device in enumerate(devices):
+        slots.extend((i, part) for part in device.split(sizes.devices_per_engine))
     return sorted(slots, key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))

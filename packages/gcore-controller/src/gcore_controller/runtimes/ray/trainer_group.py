@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Generic
 
@@ -69,8 +69,8 @@ class TrainingRank:
         """See `join_ranks`; ranks meet where rank 0 listens. Ray shows each actor its own GPUs only."""
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 
-        with self._listener as own:
-            descriptor = own.detach() if self._rank == 0 else None
+        with self._listener as listener:
+            descriptor = listener.detach() if self._rank == 0 else None
         store = TCPStore(host, port, is_master=self._rank == 0, wait_for_workers=False, master_listen_fd=descriptor)
         device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
         self._worker, replicas = join_ranks(self._spec, self._rank, store, device)
@@ -102,7 +102,7 @@ class TrainingRank:
 class RankHandles(ActorGroup):
     """The ranks of a group, for the processes that ask them."""
 
-    kind = "training rank"
+    noun = "training rank"
     death_error = RankError
 
     replicas: Mapping[str, Sequence[Replica]] = field(default_factory=dict[str, Sequence[Replica]])
@@ -143,21 +143,20 @@ class RayTrainerGroup(MessageTrainerGroup):
         self.kill()
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(TrainingRank)
-        own: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        default_options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
         actors: list[Any] = []
         for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
-            options, gpus = own, None
-            if device is not None:
-                options, gpus = device.options, device.gpus
+            options = default_options if device is None else device.options
+            gpus = None if device is None else device.gpus
             actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
         self.ranks = RankHandles(
             actors, expected_errors=spec.expected_errors, heartbeat_timeout_s=spec.heartbeat_timeout_s
         )
         try:
             async with asyncio.timeout(timeout_s):
-                found = await self.ranks.answers({rank: actor.place.remote() for rank, actor in enumerate(actors)})
-                self.ranks = replace(self.ranks, places=[place for place, _ in found.values()])
-                _, address = found[0]
+                addresses = await self.ranks.answers({rank: actor.place.remote() for rank, actor in enumerate(actors)})
+                self.ranks = replace(self.ranks, locations=[location for location, _ in addresses.values()])
+                _, address = addresses[0]
                 joined = await self.ranks.answers({rank: a.join.remote(*address) for rank, a in enumerate(actors)})
         except TimeoutError:
             raise ClusterError(
@@ -233,10 +232,13 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
     def __post_init__(self) -> None:
         # Those that this controller asks to do what all do.
         self._own_ranks = range(self.group.rank, len(self.ranks.actors), self.group.world_size)
-        self._turns, self._choice = None, TurnChoice(self.lending, self.group, self.devices)
+        self._turns = None
+        self._choice = TurnChoice(self.lending, self.group, self.devices)
         if self.sharing:
-            policy, *others = self.sharing
-            self._turns = DeviceTurns(self, policy, others, devices=self.devices, ranks=self._own_ranks, current=None)
+            policy, *other_engines = self.sharing
+            self._turns = DeviceTurns(
+                self, policy, other_engines, devices=self.devices, ranks=self._own_ranks, current=None
+            )
 
     @property
     def num_replicas(self) -> int:
@@ -244,13 +246,13 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
 
     async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
         message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
-        answers, parts, owners = await self._computed(message)
+        answers, parts, owners = await self._compute(message)
         back: list[list[tuple[int, Any]]] = [[] for _ in range(self.group.world_size)]
         for replica, outputs in answers.items():
             for i, of_batch in zip(parts[replica], outputs, strict=True):
-                owner, place = owners[i]
-                back[owner].append((place, of_batch))
-        received = [entry for part in await self.group.all_to_all(back) for entry in part]
+                owner, position = owners[i]
+                back[owner].append((position, of_batch))
+        received = chain.from_iterable(await self.group.all_to_all(back))
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
 
     @property
@@ -259,15 +261,18 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         message = Score(role=role, micro_batches=[put(list(micro_batch))], with_routing=False)
-        [outputs] = (await self._asked("prepare", {0: message}))[0]
+        [outputs] = (await self._ask("prepare", {0: message}))[0]
         return outputs
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        answers, _, owners = await self._computed(TrainStep(role=role, micro_batches=micro_batches))
+        answers, _, owners = await self._compute(TrainStep(role=role, micro_batches=micro_batches))
         return await self.group.broadcast(answers.get(0)) if owners else {}
 
     async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self._turns is None or (turn := await self._choice.chosen(turn, timer)) == self._turns.current:
+        if self._turns is None:
+            return
+        turn = await self._choice.choose(turn, timer)
+        if turn == self._turns.current:
             return
         with self._choice.swapping(timer):
             # No controller's calls are cut short, and nothing wakes where something of another controller is awake.
@@ -298,37 +303,46 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
 
     async def check_policy(self, policy: PolicyEngine) -> None:
         parts = await self._of_ranks(lambda rank: rank.digests.remote())
-        await check_weights(policy, {name: digest for part in parts for name, digest in part.items()})
+        all_digests: dict[str, Any] = {}
+        for digests in parts:
+            all_digests.update(digests)
+        await check_weights(policy, all_digests)
         await self.group.barrier()
 
     async def _of_ranks(self, ask: Callable[[Any], Any]) -> list[Any]:
         """Return the answers of all ranks, of which this controller asks its own."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
             answers = await self.ranks.answers({rank: ask(self.ranks.actors[rank]) for rank in self._own_ranks})
-        return [part for parts in await self.group.all_gather(list(answers.values())) for part in parts]
+        return list(chain.from_iterable(await self.group.all_gather(list(answers.values()))))
 
-    async def _asked(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
+    async def _ask(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Return the answers of ranks, which are in this stage meanwhile."""
         with self.devices.stage(stage, *map(rank_name, messages)):
             calls = {rank: self.ranks.actors[rank].ask.remote(message) for rank, message in messages.items()}
             return await self.ranks.answers(calls)
 
-    async def _computed(self, message: Computation) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
+    async def _compute(self, message: Computation) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
         """Have all replicas compute, and return the answers of those that this controller asks.
 
         Also return the indices of each replica's micro-batches, and each one's controller, with its index there.
         """
-        own = [(put(list(batch)), self.cost_of(batch)) for batch in message.micro_batches]
-        everyones = await self.group.all_gather(own)
-        owners = [(owner, place) for owner, part in enumerate(everyones) for place in range(len(part))]
+        micro_batches = [(put(list(batch)), self.cost_of(batch)) for batch in message.micro_batches]
+        everyones = await self.group.all_gather(micro_batches)
+        owners: list[tuple[int, int]] = []
+        batches: list[Any] = []
+        costs: list[float] = []
+        for owner, entries in enumerate(everyones):
+            for position, (batch, cost) in enumerate(entries):
+                owners.append((owner, position))
+                batches.append(batch)
+                costs.append(cost)
         if not owners:
             return {}, [], []
-        batches, costs = zip(*(entry for part in everyones for entry in part), strict=True)
         replicas = self.ranks.replicas[message.role]
         parts, messages = deal_message(replace(message, micro_batches=batches), costs, replicas)
         size = self.group.world_size
         own_ranks = [rank for rank, (replica, _) in enumerate(replicas) if replica % size == self.group.rank]
         stage = "train" if isinstance(message, TrainStep) else "prepare"
-        answers = await self._asked(stage, {rank: messages[rank] for rank in own_ranks})
+        answers = await self._ask(stage, {rank: messages[rank] for rank in own_ranks})
         # All ranks of a replica have the same answer.
         return {replicas[rank][0]: answer for rank, answer in reversed(answers.items())}, parts, owners
