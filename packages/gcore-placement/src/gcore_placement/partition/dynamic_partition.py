@@ -70,7 +70,7 @@ class DynamicPartition:
         check_above_0("size", size)
         num_roles = len(self.space.roles)
         for index, load in enumerate(loads):
-            if not isinstance(load, RoleLoad):
+            if not isinstance(load, RoleLoad):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an untyped caller
                 raise refusal(f"loads[{index}]", load, "a RoleLoad")
         if len(loads) != num_roles:
             raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
