@@ -12,7 +12,7 @@ from types import FrameType
 gc.set_threshold(10_000, 50, 100)
 
 _find_spec = importlib.util.find_spec
-_UNSEEN = {"bitsandbytes", "boto3", "scipy", "sklearn"}
+_UNSEEN = {"bitsandbytes", "boto3", "sklearn"}
 """What libraries import where they find it, for features that are not used here; it takes seconds."""
 
 
