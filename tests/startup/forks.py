@@ -135,6 +135,9 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
 
     _place(dict(zip(request["files"], files, strict=True)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["command"][0] != "-c":
+        # Ray ends the process group of a worker with it: that must not be the group of the tests.
+        os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
