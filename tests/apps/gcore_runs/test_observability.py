@@ -38,7 +38,7 @@ from gcore_llm.cli import main, own_data
 from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import start_policy
-from gcore_rollout import EngineReplicas, Request, SamplingParams
+from gcore_rollout import EngineReplicas, FailureLog, Request, SamplingParams
 from gcore_rollout.rewards.reward import warn_of_slow_call
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
@@ -700,10 +700,12 @@ def test_control_characters_from_outside_are_escaped() -> None:
     assert output.getvalue() == "failed: [/red] \\x1b[2J\n"
 
 
-async def test_a_slow_reward_of_a_controller_is_announced() -> None:
-    """From a thread of its own, and only while the controller runs."""
+async def test_a_slow_reward_of_a_controller_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    """From a thread of its own, and only while the controller runs; failures are in the log alone."""
     lines: list[str] = []
+    caplog.set_level(logging.INFO)
     with announce_slow_calls(lines.append):
+        FailureLog().failed(ValueError("no number"))
         await asyncio.to_thread(warn_of_slow_call, "reward 'mine' on prompt 'p'")
         await asyncio.sleep(0)
     warn_of_slow_call("another")

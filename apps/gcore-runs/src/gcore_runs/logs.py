@@ -102,7 +102,7 @@ def announce_slow_calls(announce: Callable[[str], None]) -> Generator[None]:
 
     ``announce`` is called in this event loop: a reward that blocks it delays the line until the call returns.
     """
-    logger = logging.getLogger("gcore_rollout.rewards.reward")
+    logger = logging.getLogger("gcore_rollout.rewards.slow_calls")
     handler = _Announcing(asyncio.get_running_loop(), announce)
     logger.addHandler(handler)
     try:

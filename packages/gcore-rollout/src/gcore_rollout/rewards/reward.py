@@ -1,4 +1,4 @@
-"""Rewards: the forms of a function that scores, its results and their metrics, and threads for one that blocks."""
+"""Rewards: the forms of a function that scores, its results and metrics, and threads and warnings for a slow one."""
 
 import asyncio
 import contextvars
@@ -29,6 +29,8 @@ SLOW_S = 5.0
 CHECK_S = 1.0
 """Seconds between two looks at the calls that run."""
 _logger = logging.getLogger(__name__)
+_slow_calls_logger = logging.getLogger("gcore_rollout.rewards.slow_calls")
+"""Of warnings of slow calls alone, which an app may show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +296,7 @@ def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
 
 def warn_of_slow_call(call: str) -> None:
     """Log that a call has been running for ``SLOW_S``."""
-    _logger.warning("%s has been running for %g s", call, SLOW_S)
+    _slow_calls_logger.warning("%s has been running for %g s", call, SLOW_S)
 
 
 class SlowCalls:
