@@ -86,7 +86,8 @@ def serve() -> None:
     commands: set[int] = set()
     while True:
         sources = forks.sources()
-        ready, _, _ = select.select([sys.stdin, *sources], [], [], 0.1)
+        # The end of a fork wakes nothing: poll while there are forks, whose connections follow the listener.
+        ready, _, _ = select.select([sys.stdin, *sources], [], [], 0.1 if len(sources) > 1 else None)
         forks.reap()
         for source in sources:
             if source in ready:

@@ -19,17 +19,6 @@ SOCKET = "GCORE_TESTS_FORKS"
 """The variable with the path of the server's socket; next to it, `parent_of` finds whose place a fork has."""
 
 
-def is_heavy(command: list[str]) -> bool:
-    """Whether a Python with these arguments is worth a fork: a worker of Ray or a fork server."""
-    match command:
-        case ["-c", code]:
-            return code.startswith("from multiprocessing.forkserver import ")
-        case [path, *_]:
-            return path.endswith("/default_worker.py")
-        case _:
-            return False
-
-
 def run_in_a_fork(command: list[str]) -> None:
     """Have these arguments of Python run in a fork with our files and environment, and end as it ends.
 
@@ -132,7 +121,6 @@ def _parent_file(folder: Path, pid: int) -> Path:
 
 def _run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that asks: with its files under the numbers that they have there."""
-
     _place(dict(zip(request["files"], files, strict=True)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["command"][0] != "-c":

@@ -34,11 +34,22 @@ class _NotForPeft:
             raise ModuleNotFoundError(name)
 
 
+def _is_heavy(command: list[str]) -> bool:
+    """Whether a Python with these arguments is worth a fork: a worker of Ray or a fork server."""
+    match command:
+        case ["-c", code]:
+            return code.startswith("from multiprocessing.forkserver import ")
+        case [path, *_]:
+            return path.endswith("/default_worker.py")
+        case _:
+            return False
+
+
 importlib.util.find_spec = _find_without_extras
 sys.meta_path.insert(0, _NotForPeft())  # pyright: ignore[reportArgumentType]  # a finder needs no more
 
-if "GCORE_TESTS_FORKS" in os.environ:
+if "GCORE_TESTS_FORKS" in os.environ and _is_heavy(sys.orig_argv[1:]):
+    # In the few processes that need it: it imports more than Python does at its start.
     import forks
 
-    if forks.is_heavy(sys.orig_argv[1:]):
-        forks.run_in_a_fork(sys.orig_argv[1:])
+    forks.run_in_a_fork(sys.orig_argv[1:])

@@ -1,4 +1,4 @@
-"""The interface of objectives of language models, and the aggregation of token losses.
+"""The interface of objectives of language models, fields of their samples as tensors, and aggregation of token losses.
 
 An objective turns a micro-batch's scores into its part of the batch's loss. Parts add up, over micro-batches and over
 ranks, so a batch's gradient does not depend on how it is split. Shapes: N response tokens of any number of sequences,
