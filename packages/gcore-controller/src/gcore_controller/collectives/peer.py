@@ -62,11 +62,11 @@ class _Box:
 
     def fail(self, error: ControllerError) -> None:
         self._error = error
-        for part in self.parts.values():
-            if not part.done():
-                part.set_exception(copy_error(error))
+        for future in self.parts.values():
+            if not future.done():
+                future.set_exception(copy_error(error))
                 # The call that waits here may have been cancelled.
-                part.exception()
+                future.exception()
 
 
 class PeerCollectives(Collectives):

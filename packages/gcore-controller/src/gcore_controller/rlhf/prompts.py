@@ -158,12 +158,12 @@ class SharedPrompts(Generic[RowT]):
         """Prompts of earlier waves, by owner: the tickets of a slice are numbered from the first wave on."""
         self._others: list[int] = []
 
-    async def open(self, prompts: list[tuple[int, RowT]]) -> None:
+    async def open(self, own: list[tuple[int, RowT]]) -> None:
         """Open the next wave, to which each controller brings its slice, in the order in which prompts are taken."""
         for owner, indices in enumerate(self._slices):
             self._num_earlier[owner] += len(indices)
-        self._own = prompts
-        self._slices = await self._group.all_gather([index for index, _ in prompts])
+        self._own = own
+        self._slices = await self._group.all_gather([index for index, _ in own])
         ranks = range(self._group.world_size)
         self._others = [*ranks[self._group.rank + 1 :], *ranks[: self._group.rank]]
 

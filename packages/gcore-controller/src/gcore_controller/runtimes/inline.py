@@ -102,7 +102,7 @@ class InlineGroup:
                 for future in self._rounds.pop(key).waiting.values():
                     _raise_in(future, copy_error(error))
 
-    def mark_returned(self, rank: int) -> None:
+    def returned(self, rank: int) -> None:
         """Record that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
         self._returned[rank] = self.logs[rank].num_calls
         self.logs[rank].close()
@@ -219,7 +219,7 @@ class InlineRun(Generic[RolesT, ResultT]):
             reported=self.reported,
         )
         result = await run_program(self.program, context)
-        self._group.mark_returned(rank)
+        self._group.returned(rank)
         return result
 
 

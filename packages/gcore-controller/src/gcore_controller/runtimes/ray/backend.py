@@ -129,7 +129,7 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges={role: handles for role, handles in self.engines.handles.items() if role not in ("engine", LENT)},
+            judges={role: judges for role, judges in self.engines.handles.items() if role not in ("engine", LENT)},
             lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,

@@ -344,13 +344,12 @@ class RayControllers:
         make = remote(concurrency_groups={"news": 1})(ControllerActor)
         strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
         resources = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
-        actor = make.options(
+        return make.options(
             num_cpus=self._bundle["CPU"],
             num_gpus=self._bundle.get("GPU", 0),
             resources=resources,
             scheduling_strategy=strategy,
-        )
-        return actor.remote(rank, self._world_size)
+        ).remote(rank, self._world_size)
 
     async def _introduce(self) -> _Controllers:
         actors = list(self._controllers)

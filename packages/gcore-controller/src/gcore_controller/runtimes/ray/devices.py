@@ -56,8 +56,9 @@ class DeviceMap:
             return cls._with_ranks(_sorted_slots(lent, sizes), sizes, slot_of)
         if not sizes.ranks_in_turns:
             # At most engines and judges take turns.
+            judges = sizes.judges if sizes.in_turns else {}
             names: dict[str, str] = {}
-            for role, number in sizes.judges.items() if sizes.in_turns else ():
+            for role, number in judges.items():
                 for i in range(number):
                     names[f"{role} {i}"] = f"engine {i}"
             return cls(names=names)
