@@ -221,7 +221,7 @@ class LocalStorage:
         shutil.rmtree(temp)
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of dead writers: only files with the temporary names of this class."""
+        """Remove leftovers of dead writers: only what has a temporary name of this class."""
         for entry in self.path.iterdir():
             try:
                 if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
