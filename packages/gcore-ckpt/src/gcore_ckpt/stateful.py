@@ -32,7 +32,7 @@ def with_state_dicts(state: State) -> State:
 
 
 def template_of(template: State) -> State:
-    """Return `template` with the present state of each object in its place, for `completed`."""
+    """Return `template` with the present state of each object in its place, for `complete_template`."""
     return _replace_objects(template, lambda leaf: _Own(leaf.state_dict()))
 
 
@@ -100,7 +100,7 @@ def _like(sequence: State, items: list[State]) -> State:
 
 
 def _filling(current: State, node: Node | None) -> State:
-    """Return a template of all that is saved at `node`, with the tensors of `own` that have their place there."""
+    """Return a template of all that is saved at `node`, with the tensors of `current` that have their place there."""
     fields = tree.fields_of(node)
     items = tree.items_of(node)
     if fields is not None:

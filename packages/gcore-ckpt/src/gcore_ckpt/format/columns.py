@@ -233,9 +233,12 @@ def _map_references(node: Node, change: Callable[[object, str | None], str | int
     if isinstance(node, list):
         items: list[Node] = node
         return [_map_references(item, change, _join(path, i)) for i, item in enumerate(items)]
-    if not isinstance(node, dict) or len(cast("dict[str, Any]", node)) != 1:
+    if not isinstance(node, dict):
         return node
-    [(tag, value)] = cast("dict[str, Any]", node).items()
+    members = cast("dict[str, Any]", node)
+    if len(members) != 1:
+        return node
+    [(tag, value)] = members.items()
     match tag, value:
         case "tensor" | "array", str() | int():
             return {tag: change(value, path)}

@@ -1,6 +1,7 @@
 """The tree of a group, from the trees of its ranks."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, cast
 
 from gcore_ckpt.format.tree import Node, StatePath, View, describe, fields_of, items_of, ranks_of, split_tag, view_of
@@ -30,11 +31,11 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replac
     rank, first = nodes[0]
     fields = [fields_of(node) for _, node in nodes]
     if all(rank_fields is not None for rank_fields in fields):
-        children: dict[str | int, list[tuple[int, Node]]] = {}
-        for (r, _), rank_fields in zip(nodes, cast("list[dict[str | int, Node]]", fields), strict=True):
-            for key, child in rank_fields.items():
-                children.setdefault(key, []).append((r, child))
-        merged = {key: _merge(key_nodes, (*path, key), replaced) for key, key_nodes in children.items()}
+        dicts = cast("list[dict[str | int, Node]]", fields)
+        merged: dict[str | int, Node] = {}
+        for key in dict.fromkeys(chain.from_iterable(dicts)):
+            children = [(r, entries[key]) for (r, _), entries in zip(nodes, dicts, strict=True) if key in entries]
+            merged[key] = _merge(children, (*path, key), replaced)
         return {"dict": merged} if all(isinstance(key, str) for key in merged) else {"items": list(merged.items())}
     lists = [items_of(node) for _, node in nodes]
     if all(items is not None and lists[0] is not None and len(items) == len(lists[0]) for items in lists):

@@ -217,9 +217,10 @@ def decode(
 
 def split_tag(node: Node) -> tuple[str | None, Any]:
     """Return the name and the value of an object's only member; None and the node for any other node."""
-    if isinstance(node, dict) and len(cast("dict[str, Any]", node)) == 1:
-        return next(iter(cast("dict[str, Any]", node).items()))
-    return None, node
+    if not isinstance(node, dict):
+        return None, node
+    members = cast("dict[str, Any]", node)
+    return next(iter(members.items())) if len(members) == 1 else (None, node)
 
 
 def fields_of(node: Node) -> dict[str | int, Node] | None:

@@ -28,14 +28,14 @@ def reason(error: Exception) -> str:
 
 
 def expect(expected: type[T], value: object, name: str) -> T:
-    """Return `value` after checking that it is of the type `kind` itself: bool is no int."""
+    """Return `value` after checking that it is of the type `expected` itself: bool is no int."""
     if type(value) is not expected:
         raise ValueError(f"{name} is {str(value)[:80]}; expected {expected.__name__}")
     return cast("T", value)
 
 
 def member(fields: Mapping[str, Any], name: str, expected: type[T]) -> T:
-    """Return the member `name` after checking that it is of the type `kind`; `KeyError` if it is missing."""
+    """Return the member `name` after checking that it is of the type `expected`; `KeyError` if it is missing."""
     return expect(expected, fields[name], name)
 
 

@@ -99,7 +99,7 @@ def _parts(accelerator: Accelerator) -> dict[str, State]:
 
 
 def _list_prepared(accelerator: Accelerator, name: str) -> list[Any]:
-    """Return what was prepared of a kind; accelerate has no public name for it."""
+    """Return the prepared objects of a kind, such as `models`; accelerate has no public name for them."""
     return list(getattr(accelerator, f"_{name}"))
 
 

@@ -352,7 +352,7 @@ class Matcher:
         if box.size and view is None:
             self.requests.add(name, box, target)
         elif box.size and view is not None:
-            # The target is a view: read the tensor that owns the memory, then copy the slice.
+            # What was saved is a view: read the tensor that owns the memory, then copy the slice.
             self.copies.append((target, self.decode_node(node)[box.slices()]))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:

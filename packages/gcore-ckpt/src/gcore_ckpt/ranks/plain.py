@@ -41,7 +41,7 @@ class _NotPlainError(Exception):
 def collect_plain(state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = ()) -> Holdings | None:
     """Return what `collect` returns, if the state is plain; None for any other, or one that is refused.
 
-    Boxes that are equal to those of the last save, `known`, are the same objects, so that none is made.
+    Boxes that are equal to those of the last save, `last_boxes`, are the same objects, so that none is made.
     """
     names: list[str] = []
     data: list[torch.Tensor | NumpyArray] = []

@@ -262,7 +262,7 @@ class SavePipeline:
         self._acquired = True
 
     def _check_order(self, step: int, storage: Storage) -> None:
-        """Raise if the step exists, or is below the latest step and this run has not gone back below that."""
+        """Raise if the step exists, or is below a latest step that this run has neither saved nor continued from."""
         steps = storage.steps()
         remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
         if step in steps:

@@ -184,11 +184,13 @@ class LocalStorage:
         """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
         if not self.path.is_dir():
             return []
-        steps = [step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir()]
+        pending = self._read_journal().pending
+        steps: list[int] = []
         for entry in self.path.iterdir():
             match = _SET_ASIDE.fullmatch(entry.name)
             if match is not None:
                 steps.append(int(match[1]))
+        steps.extend(step for step in pending if (self.path / step_name(step)).is_dir())
         return sorted(steps)
 
     def remove_set_aside(self) -> None:
@@ -221,7 +223,7 @@ class LocalStorage:
         shutil.rmtree(temp)
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of dead writers: only files with the temporary names of this class."""
+        """Remove leftovers of dead writers: only what has a temporary name of this class."""
         for entry in self.path.iterdir():
             try:
                 if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():

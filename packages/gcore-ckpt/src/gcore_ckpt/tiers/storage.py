@@ -72,13 +72,10 @@ class TieredStorage:
         if self.node is None or tier:
             return [plan] * len(reports)
         sources = self.node.find_sources(whole_steps(reports)[step_number])
-        is_everywhere = True
-        for files in sources:
-            if any(rank >= 0 for _, rank in files.values()):
-                is_everywhere = False
-        if is_everywhere:
-            return [plan] * len(reports)
-        return [plan | {"places": files} for files in sources]
+        for rank_sources in sources:
+            if any(rank >= 0 for _, rank in rank_sources.values()):
+                return [plan | {"places": files} for files in sources]
+        return [plan] * len(reports)
 
     def acquire(self) -> None:
         with ExitStack() as undo:

@@ -35,9 +35,11 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
         is_same = False
         if leaf_a is None or leaf_b is None:
             aspect = "missing"
+        elif leaf_a.tensor is None and leaf_b.tensor is None:
+            aspect = "value"
+            is_same = text_a == text_b
         elif leaf_a.tensor is None or leaf_b.tensor is None:
-            aspect = "kind" if leaf_a.tensor != leaf_b.tensor else "value"
-            is_same = aspect == "value" and text_a == text_b
+            aspect = "kind"
         elif _shape(a, leaf_a) != _shape(b, leaf_b):
             aspect = "shape"
         elif a.index.tensors[leaf_a.tensor].dtype != b.index.tensors[leaf_b.tensor].dtype:

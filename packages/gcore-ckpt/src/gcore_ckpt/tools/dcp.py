@@ -96,7 +96,7 @@ class _Chunk(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A tensor, or a value: its path in the state and its places; dtype and shape are a tensor's."""
+    """A tensor, or a value: its path in the state and its chunks; dtype and shape are a tensor's."""
 
     path: tuple[str | int, ...]
     chunks: Sequence[_Chunk]
