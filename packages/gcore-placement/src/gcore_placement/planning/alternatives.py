@@ -98,12 +98,11 @@ def _unfit_engine(candidates: Candidates, options: EngineOptions, role: str, tp:
     needs = options.least_bytes(tp)
     if needs > usable:
         return _over(needs, usable, "of an engine")
-    if role == "policy":
-        for engines in candidates.policy.of(chosen.num_devices, usable):
-            if engines.tp == tp:
-                sync_bytes = candidates.sync_bytes(engines, chosen.training, chosen.num_devices)
-                if sync_bytes > usable:
-                    return _over(sync_bytes, usable, "while weights pass to the engine")
+    same_tp = [engines for engines in candidates.policy.of(chosen.num_devices, usable) if engines.tp == tp]
+    if role == "policy" and same_tp:
+        sync_bytes = candidates.sync_bytes(same_tp[0], chosen.training, chosen.num_devices)
+        if sync_bytes > usable:
+            return _over(sync_bytes, usable, "while weights pass to the engine")
     if candidates.setting.runnable and candidates.judge is not None:
         partner = "policy"
         partner_options = candidates.policy
