@@ -131,11 +131,8 @@ def training_layouts(
     """
     node = cluster.devices_per_node
     tp_sizes = [tp for tp in powers(node) if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)]
-    pp_sizes: list[int] = []
-    for pp in range(1, num_devices + 1):
-        splits_layers = all(model.workload.num_hidden_layers % pp == 0 for model in job.trained)
-        if num_devices % pp == 0 and splits_layers:
-            pp_sizes.append(pp)
+    divisors = [pp for pp in range(1, num_devices + 1) if num_devices % pp == 0]
+    pp_sizes = [pp for pp in divisors if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained)]
     rows: list[tuple[float, ...]] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
