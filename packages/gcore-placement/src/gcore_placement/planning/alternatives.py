@@ -170,10 +170,10 @@ def _training(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative
 def _not_written(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative]:
     """Yield the fastest layout that fits and that gcore-llm has no settings for."""
     options = TrainingOptions(replace(candidates.setting, runnable=False), chosen.num_devices)
-    is_megatron = ~options.layouts.sharded & (options.total_bytes <= candidates.setting.usable_bytes)
-    if candidates.setting.state.offload != "none" or not is_megatron.any():
+    fits = ~options.layouts.sharded & (options.total_bytes <= candidates.setting.usable_bytes)
+    if candidates.setting.state.offload != "none" or not fits.any():
         return
-    seconds = np.where(is_megatron, options.seconds + options.moving_s, inf)
+    seconds = np.where(fits, options.seconds + options.moving_s, inf)
     fastest = int(seconds.argmin())
     against = "no settings are written for it (--all-layouts)"
     yield _compare("training", options.layouts[fastest].sizes, float(seconds[fastest]), chosen, against=against)
