@@ -7,7 +7,7 @@ import numpy as np
 
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.continuous_batching import EngineRun
-from gcore_placement.simulation.simulator import Comparison, StrategyRun
+from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
 
 COLOURS = {
     "generation": "#2f6fb0",
@@ -64,7 +64,7 @@ def _render_comparison(comparison: Comparison) -> str:
         for run in runs
     )
     key = "".join(
-        f'<span><i style="background:{colour}"></i> {name.replace("_", " ")}</span>' for name, colour in COLOURS.items()
+        f'<span><i style="background:{COLOURS[name]}"></i> {name.replace("_", " ")}</span>' for name in WORK + IDLE
     )
     step_lines: list[tuple[str, Floats]] = []
     for run in runs:
@@ -91,7 +91,7 @@ def _draw_bars(runs: Sequence[StrategyRun]) -> str:
         y = 4 + 30 * row
         x = float(_LABEL)
         shapes.append(f'<text x="0" y="{y + 16}">{run.strategy}</text>')
-        for name in COLOURS:
+        for name in WORK + IDLE:
             width = run.share(name) * run.seconds / longest * (_WIDTH - _LABEL)
             title = f"{name.replace('_', ' ')}: {run.share(name):.1%}"
             shapes.append(

@@ -42,7 +42,7 @@ def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
     table.add_section()
     idle = [f"{ledger.idle_share(role):.1%}" for role in roles]
     table.add_row("idle", *idle, "")
-    totals = [f"{total_ns / 1e9:,.1f}" for total_ns in ledger.total_ns.values()]
+    totals = [f"{ledger.total_ns[role] / 1e9:,.1f}" for role in ledger.device_ns]
     table.add_row("seconds", *totals, f"{device_s:,.1f}", f"{device_s:,.1f}")
     console.print(table)
 

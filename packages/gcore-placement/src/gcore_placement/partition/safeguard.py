@@ -13,7 +13,7 @@ LOST = 0.15
 WON = 0.5
 """Rounds that following must win by before it starts again, if it has lost nothing yet."""
 _LEAD = 3.0
-"""Lead, in seconds of a move, by which another partition first replaces the fixed one; at least `LOST` rounds."""
+"""Lead, in moves, at which another partition first replaces the fixed one; at least `LOST` rounds."""
 
 
 class Safeguard:

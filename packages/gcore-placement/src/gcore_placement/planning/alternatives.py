@@ -98,12 +98,11 @@ def _unfit_engine(candidates: Candidates, options: EngineOptions, role: str, tp:
     needs = options.least_bytes(tp)
     if needs > usable:
         return _over(needs, usable, "of an engine")
-    if role == "policy":
-        for engines in candidates.policy.of(chosen.num_devices, usable):
-            if engines.tp == tp:
-                sync_bytes = candidates.sync_bytes(engines, chosen.training, chosen.num_devices)
-                if sync_bytes > usable:
-                    return _over(sync_bytes, usable, "while weights pass to the engine")
+    same_tp = [engines for engines in candidates.policy.of(chosen.num_devices, usable) if engines.tp == tp]
+    if role == "policy" and same_tp:
+        sync_bytes = candidates.sync_bytes(same_tp[0], chosen.training, chosen.num_devices)
+        if sync_bytes > usable:
+            return _over(sync_bytes, usable, "while weights pass to the engine")
     if candidates.setting.runnable and candidates.judge is not None:
         partner = "policy"
         partner_options = candidates.policy
@@ -171,10 +170,10 @@ def _training(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative
 def _not_written(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative]:
     """Yield the fastest layout that fits and that gcore-llm has no settings for."""
     options = TrainingOptions(replace(candidates.setting, runnable=False), chosen.num_devices)
-    is_megatron = ~options.layouts.sharded & (options.total_bytes <= candidates.setting.usable_bytes)
-    if candidates.setting.state.offload != "none" or not is_megatron.any():
+    fits = ~options.layouts.sharded & (options.total_bytes <= candidates.setting.usable_bytes)
+    if candidates.setting.state.offload != "none" or not fits.any():
         return
-    seconds = np.where(is_megatron, options.seconds + options.moving_s, inf)
+    seconds = np.where(fits, options.seconds + options.moving_s, inf)
     fastest = int(seconds.argmin())
     against = "no settings are written for it (--all-layouts)"
     yield _compare("training", options.layouts[fastest].sizes, float(seconds[fastest]), chosen, against=against)

@@ -131,11 +131,8 @@ def training_layouts(
     """
     node = cluster.devices_per_node
     tp_sizes = [tp for tp in powers(node) if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)]
-    pp_sizes: list[int] = []
-    for pp in range(1, num_devices + 1):
-        splits_layers = all(model.workload.num_hidden_layers % pp == 0 for model in job.trained)
-        if num_devices % pp == 0 and splits_layers:
-            pp_sizes.append(pp)
+    divisors = [pp for pp in range(1, num_devices + 1) if num_devices % pp == 0]
+    pp_sizes = [pp for pp in divisors if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained)]
     rows: list[tuple[float, ...]] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
@@ -284,7 +281,7 @@ def training_memory(
     for number, model in enumerate(job.trained):
         # Experts that are divided over more ranks are on fewer that share their moments.
         trained = held_parameters(model, layouts)
-        stepped = dense_parameters(model, layouts)
+        stepped = _tensor_parallel_parameters(model, layouts)
         frozen = 0.0
         if state.adapter_parameters and not number:
             # Adapters, which experts have none of, are weights besides the frozen ones.
@@ -365,10 +362,10 @@ def held_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
     experts = w.num_moe_layers * w.num_experts * model.num_expert_parameters / w.num_hidden_layers
     on_stage = np.ceil(w.num_hidden_layers / layouts.pp) * experts
     moved = np.where(layouts.ep > 1, on_stage / layouts.ep - on_stage / layouts.tp, 0.0)
-    return dense_parameters(model, layouts) + moved
+    return _tensor_parallel_parameters(model, layouts) + moved
 
 
-def dense_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
+def _tensor_parallel_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
     """Return the parameters of each tensor-parallel rank of the heaviest stage: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)

@@ -396,8 +396,8 @@ class TrainingOptions:
     def choices(self) -> list[TrainingChoice]:
         """Return the layouts to try.
 
-        They are the fastest that moves its state to the host, and each that keeps its state on the devices, unless
-        another is both faster and smaller.
+        Of those that fit: the fastest that moves its state to the host, and each that keeps its state on the devices,
+        unless another is both faster and smaller.
         """
         choices: list[TrainingChoice] = []
         fits = self.total_bytes <= self._setting.usable_bytes

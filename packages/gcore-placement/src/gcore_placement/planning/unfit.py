@@ -69,11 +69,11 @@ def form_of(state: TrainingState) -> str:
 
 
 def _too_large(settings: Sequence[Setting]) -> Iterator[str]:
-    first = Candidates(settings[0])
+    forms = [Candidates(setting) for setting in settings]
+    first = forms[0]
     usable = first.setting.usable_bytes
     size = next(size for size in first.setting.cluster.sizes() if len(first.training(size).layouts))
-    for setting in settings:
-        candidates = Candidates(setting)
+    for candidates in forms:
         options = candidates.training(size)
         smallest = int(options.total_bytes.argmin())
         needs = gigabytes(options.total_bytes[smallest])
@@ -83,15 +83,15 @@ def _too_large(settings: Sequence[Setting]) -> Iterator[str]:
                 sync_bytes.append(candidates.sync_bytes(policy, choice, size))
             if sync_bytes and min(sync_bytes) > usable:
                 needs = gigabytes(min(sync_bytes))
-                form = form_of(setting.state)
+                form = form_of(candidates.setting.state)
                 yield f"with {form} weights pass to the engine in {needs}, both of them on the device"
-        elif setting is settings[0]:
+        elif candidates is first:
             parts = [(part_bytes, name) for name, part_bytes in parts_at(options.memory, smallest).items()]
             parts.sort(reverse=True)
             largest = ", ".join(f"{name} {gigabytes(part_bytes)}" for part_bytes, name in parts[:3])
             yield f"training needs at least {needs} on each device ({largest}; {options.layouts[smallest]})"
         else:
-            yield f"with {form_of(setting.state)} {needs}"
+            yield f"with {form_of(candidates.setting.state)} {needs}"
     for name, engines in (("policy", first.policy), ("judge", first.judge)):
         if engines is not None:
             needs, tp = min((engines.least_bytes(tp), tp) for tp in engines.sizes(size))

@@ -45,8 +45,9 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         none = np.empty(0)
-        idle = counts[:0]
-        return EngineRun(requests=requests, start=none, finish=none, busy_replica=idle, busy_from=none, busy_to=none)
+        return EngineRun(
+            requests=requests, start=none, finish=none, busy_replica=counts[:0], busy_from=none, busy_to=none
+        )
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)

@@ -322,8 +322,8 @@ class TraceRecipe(Checked):
         rng = np.random.default_rng(self.seed)
         size = (2, self.num_steps)
         freedom = self.noise_freedom
-        normal = rng.standard_normal(size) if freedom is None else rng.standard_t(freedom, size)
-        noise = np.exp(np.clip(self.noise * normal, -_MAX_LOG_NOISE, _MAX_LOG_NOISE))
+        deviation = rng.standard_normal(size) if freedom is None else rng.standard_t(freedom, size)
+        noise = np.exp(np.clip(self.noise * deviation, -_MAX_LOG_NOISE, _MAX_LOG_NOISE))
         order = rng.permutation(self.num_steps) if self.is_shuffled else np.arange(self.num_steps)
         accepted: list[NDArray[np.bool_]] = []
         step_W: list[int] = []
