@@ -30,7 +30,7 @@ CHECK_S = 1.0
 """Seconds between two looks at the calls that run."""
 _logger = logging.getLogger(__name__)
 _slow_calls_logger = logging.getLogger("gcore_rollout.rewards.slow_calls")
-"""Of warnings of slow calls alone, which an app may show."""
+"""An app may show the warnings of slow calls without the other ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
