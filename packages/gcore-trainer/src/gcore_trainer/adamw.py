@@ -56,7 +56,8 @@ class AdamW:
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
-        named, moments = self._masters.items(), self._optimizer.state
+        named = self._masters.items()
+        moments = self._optimizer.state
         averages = {key: {name: moments[p][key] for name, p in named} for key in ("exp_avg", "exp_avg_sq")}
         return {"model": {name: p.detach() for name, p in named}, **averages}
 

@@ -127,7 +127,8 @@ def _bounds(kind: Any) -> list[tuple[str, Bound]]:
     for field in fields(kind):
         found += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
         for literal in (own for own in (field.type, *get_args(field.type)) if get_origin(own) is Literal):
-            names, others = get_args(literal), set(get_args(field.type)) & {bool, NoneType}
+            names = get_args(literal)
+            others = set(get_args(field.type)) & {bool, NoneType}
             accepted = (
                 f"one of {', '.join(names)}" + ", true, false" * (bool in others) + ", or none" * (NoneType in others)
             )
@@ -163,7 +164,8 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        total, warmup = self.total_training_steps, self.lr_warmup_steps
+        total = self.total_training_steps
+        warmup = self.lr_warmup_steps
         accepted = f"more than lr_warmup_steps={warmup}, or 0 where it is not known yet"
         require("total_training_steps", total, total == 0 or total > warmup, accepted)
 
@@ -239,8 +241,12 @@ class RolloutCorrectionConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weighs, limit, least = self.rollout_is is not None, self.rollout_is_threshold, self.rollout_is_threshold_lower
-        rule, upper, lower = self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower
+        weighs = self.rollout_is is not None
+        limit = self.rollout_is_threshold
+        least = self.rollout_is_threshold_lower
+        rule = self.rollout_rs
+        upper = self.rollout_rs_threshold
+        lower = self.rollout_rs_threshold_lower
         accepted = f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is"
         require("rollout_is_threshold_lower", least, least is None or (weighs and 0 < least <= limit), accepted)
         normalize = self.rollout_is_batch_normalize
@@ -333,7 +339,9 @@ class RewardModelConfig(Checked):
     """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
 
-_TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_CP = "context_parallel_size"
 _VPP = "virtual_pipeline_model_parallel_size"
 
 
@@ -382,7 +390,8 @@ class ParallelConfig(Checked):
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of groups of ranks that work on different samples; `ConfigError` if there is a rest."""
-        num_ranks, shards = self.model_parallel_size, self.fsdp_size
+        num_ranks = self.model_parallel_size
+        shards = self.fsdp_size
         require("fsdp_size", shards, world_size % (shards or 1) == 0, f"0, or a divisor of {world_size} ranks")
         if world_size % num_ranks:
             sizes = " x ".join(f"{n}={getattr(self, n)}" for n in (_TP, _PP, _CP) if getattr(self, n) > 1)

@@ -22,7 +22,8 @@ from gcore_trainer.lora_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, L
 
 TRAINED = "default"
 """Name of the adapters that are trained."""
-A_OF, B_OF = f".lora_A.{TRAINED}.weight", f".lora_B.{TRAINED}.weight"
+A_OF = f".lora_A.{TRAINED}.weight"
+B_OF = f".lora_B.{TRAINED}.weight"
 """Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"(?P<layer>.*\.lora_[AB])\.(?P<set>\w+)\.weight")
@@ -51,7 +52,8 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise MissingExtraError("peft", "lora") from None
-    names, targets = config.target_modules, list(config.target_modules)
+    names = config.target_modules
+    targets = list(config.target_modules)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
         if output is not None and module is output:

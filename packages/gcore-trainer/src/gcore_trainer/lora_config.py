@@ -61,7 +61,9 @@ def read_lora_config(path: str | Path) -> LoRAConfig:
             raise ConfigError(f"path is {str(path)!r}; expected a folder of peft, with {name}")
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text())
-        rank, alpha, targets = found["r"], found["lora_alpha"], found["target_modules"]
+        rank = found["r"]
+        alpha = found["lora_alpha"]
+        targets = found["target_modules"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} is no LoRA's: {type(error).__name__}: {error}") from None
     check_settings(found, str(folder / ADAPTER_CONFIG))

@@ -69,7 +69,8 @@ class BaseTrainer:
     """
 
     def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas) -> None:
-        scheduler, total = config.lr_scheduler_type, config.total_training_steps
+        scheduler = config.lr_scheduler_type
+        total = config.total_training_steps
         is_known = scheduler == "constant" or total > 0
         require("total_training_steps", total, is_known, f"1 or more for lr_scheduler_type {scheduler!r}")
         self._config = config
@@ -90,7 +91,8 @@ class BaseTrainer:
         for part in self._replicas.gather(sums):
             add_sums(total, part)
         lr = learning_rate(self._config, self.step)
-        grad_norm, limit = self._optimizer.update(lr), MAX_NONFINITE_STEPS
+        grad_norm = self._optimizer.update(lr)
+        limit = MAX_NONFINITE_STEPS
         self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
         if count := self._nonfinite_steps:
             skipped = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
@@ -307,7 +309,9 @@ class TorchTrainer(Trainer):
                 f"objective is {type(objective).__name__}; expected one that reads {packed.scores}, which the model "
                 f"gives, and not {objective.scores}"
             )
-        self._model, self._module, self._parallel = packed, packed.model, parallel
+        self._model = packed
+        self._module = packed.model
+        self._parallel = parallel
         self._base = packed.model.name_or_path
         if parallel is not None:
             parallel.shard(packed)

@@ -56,7 +56,9 @@ async def add_distillation(
     Raises:
         BatchError: a sample has no advantages or log-probs, or a number that counts is not finite.
     """
-    kl_sum, num_tokens, num_taught = 0.0, 0, 0
+    kl_sum = 0.0
+    num_tokens = 0
+    num_taught = 0
     for own, taught in zip(samples, teacher_log_probs, strict=True):
         for sample, teacher in zip(own, taught, strict=True):
             log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
@@ -66,7 +68,8 @@ async def add_distillation(
                 further = distillation_advantages(log_probs, teacher, sample.mask)
                 sample.advantages = (sample.advantages + coef * further).astype(np.float32)
                 kl_sum -= float(further.sum())
-                num_tokens, num_taught = num_tokens + int(sample.mask.sum()), num_taught + 1
+                num_tokens = num_tokens + int(sample.mask.sum())
+                num_taught = num_taught + 1
     everyone = [s for own in samples for s in own]
     parts = await group.all_gather((kl_sum, num_tokens, num_taught, len(everyone)))
     kl, tokens, taught, total = (sum(column) for column in zip(*parts, strict=True))

@@ -204,7 +204,8 @@ def _ratios(log_ratio: _Array) -> _Array:
 
 def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, dict[str, Any]]:
     """Return the weights [N] before any normalisation, and their metrics."""
-    upper, lower = config.rollout_is_threshold, config.rollout_is_threshold_lower
+    upper = config.rollout_is_threshold
+    lower = config.rollout_is_threshold_lower
     is_sequence = config.rollout_is == "sequence"
     raw_N = _ratios(tokens.spread(tokens.sums(tokens.log_ratio)) if is_sequence else tokens.log_ratio)
     weights_N = np.minimum(raw_N, upper)
@@ -212,7 +213,8 @@ def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, 
         weights_N = np.where((raw_N >= lower) & (raw_N <= upper), raw_N, 0.0)
     raw = raw_N[tokens.starts] if is_sequence else raw_N  # one a sequence, where all its tokens share it
     extremes = raw if is_sequence else weights_N
-    mean, weights_S = weights_N.mean(), tokens.means(weights_N)
+    mean = weights_N.mean()
+    weights_S = tokens.means(weights_N)
     metrics = {
         "rollout_is_mean": mean,
         "rollout_is_max": extremes.max(),
@@ -244,7 +246,8 @@ def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tupl
     reduction = {"seq_sum": tokens.sums, "seq_mean": tokens.means, "seq_max": tokens.maxima}
     if level != "token":
         statistic = reduction[level](statistic)
-    upper, lower = config.rollout_rs_threshold, config.rollout_rs_threshold_lower
+    upper = config.rollout_rs_threshold
+    lower = config.rollout_rs_threshold_lower
     assert upper is not None
     if estimator == "k1":
         within = (statistic >= math.log(1 / upper if lower is None else lower)) & (statistic <= math.log(upper))
@@ -257,7 +260,8 @@ def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tupl
 
 def _divergence_metrics(tokens: _Tokens) -> dict[str, Any]:
     """Measure the mismatch of the policies: KL(rollout || old), perplexities, and chi-squared of the ratios."""
-    old_S, rollout_S = -tokens.means(tokens.old), -tokens.means(tokens.rollout)
+    old_S = -tokens.means(tokens.old)
+    rollout_S = -tokens.means(tokens.rollout)
     difference_S = old_S - rollout_S
     ratio_N = _ratios(tokens.log_ratio)
     return {

@@ -145,7 +145,8 @@ class DividedRow:
                 f"attention was called with {q_THD.shape[0]} tokens; expected the {self._num_tokens} of this rank"
             )
         if cp.ulysses is not None:
-            size, num_heads = cp.ulysses_size, q_THD.shape[1]
+            size = cp.ulysses_size
+            num_heads = q_THD.shape[1]
             k_TKD, v_TKD = (_repeated(x, num_query_heads=num_heads, size=size) for x in (k_TKD, v_TKD))
             q_THD, k_TKD, v_TKD = _scatter_heads([q_THD, k_TKD, v_TKD], cp.ulysses)
             if kind.sinks is not None:

@@ -51,7 +51,8 @@ class RingRow:
     def __init__(self, segments: list[EqualSegments], group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.group = group
         self.num_tokens = sum(s.num_segments * 2 * s.chunk_length for s in segments)
-        self._segments, self._device = segments, device
+        self._segments = segments
+        self._device = device
         self._calls: dict[tuple[int, int | None, bool], list[Call]] = {}
 
     def attend(
@@ -68,7 +69,8 @@ class RingRow:
         """Return the kernel calls of this rank with the keys and values of rank ``source``."""
         key = (source, window, is_varlen)
         if key not in self._calls:
-            rank, size = self.group.rank(), self.group.size()
+            rank = self.group.rank()
+            size = self.group.size()
             tiles = [t for s in self._segments for t in _tiles(s, rank, source=source, size=size, window=window)]
             self._calls[key] = make_calls(tiles, num_tokens=self.num_tokens, device=self._device, is_varlen=is_varlen)
         return self._calls[key]
@@ -87,7 +89,8 @@ class _RingAttention(torch.autograd.Function):
         scoring: Scoring,
     ) -> torch.Tensor:
         group = row.group
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
         options: dict[str, Any] = {"window": kind.sliding_window}
         options["is_varlen"] = has_varlen_kernel(q_THD, v_TKV, kind.softcap)
         own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
@@ -107,7 +110,10 @@ class _RingAttention(torch.autograd.Function):
                 kv = passing.wait()
         out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
         ctx.save_for_backward(q_THD, own_kv, sinks_H, out_THV, lse_TH)
-        ctx.row, ctx.options, ctx.head_dims, ctx.scoring = row, options, head_dims, scoring
+        ctx.row = row
+        ctx.options = options
+        ctx.head_dims = head_dims
+        ctx.scoring = scoring
         return out_THV
 
     @staticmethod
@@ -118,7 +124,8 @@ class _RingAttention(torch.autograd.Function):
         grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
         row: RingRow = ctx.row
         group = row.group
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
         q_THD, kv, sinks_H, out_THV, lse_TH = ctx.saved_tensors
         num_rows = row.num_rows(ctx.options["window"])
         grad_q_THD = q_THD.new_empty((num_rows, *q_THD.shape[1:]), dtype=lse_TH.dtype)
@@ -147,7 +154,8 @@ class _Passing:
     """A tensor on its way to the next rank of a ring, while the previous one's arrives."""
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
         self._sent = tensor  # must live until it has left
         self._received = torch.empty_like(tensor)
         self._works = dist.batch_isend_irecv(
@@ -168,7 +176,8 @@ def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window
     """Yield what this rank computes with the keys of rank `source`, chunks `source` and 2R - 1 - `source`."""
     length = segments.chunk_length
     for start in range(segments.start, segments.start + segments.num_segments * 2 * length, 2 * length):
-        early, late = Span(start, length), Span(start + length, length)
+        early = Span(start, length)
+        late = Span(start + length, length)
         whole = Span(start, 2 * length)
         if window is None or window >= 2 * size * length:
             if source == rank:

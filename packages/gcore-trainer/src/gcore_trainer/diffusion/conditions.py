@@ -28,7 +28,8 @@ class Conditioned:
     @classmethod
     def of(cls, samples: Sequence[DiffusionSample], device: torch.device) -> "Conditioned":
         """Collect those of a micro-batch, whose images were made with the same settings."""
-        first, rows = samples[0], _rows(samples)
+        first = samples[0]
+        rows = _rows(samples)
         return cls(
             calls=[(places, _arguments([rows[i] for i in places], device)) for places in _places(rows).values()],
             guidance_scale=first.guidance_scale,

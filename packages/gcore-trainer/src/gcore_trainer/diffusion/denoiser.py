@@ -66,7 +66,8 @@ class Denoiser:
         self._adapters = self._adapter = None
         if lora is not None:
             add_lora(model, lora)
-            self._adapters, self._adapter = AdapterSets(model), TRAINED
+            self._adapters = AdapterSets(model)
+            self._adapter = TRAINED
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
         self._sleeper = Sleeper(model)
@@ -95,7 +96,8 @@ class Denoiser:
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
         """Return what a pipeline's scheduler was given for latents [B, ...] and timesteps [B], [B, ...] in float32."""
         if conditions.guidance_scale is not None:
-            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+            latents = torch.cat([latents, latents])
+            timesteps = torch.cat([timesteps, timesteps])
         if len(conditions.calls) == 1:
             [(_, arguments)] = conditions.calls
             return conditions.combined(self._called(latents, timesteps, arguments))

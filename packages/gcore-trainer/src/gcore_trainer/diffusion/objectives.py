@@ -158,7 +158,8 @@ class NFTObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
-        device, bound = models.policy.device, self._config.adv_clip_max
+        device = models.policy.device
+        bound = self._config.adv_clip_max
         clean, advantages = stacked(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
         noised = self._process.noised(clean, noise, level)
@@ -210,7 +211,8 @@ class DiffusionDPOObjective(DiffusionObjective):
         level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
         noised = self._process.noised(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
-        target, conditions = self._process.target(clean, noise, level), Conditioned.of(samples, device)
+        target = self._process.target(clean, noise, level)
+        conditions = Conditioned.of(samples, device)
 
         def errors(model: "Denoiser") -> torch.Tensor:
             return ((model(noised, timesteps, conditions) - target) ** 2).flatten(1).mean(1)

@@ -89,7 +89,8 @@ class DiffusionSample:
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
         """Keep only these steps, in this order."""
-        indices, arrays = list(steps), {name: getattr(self, name) for name in _PER_STEP}
+        indices = list(steps)
+        arrays = {name: getattr(self, name) for name in _PER_STEP}
         return replace(self, **{name: array[indices] for name, array in arrays.items() if array is not None})
 
 

@@ -37,7 +37,8 @@ class MovingAverage:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         BELOW_ONE.require("ema_decay", decay)
-        self._parameters, self._decay = dict(parameters), decay
+        self._parameters = dict(parameters)
+        self._decay = decay
         self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -119,7 +120,8 @@ class DiffusionTrainer(BaseTrainer):
     @property
     def _others(self) -> list[Denoiser]:
         """The models besides the policy that have weights of their own."""
-        own, found = self._models.policy.model, (self._models.old, self._models.reference)
+        own = self._models.policy.model
+        found = (self._models.old, self._models.reference)
         return [model for model in found if model is not None and model.model is not own]
 
     def _kept(self) -> dict[str, Mapping[str, torch.Tensor]]:
@@ -241,7 +243,8 @@ class DiffusionTrainer(BaseTrainer):
         weights = self.export_weights(averaged=averaged)
         if not isinstance(weights, LoRAWeights):
             raise ConfigError("lora is None: the model has no adapters to save")
-        scale, tensors = weights.config.scaling, dict[str, torch.Tensor]()
+        scale = weights.config.scaling
+        tensors = dict[str, torch.Tensor]()
         for name, tensor in weights.adapters().items():
             scaled = tensor * scale if name.endswith(B_OF) else tensor
             tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()

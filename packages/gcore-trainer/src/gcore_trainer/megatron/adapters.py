@@ -48,7 +48,8 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
 
 def check_targets(targets: frozenset[str], architecture: Architecture, parallel: ParallelConfig) -> None:
     """Raise `ConfigError` where a rank has a part of the queries, keys and values of a group, and they get adapters."""
-    tp, groups = parallel.tensor_model_parallel_size, architecture.num_query_groups
+    tp = parallel.tensor_model_parallel_size
+    groups = architecture.num_query_groups
     if tp > groups and any(name.endswith(_ATTENTION[:3]) for name in targets):
         raise ConfigError(
             f"tensor_model_parallel_size is {tp} with adapters of queries, keys or values; expected at most {groups}, "

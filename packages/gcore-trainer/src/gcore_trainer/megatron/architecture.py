@@ -65,8 +65,10 @@ class Architecture:
         """Raise `ConfigError` for a layout that does not divide the world or the model."""
         shards = parallel.fsdp_size
         require("fsdp_size", shards, shards == 0, "0 for the megatron backend, or the torch backend")
-        pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        pp = parallel.pipeline_model_parallel_size
+        vpp = parallel.virtual_pipeline_model_parallel_size
+        tp = parallel.tensor_model_parallel_size
+        ep = parallel.expert_model_parallel_size
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
         virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
         _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)

@@ -22,7 +22,8 @@ class GroupedExperts(torch.nn.Module):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
         super().__init__()
         assert pg_collection.expt_tp.size() == 1, "single experts are not divided"
-        ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        ffn = config.moe_ffn_hidden_size
+        hidden = config.hidden_size
         assert ffn is not None
         self._is_fused = config.bias_activation_fusion
         self.weight1 = _weight(config, num_local_experts, 2 * ffn, hidden)

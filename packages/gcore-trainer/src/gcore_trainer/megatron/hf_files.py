@@ -22,7 +22,8 @@ from gcore_trainer.errors import StateError, UnsupportedModelError
 from gcore_trainer.megatron.pieces import Piece
 from gcore_trainer.torch.streamed_folder import write_tensors
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QKV = re.compile(r"\.[qkv]_proj\.")

@@ -205,10 +205,13 @@ def _use_transformer_engine(parts: Any, *, has_experts: bool) -> None:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     provider = TESpecProvider()
-    norm_and_column, row = provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear()
+    norm_and_column = provider.column_parallel_layer_norm_linear()
+    row = provider.row_parallel_linear()
     attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = norm_and_column, row
+    attention.linear_qkv = norm_and_column
+    attention.linear_proj = row
     parts.input_layernorm = IdentityOp
     if not has_experts:
-        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = norm_and_column, row
+        parts.mlp.submodules.linear_fc1 = norm_and_column
+        parts.mlp.submodules.linear_fc2 = row
         parts.pre_mlp_layernorm = IdentityOp

@@ -48,7 +48,8 @@ class Piece:
 
     def within(self, start: int, end: int) -> "Iterator[Piece]":
         """Yield the parts of this piece in a range of the flattened parameter, as up to three pieces."""
-        start, end = max(start, self.start) - self.start, min(end, self.start + self.size) - self.start
+        start = max(start, self.start) - self.start
+        end = min(end, self.start + self.size) - self.start
         columns = self.shape[-1]
         while start < end:
             row, column = divmod(start, columns)
@@ -84,9 +85,13 @@ def pieces_of(
 
 
 def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[Piece]:
-    a, config, tp = architecture, architecture.hf_config, parallel.tensor_model_parallel_size
+    a = architecture
+    config = architecture.hf_config
+    tp = parallel.tensor_model_parallel_size
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    hidden, ffn, vocab_size = config.hidden_size, config.intermediate_size, config.vocab_size
+    hidden = config.hidden_size
+    ffn = config.intermediate_size
+    vocab_size = config.vocab_size
     prefix = "model." if layer is None else f"model.layers.{layer}."
     whole = {
         "decoder.final_layernorm": ("norm", (hidden,)),
@@ -121,7 +126,8 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         width = count // tp
         return [_box(f"{prefix}{hub_module}.weight", (hidden, count), 1, tp_rank * width, width)]
     if module == "mlp.linear_fc1":
-        rows, shape = ffn // tp, (ffn, hidden)
+        rows = ffn // tp
+        shape = (ffn, hidden)
         names = (f"{prefix}mlp.{half}_proj.weight" for half in ("gate", "up"))
         return [_box(n, shape, 0, tp_rank * rows, rows, start=i * rows * hidden) for i, n in enumerate(names)]
     if module == "self_attention.linear_qkv":
@@ -133,7 +139,8 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         first = -tp_rank * num_rows
         for group in range(a.num_query_groups):
             for letter, rows in rows_of.items():
-                begin, end = max(first, 0), min(first + rows, num_rows)
+                begin = max(first, 0)
+                end = min(first + rows, num_rows)
                 if begin < end:
                     shape = (a.num_query_groups * rows, *columns)
                     hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
@@ -152,7 +159,8 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     }[halves[0] or halves[1]]
     num_local = a.num_experts // parallel.expert_model_parallel_size
     first = parallel_state.get_expert_model_parallel_rank() * num_local
-    hub_name, size = f"{prefix}mlp.experts.{hub_module}", math.prod(shape)
+    hub_name = f"{prefix}mlp.experts.{hub_module}"
+    size = math.prod(shape)
     return [
         _box(hub_name, (a.num_experts, *shape), 0, first + expert, 1, start=i * size)
         for i, expert in enumerate(range(num_local) if number is None else [int(number)])
@@ -163,9 +171,11 @@ def _box(
     name: str, global_shape: tuple[int, ...], dim: int = 0, offset: int = 0, size: int | None = None, *, start: int = 0
 ) -> Piece:
     """Make a piece of a tensor that is cut in one dimension; without a size it is whole."""
-    offsets, shape = [0] * len(global_shape), list(global_shape)
+    offsets = [0] * len(global_shape)
+    shape = list(global_shape)
     if size is not None:
-        offsets[dim], shape[dim] = offset, size
+        offsets[dim] = offset
+        shape[dim] = size
     return Piece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
 
 
@@ -176,7 +186,9 @@ def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece,
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
     adapters: dict[str, tuple[Piece, Piece]] = {}
     for layer, (first, *others) in of_layer.items():
-        (out_features, in_features), (row, column), (rows, columns) = first.global_shape, first.offset, first.shape
+        (out_features, in_features) = first.global_shape
+        (row, column) = first.offset
+        (rows, columns) = first.shape
         rows += sum(piece.shape[0] for piece in others)
         adapters[layer] = (
             _box(layer + A_OF, (rank, in_features), 1, column, columns),

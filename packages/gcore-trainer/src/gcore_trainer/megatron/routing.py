@@ -57,7 +57,8 @@ class LayerRouters:
 
     def _of_all_stages(self, number: int, row: Row) -> torch.Tensor:
         """[T, L, K] of one pass."""
-        num_tokens, groups = row.input_ids.shape[1], [parallel_state.get_pipeline_model_parallel_group()]
+        num_tokens = row.input_ids.shape[1]
+        groups = [parallel_state.get_pipeline_model_parallel_group()]
         routing = torch.zeros(num_tokens, self.num_routers, self._top_k, dtype=torch.int64, device=row.input_ids.device)
         own = routing
         if self._is_sliced:

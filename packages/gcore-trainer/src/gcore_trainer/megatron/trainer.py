@@ -109,7 +109,8 @@ class MegatronTrainer(Trainer):
         check_targets(targets, architecture, parallel)
         has_grouped = has_grouped_experts(megatron, architecture, device_type=device.type, dtype=dtype)
         self._device = device
-        self._path, self._base = Path(path), str(path)
+        self._path = Path(path)
+        self._base = str(path)
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel
@@ -177,7 +178,8 @@ class MegatronTrainer(Trainer):
         return self._gather(self._pieces)
 
     def save_pretrained(self, path: str | Path) -> None:
-        weights, is_classifier = self.export_weights(), self._has_value_head
+        weights = self.export_weights()
+        is_classifier = self._has_value_head
         if dist.get_rank() == 0:
             write_folder(Path(path), self._path, self._architecture.hf_config, weights, is_classifier=is_classifier)
         else:

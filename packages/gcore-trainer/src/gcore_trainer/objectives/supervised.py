@@ -87,7 +87,8 @@ def dpo_loss(
     _require_one_shape(
         policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
     )
-    chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+    chosen = policy_chosen - ref_chosen
+    rejected = policy_rejected - ref_rejected
     h = chosen - rejected
     match loss_type:
         case "sigmoid":
@@ -186,7 +187,8 @@ class RewardModelObjective(Objective[torch.Tensor]):
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         rewards = scores[mask_of(samples, like=scores)]
-        chosen, rejected = rewards[0::2], rewards[1::2]
+        chosen = rewards[0::2]
+        rejected = rewards[1::2]
         losses = bradley_terry_loss(chosen, rejected, center_coefficient=self._config.center_rewards_coefficient)
         return _loss_and_sums("rm", losses, chosen.detach(), rejected.detach(), totals)
 

@@ -31,7 +31,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x)
         # Not saved with it: a checkpointed layer would get a copy of the tensor, without its gradient.
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight = weight
+        ctx.bias = bias
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -39,11 +40,14 @@ class _Linear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        [x], weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        [x] = ctx.saved_tensors
+        weight = ctx.weight
+        bias = ctx.bias
         grad = grads[0]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_x = grad @ weight if needs_x else None
-        grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        x_TI = x.reshape(-1, x.shape[-1])
         grad_weight = grad_bias = None
         if needs_weight and _has_sum(weight):
             torch.addmm(weight.grad, grad_TO.T, x_TI, out_dtype=torch.float32, out=weight.grad)

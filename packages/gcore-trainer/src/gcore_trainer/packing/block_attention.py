@@ -160,7 +160,8 @@ def attend_block(
         Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least. A query
         that sees no key has output 0 and log-sum-exp -inf.
     """
-    scale, is_causal = scoring.scale, scoring.is_causal
+    scale = scoring.scale
+    is_causal = scoring.is_causal
     if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
         options = {"attn_mask": _as(scoring.key_mask, q_SHQD), "scale": scale}
         return _aten._scaled_dot_product_flash_attention_for_cpu(q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, **options)
@@ -204,14 +205,16 @@ def block_gradients(
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the block's part of the gradients of queries, keys and values, in their shapes."""
-    scale, softcap = scoring.scale, scoring.softcap
+    scale = scoring.scale
+    softcap = scoring.softcap
     if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
         tensors = (grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ)
         options = {"attn_mask": _as(scoring.key_mask, q_SHQD), "scale": scale}
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, scoring.is_causal, **options)
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
-    grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
+    grad_k_SKLD = torch.zeros_like(_widened(k_SKLD))
+    grad_v_SKLV = torch.zeros_like(_widened(v_SKLV))
     for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
         scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
         slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale

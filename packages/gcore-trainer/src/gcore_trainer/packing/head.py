@@ -72,7 +72,8 @@ def token_scores(
         vocab: what part of the vocabulary this rank has; None: all of it.
         max_logits: most logits of a chunk; None: as `chunk_rows` says for the device.
     """
-    num_tokens, vocab_size = targets_N.shape[0], weight_VD.shape[0]
+    num_tokens = targets_N.shape[0]
+    vocab_size = weight_VD.shape[0]
     if max_logits is None:
         chunk = chunk_rows(num_tokens, vocab_size, hidden_ND.device.type)
     else:
@@ -137,7 +138,8 @@ class Head:
         kernels = self._kernels(logits_CV, has_bias)
         peak_C, sum_C, dot_C = moments_(logits_CV, has_bias=has_bias) if kernels is None else kernels.moments(logits_CV)
         if self.vocab is not None and is_here_C is not None:
-            own_C, peak_C = peak_C, peak_C.clone()
+            own_C = peak_C
+            peak_C = peak_C.clone()
             dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=self.vocab.group)
             shift_C = own_C - peak_C
             share_C = shift_C.exp()

@@ -56,7 +56,8 @@ def _gated_gradients_kernel(
     grad = tl.load(grad_ptr + places, mask=mask).to(tl.float32)
     gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
-    exponent, rise = gate, 1.0
+    exponent = gate
+    rise = 1.0
     if is_gelu:
         exponent = gate * (_GELU + _GELU * _GELU_CUBIC * gate * gate)
         rise = _GELU + 3 * _GELU * _GELU_CUBIC * gate * gate
@@ -69,7 +70,8 @@ def _gated_gradients_kernel(
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.is_gelu = is_gelu
         out = torch.empty_like(gate)
@@ -80,7 +82,8 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad, outs = grads[0].contiguous(), (torch.empty_like(gate), torch.empty_like(up))
+        grad = grads[0].contiguous()
+        outs = (torch.empty_like(gate), torch.empty_like(up))
         grid = (triton.cdiv(gate.numel(), _BLOCK),)
         _gated_gradients_kernel[grid](grad, gate, up, *outs, gate.numel(), is_gelu=ctx.is_gelu, block=_BLOCK)
         return *outs, None

@@ -133,8 +133,10 @@ def make_calls(
     calls: list[Call] = []
     for (seen, *_), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
         where: dict[str, Any] = {"device": device, "is_reversed": seen == "from"}
-        queries, keys = [tile.queries for tile in members], [tile.keys for tile in members]
-        is_first, is_causal = seen == "until", seen != "all"
+        queries = [tile.queries for tile in members]
+        keys = [tile.keys for tile in members]
+        is_first = seen == "until"
+        is_causal = seen != "all"
         if is_varlen:
             lengths = _lengths(queries, keys, device, is_causal=is_causal, window=window if is_first else None)
             places = {"queries": places_end_to_end(queries, **where), "keys": places_end_to_end(keys, **where)}
@@ -142,7 +144,8 @@ def make_calls(
             continue
         where["num_tokens"] = num_tokens
         places = {"queries": padded_places(queries, **where), "keys": padded_places(keys, **where)}
-        is_padding_SL, key_mask = places["keys"].is_padding, None
+        is_padding_SL = places["keys"].is_padding
+        key_mask = None
         if is_padding_SL is not None and not is_causal:
             key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(is_padding_SL, -torch.inf)
             key_mask = key_mask[:, None, None]
@@ -181,7 +184,8 @@ class RowCalls:
     """
 
     def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
-        self._segments, self._device = segments, device
+        self._segments = segments
+        self._device = device
         self._calls: dict[tuple[int | None, bool], list[Call]] = {}
         self._whole_rows: dict[int | None, WholeRow] = {}
 
@@ -263,7 +267,8 @@ def gradients_of_calls(
         is_first_of_keys: first calls replace the sums of keys and values, too.
     """
     for call in calls:
-        queries, keys = call.queries, call.keys
+        queries = call.queries
+        keys = call.keys
         places = (queries, queries, keys, keys, queries, queries)
         parts = call.gradients([own.take(x) for own, x in zip(places, tensors, strict=True)], scoring)
         replaces = (call.is_first, call.is_first and is_first_of_keys, call.is_first and is_first_of_keys)
@@ -290,7 +295,8 @@ class RowAttention(torch.autograd.Function):
         lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
         attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
         out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
-        ctx.calls, ctx.scoring = calls, scoring
+        ctx.calls = calls
+        ctx.scoring = scoring
         ctx.save_for_backward(q_THD, k_TKD, v_TKV, sinks_H, out_THV, lse_TH)
         return out_THV
 
@@ -321,7 +327,8 @@ def finished(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a row's output, of the queries' dtype, and log-sum-exp: without the row for padding, and with sinks."""
     num_tokens = q_THD.shape[0]
-    out_THV, lse_TH = out_THV[:num_tokens], lse_TH[:num_tokens]
+    out_THV = out_THV[:num_tokens]
+    lse_TH = lse_TH[:num_tokens]
     if sinks_H is not None:
         out_THV, lse_TH = include_sinks(out_THV, lse_TH, sinks_H)
     return out_THV.to(q_THD.dtype), lse_TH

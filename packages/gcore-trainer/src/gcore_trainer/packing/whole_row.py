@@ -92,11 +92,13 @@ class _WholeRowAttention(torch.autograd.Function):
         row: WholeRow,
         scale: float,
     ) -> torch.Tensor:
-        keys_MKD, values_MKD = row.copied(k_TKD), row.copied(v_TKD)
+        keys_MKD = row.copied(k_TKD)
+        values_MKD = row.copied(v_TKD)
         out_THD, lse_TH = attend_varlen(q_THD, keys_MKD, values_MKD, row.lengths, scale=scale)
         if sinks_H is not None:
             out_THD, lse_TH = include_sinks(out_THD, lse_TH, sinks_H)
-        ctx.row, ctx.scale = row, scale
+        ctx.row = row
+        ctx.scale = scale
         ctx.save_for_backward(q_THD, keys_MKD, values_MKD, sinks_H, out_THD, lse_TH)
         return out_THD
 

@@ -68,7 +68,8 @@ def restore_layers(model: nn.Module) -> None:
 
 def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forward], Callable[[torch.device], bool]]]:
     """Yield what a module may be: how its forward pass is replaced, and whether both give the same."""
-    name, forward = type(module).__name__, type(module).forward
+    name = type(module).__name__
+    forward = type(module).forward
     if (
         name.endswith("RMSNorm")
         and _epsilon(module) is not None

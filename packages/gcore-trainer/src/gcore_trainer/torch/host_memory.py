@@ -29,7 +29,8 @@ def first_row(parameter: torch.Tensor) -> int:
     """
     if not isinstance(parameter, DTensor):
         return 0
-    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    mesh = parameter.device_mesh
+    num_rows = parameter.shape[0]
     return min(mesh.get_local_rank(-1) * -(-num_rows // mesh.size(-1)), num_rows)
 
 
@@ -77,7 +78,8 @@ class Arena:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a piece as a tensor of zeros, unless it was written to before `reset`."""
         size_bytes = dtype.itemsize * torch.Size(shape).numel()
-        start, self._used = self._used, self._used + piece_bytes(size_bytes)
+        start = self._used
+        self._used = self._used + piece_bytes(size_bytes)
         return self._bytes[start : start + size_bytes].view(dtype).view(*shape)
 
     def reset(self) -> None:
@@ -107,7 +109,8 @@ class Sleeper:
     def __init__(
         self, module: torch.nn.Module, states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict
     ) -> None:
-        self._module, self._states = module, states
+        self._module = module
+        self._states = states
         self._arena: Arena | None = None
         self._device = torch.device("cpu")
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
@@ -166,7 +169,8 @@ class Sleeper:
                 bytes_of(storage, self._device).copy_(copy, non_blocking=True)
         # The host memory may be written to again.
         _synchronize(self._device)
-        self._moved, self.is_asleep = [], False
+        self._moved = []
+        self.is_asleep = False
 
 
 def _gradients(tensor: torch.Tensor) -> list[torch.Tensor]:

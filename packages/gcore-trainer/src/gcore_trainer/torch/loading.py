@@ -100,10 +100,12 @@ def choose_class(kind: Any, path: str | Path, attention: str) -> tuple[Any, Any,
     Raises:
         UnsupportedModelError: the class has no such model.
     """
-    auto_class, implementations = kind.auto_class, attention
+    auto_class = kind.auto_class
+    implementations = attention
     config = AutoConfig.from_pretrained(path, **kind.load_options)
     if config.model_type in VISION_MODELS:
-        auto_class, implementations = kind.vision_class, {"text_config": attention, "vision_config": "sdpa"}
+        auto_class = kind.vision_class
+        implementations = {"text_config": attention, "vision_config": "sdpa"}
     if auto_class is None:
         raise UnsupportedModelError(
             f"{path} is a {config.model_type!r} model; expected one without images for {kind.__name__}"
@@ -128,7 +130,8 @@ def check_layer_types(text_config: Any, model_type: str) -> bool:
 
 def logit_changes(config: Any) -> tuple[float, float | None]:
     """Return the factor and the soft cap of the logits (see `token_scores`); `UnsupportedModelError` if unknown."""
-    model_type, values = config.model_type, [getattr(config, name, None) for name in _LOGIT_SETTINGS]
+    model_type = config.model_type
+    values = [getattr(config, name, None) for name in _LOGIT_SETTINGS]
     for value, (name, (neutral, known)) in zip(values, _LOGIT_SETTINGS.items(), strict=True):
         if value not in (None, neutral) and model_type not in known:
             raise UnsupportedModelError(

@@ -214,7 +214,8 @@ class AdamW8bit(MasterAdamW):
     def _update_masters(self, lr: float) -> None:
         super()._update_masters(lr)
         self._num_updates += 1
-        (beta1, beta2), config = self._config.betas, self._config
+        (beta1, beta2) = self._config.betas
+        config = self._config
         for name, both in self._blocks.items():
             master = self._masters[name]
             first, second = (both[key].pieces() for key in _MOMENTS)
@@ -269,7 +270,8 @@ class MuonAdamW(MasterAdamW):
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[str]
     ) -> None:
-        self._config, self._num_updates = config, 0
+        self._config = config
+        self._num_updates = 0
         self._matrices = [name for name in parameters if name in matrices]
         super().__init__(parameters, config)
         self._momentum = {name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices}
@@ -300,7 +302,8 @@ class MuonAdamW(MasterAdamW):
         self._num_updates += 1
         rate = lr * (self._config.muon_lr or self._config.lr) / self._config.lr
         for name, momentum in self._momentum.items():
-            master, decay = self._masters[name], _MUON_MOMENTUM
+            master = self._masters[name]
+            decay = _MUON_MOMENTUM
             assert master.grad is not None
             momentum.lerp_(master.grad, 1 - decay)
             direction = whole(master.grad.lerp(momentum, decay))
@@ -308,7 +311,8 @@ class MuonAdamW(MasterAdamW):
             update.grad = direction
             settings: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
             torch.optim.Muon([update], lr=rate, weight_decay=0.0, **settings).step()
-            own, first = local(master), first_row(master)
+            own = local(master)
+            first = first_row(master)
             own.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + own.shape[0]])
 
 

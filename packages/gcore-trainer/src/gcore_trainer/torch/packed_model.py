@@ -152,7 +152,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             for layer in self.layers():
                 if hasattr(layer, "linear_attn"):
                     mix_by_sequence(layer.linear_attn)
-        self._weights, self._max_length = weights, max_length
+        self._weights = weights
+        self._max_length = max_length
         if weights is None:
             self._probe(max_length)
         self.compute_dtype = compute_dtype or model.dtype
@@ -209,7 +210,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def load_weights(self) -> None:
         """Read the parameters of a model that has no memory yet, and check it; all ranks of a sharded one call this."""
-        weights, self._weights = self._weights, None
+        weights = self._weights
+        self._weights = None
         if weights is not None:
             weights.fill(self.model)
             with weights.checking(self):

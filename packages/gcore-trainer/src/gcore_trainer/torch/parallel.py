@@ -46,7 +46,8 @@ class TorchParallel:
             ConfigError: the sizes do not divide the world, or are for another backend.
         """
         config.check_torch()
-        world_size, cp_size = dist.get_world_size(), config.context_parallel_size
+        world_size = dist.get_world_size()
+        cp_size = config.context_parallel_size
         dp_size = config.data_parallel_size(world_size)
         grid = init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
         num_shards = config.fsdp_size or world_size

@@ -24,7 +24,8 @@ from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.host_memory import first_row, local
 from gcore_trainer.torch.loading import check_layers, choose_class, load_model
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _INITIALIZED = "_is_hf_initialized"
 """Attribute of tensors that transformers is not to initialize."""
 _CHUNK_BYTES = 1 << 26
@@ -95,7 +96,9 @@ class SlicedWeights:
     def __init__(
         self, folder: "_Folder", sources: Mapping[str, str], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._folder, self._sources, self._dtype = folder, sources, dtype
+        self._folder = folder
+        self._sources = sources
+        self._dtype = dtype
         self.device = device
         self.lora: LoRAConfig | None = None
         """Adapters of the model, if it has some."""
@@ -113,7 +116,8 @@ class SlicedWeights:
             for name, parameter in named.items():
                 if parameter not in made:
                     made[parameter] = torch.nn.Parameter(_zeros(parameter, self.device), parameter.requires_grad)
-                into, first = local(made[parameter]), first_row(parameter)
+                into = local(made[parameter])
+                first = first_row(parameter)
                 source = self._sources.get(name.replace(".base_layer.", "."))
                 if source and name not in start:
                     read(source, into, first, self._dtype)
@@ -132,8 +136,10 @@ class SlicedWeights:
         layers: list[torch.nn.Module] = packed.layers()
         inner = {module for layer in layers for module in layer.modules()}
         outer = [module for module in packed.root.modules() if module not in inner]
-        dtype, packed.compute_dtype = packed.compute_dtype, self._dtype
-        context, packed.context = packed.context, None
+        dtype = packed.compute_dtype
+        packed.compute_dtype = self._dtype
+        context = packed.context
+        packed.context = None
         with ExitStack() as stack:
             stack.callback(setattr, packed, "compute_dtype", dtype)
             stack.callback(setattr, packed, "context", context)
@@ -250,7 +256,8 @@ def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     own = torch.zeros(local(parameter).shape, dtype=parameter.dtype, device=device)
     if not isinstance(parameter, DTensor):
         return own
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 

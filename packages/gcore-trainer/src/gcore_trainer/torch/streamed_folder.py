@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 MAX_FILE_BYTES = 5 << 30
 """Most bytes of a file, which are in memory at a time, if that is not less than a tensor."""
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _PART = re.compile(r".*?\.\d+\.")
 """The part of a name that the tensors of a layer share."""
 
@@ -39,7 +40,8 @@ def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     """Write safetensors files, with an index if there are several, and return the last one's data type."""
     parts: list[Path] = []
     file_of: dict[str, int] = {}
-    size_bytes, dtype = 0, torch.float32
+    size_bytes = 0
+    dtype = torch.float32
     for tensors in _by_file(weights):
         parts.append(folder / f"part-{len(parts)}.safetensors.tmp")
         save_file(tensors, parts[-1], metadata={"format": "pt"})
@@ -67,7 +69,8 @@ def _by_file(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, 
     for name, tensor in weights:
         if tensors and size_bytes + tensor.nbytes > MAX_FILE_BYTES:
             yield tensors
-            tensors, size_bytes = {}, 0
+            tensors = {}
+            size_bytes = 0
         tensors[name] = tensor.detach().cpu().contiguous()
         size_bytes += tensor.nbytes
     yield tensors
