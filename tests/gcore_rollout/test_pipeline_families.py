@@ -46,7 +46,7 @@ from gcore_trainer import (
     NoiseProcess,
     OptimizerConfig,
 )
-from gcore_trainer.adamw import whole
+from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.objectives import model_timesteps
 from gcore_trainer.diffusion.sample import stacked
@@ -104,7 +104,7 @@ def outputs_and_gradients(denoiser: Denoiser, samples: list[DiffusionSample]) ->
     latents, timesteps = stacked(samples, denoiser.device, "latents", "timesteps", step=0)
     outputs = denoiser(latents, timesteps, Conditioned.of(samples, denoiser.device))
     outputs.square().mean().backward()
-    gradients = [whole(p.grad).flatten() for p in denoiser.parameters().values() if p.grad is not None]
+    gradients = [gather_full_tensor(p.grad).flatten() for p in denoiser.parameters().values() if p.grad is not None]
     return [outputs.detach(), torch.cat(gradients)]
 
 

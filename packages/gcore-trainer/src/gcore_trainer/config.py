@@ -122,19 +122,25 @@ class Checked:
 
 
 @cache
-def _bounds(kind: Any) -> list[tuple[str, Bound]]:
-    found: list[tuple[str, Bound]] = []
-    for field in fields(kind):
-        found += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
-        for literal in (own for own in (field.type, *get_args(field.type)) if get_origin(own) is Literal):
-            names = get_args(literal)
-            others = set(get_args(field.type)) & {bool, NoneType}
-            accepted = (
-                f"one of {', '.join(names)}" + ", true, false" * (bool in others) + ", or none" * (NoneType in others)
-            )
-            choices = [*names, *[True, False] * (bool in others), *[None] * (NoneType in others)]
-            found.append((field.name, Bound(choices.__contains__, accepted)))
-    return found
+def _bounds(config_class: Any) -> list[tuple[str, Bound]]:
+    """Return the name of each bounded field, with its bound."""
+    bounds: list[tuple[str, Bound]] = []
+    for field in fields(config_class):
+        bounds += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
+        members = get_args(field.type)
+        for member in (field.type, *members):
+            if get_origin(member) is not Literal:
+                continue
+            choices: list[Any] = list(get_args(member))
+            accepted = f"one of {', '.join(choices)}"
+            if bool in members:
+                choices += [True, False]
+                accepted += ", true, false"
+            if NoneType in members:
+                choices.append(None)
+                accepted += ", or none"
+            bounds.append((field.name, Bound(choices.__contains__, accepted)))
+    return bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,16 +247,17 @@ class RolloutCorrectionConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weighs = self.rollout_is is not None
+        has_weights = self.rollout_is is not None
         limit = self.rollout_is_threshold
         least = self.rollout_is_threshold_lower
+        is_valid = least is None or (has_weights and 0 < least <= limit)
+        accepted = f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is"
+        require("rollout_is_threshold_lower", least, is_valid, accepted)
+        normalize = self.rollout_is_batch_normalize
+        require("rollout_is_batch_normalize", normalize, has_weights or not normalize, "a rollout_is with it")
         rule = self.rollout_rs
         upper = self.rollout_rs_threshold
         lower = self.rollout_rs_threshold_lower
-        accepted = f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is"
-        require("rollout_is_threshold_lower", least, least is None or (weighs and 0 < least <= limit), accepted)
-        normalize = self.rollout_is_batch_normalize
-        require("rollout_is_batch_normalize", normalize, weighs or not normalize, "a rollout_is with it")
         if rule is None:
             require("rollout_rs_threshold", upper, upper is None, "none without a rollout_rs")
             require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
@@ -371,7 +378,9 @@ class ParallelConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        cp, ulysses, vpp = (getattr(self, name) for name in (_CP, "ulysses_sequence_parallel_size", _VPP))
+        cp = self.context_parallel_size
+        ulysses = self.ulysses_sequence_parallel_size
+        vpp = self.virtual_pipeline_model_parallel_size
         require("ulysses_sequence_parallel_size", ulysses, cp % ulysses == 0, f"a divisor of {_CP}={cp}")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError(f"sequence_parallel is true; expected {_TP} above 1")

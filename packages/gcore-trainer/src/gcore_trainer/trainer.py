@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_trainer.adamw import AdamW, whole
+from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
 from gcore_trainer.lora import LoRAWeights, save_adapters
@@ -167,7 +167,7 @@ class Trainer(BaseTrainer, ABC):
         """Free the device's memory until `wake`, as `Sleeper` does; other calls meanwhile raise `TrainerError`."""
         from gcore_trainer.torch.host_memory import Sleeper
 
-        self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.kept)
+        self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.stored_tensors)
         self._sleeper.sleep()
 
     def wake(self) -> None:
@@ -326,14 +326,14 @@ class TorchTrainer(Trainer):
         self._check_awake()
         if (lora := self._model.lora) is None:
             return self._whole(self._parameters)
-        masters = self._optimizer.kept()["model"]
+        masters = self._optimizer.stored_tensors()["model"]
         return LoRAWeights(lambda: self._whole(self._parameters), lambda: dict(self._whole(masters)), lora)
 
     def _module_names(self) -> dict[str, str]:
         return dict(zip(self._parameters, (name for name, _ in self._module.named_parameters()), strict=True))
 
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(t.detach().to(self._parameters[name].device))) for name, t in tensors.items())
+        return ((name, gather_full_tensor(t.detach().to(self._parameters[name].device))) for name, t in tensors.items())
 
     def save_pretrained(self, path: str | Path) -> None:
         self._check_awake()

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
 from gcore_trainer.packing.layout import Span, Tile, causal_tiles, earlier_tiles
-from gcore_trainer.packing.tiles import Call, attend_calls, finished, gradients_of_calls, make_calls, scoring_of
+from gcore_trainer.packing.tiles import Call, attend_calls, finish_row, gradients_of_calls, make_calls, scoring_of
 
 
 class EqualSegments(NamedTuple):
@@ -108,7 +108,7 @@ class _RingAttention(torch.autograd.Function):
             attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
             if passing is not None:
                 kv = passing.wait()
-        out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
+        out_THV, lse_TH = finish_row(out_THV, lse_TH, q_THD, sinks_H)
         ctx.save_for_backward(q_THD, own_kv, sinks_H, out_THV, lse_TH)
         ctx.row = row
         ctx.options = options

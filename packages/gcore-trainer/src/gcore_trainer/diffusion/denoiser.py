@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from gcore_trainer.adamw import whole
+from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import TRAINED, AdapterSets, LoRAWeights, adapters_named, add_lora
@@ -198,10 +198,12 @@ class Denoiser:
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
-            return ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
+            return ((n, gather_full_tensor(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
 
         if self.lora is not None:
-            return LoRAWeights(named, lambda: {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+            return LoRAWeights(
+                named, lambda: {name: gather_full_tensor(tensor) for name, tensor in own.items()}, self.lora
+            )
         return named()
 
 

@@ -95,7 +95,7 @@ class DiffusionTrainer(BaseTrainer):
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
         self._old_decay = old_decay
-        self._sleeper = Sleeper(denoiser.model, self._kept)
+        self._sleeper = Sleeper(denoiser.model, self._stored_tensors)
 
     def sleep(self) -> None:
         """Free the device's memory of all models, averages, gradients and optimizer states until `wake`.
@@ -124,9 +124,9 @@ class DiffusionTrainer(BaseTrainer):
         found = (self._models.old, self._models.reference)
         return [model for model in found if model is not None and model.model is not own]
 
-    def _kept(self) -> dict[str, Mapping[str, torch.Tensor]]:
+    def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the tensors besides the models', by groups and names."""
-        return {**self._adamw.kept(), "ema": self._ema.tensors if self._ema is not None else {}}
+        return {**self._adamw.stored_tensors(), "ema": self._ema.tensors if self._ema is not None else {}}
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.

@@ -101,7 +101,7 @@ class DistributedAdamW(AdamW):
     def tensors(self) -> dict[str, dict[str, Any]]:
         return {group: dict(self._parts(group)) for group in _GROUPS}
 
-    def kept(self) -> dict[str, dict[str, Any]]:
+    def stored_tensors(self) -> dict[str, dict[str, Any]]:
         """Return the shards and their moments by number; those of float32 parameters are views of these."""
         groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for number, shard in enumerate(self._shards):

@@ -49,7 +49,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     if packed is None:
         raise UnsupportedModelError(
@@ -57,7 +57,7 @@ def _attend(
             "needs it to"
         )
     for name in _UNSUPPORTED_ARGUMENTS:
-        if others.get(name) is not None:
+        if options.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
     if attention_mask is not None:
         # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
@@ -65,8 +65,8 @@ def _attend(
         sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
-    kind = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
-    return packed.attend(query, key, value, kind), None
+    attention = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    return packed.attend(query, key, value, attention), None
 
 
 def register() -> None:
@@ -209,7 +209,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return packed
 
     def load_weights(self) -> None:
-        """Read the parameters of a model that has no memory yet, and check it; all ranks of a sharded one call this."""
+        """Read the parameters of a model on the meta device, and check it; all ranks of a sharded model call this."""
         weights = self._weights
         self._weights = None
         if weights is not None:
@@ -235,8 +235,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their names in a Hugging Face folder."""
-        named: Iterator[tuple[str, torch.nn.Parameter]] = self.model.named_parameters()
-        return {n if self.vision is None else checkpoint_name(self.model, n): p for n, p in named}
+        parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        if self.vision is None:
+            return parameters
+        return {checkpoint_name(self.model, name): parameter for name, parameter in parameters.items()}
 
     def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
         """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
@@ -250,8 +252,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-        """Write a Hugging Face folder of whole tensors, a file's at a time; None: the model's own."""
-        self.model.save_pretrained(path) if weights is None else save_streamed(self.model, Path(path), weights)
+        """Write a Hugging Face folder of full tensors, one file at a time; None: the model's own tensors."""
+        if weights is None:
+            self.model.save_pretrained(path)
+        else:
+            save_streamed(self.model, Path(path), weights)
         if self.vision is not None:
             copy_processor(Path(self.model.name_or_path), Path(path))
 
@@ -263,16 +268,18 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """
         if context.size == 1:
             return
-        for is_undivided, what in ((self._has_linear_attention, "has linear attention"), (self.vision, "sees images")):
-            if is_undivided:
-                raise UnsupportedModelError(
-                    f"{self.model.config.model_type!r} {what}, and {context.size} ranks are to divide its rows; "
-                    "expected context and sequence parallel sizes of 1"
-                )
+        reason = "sees images" if self.vision else None
+        if self._has_linear_attention:
+            reason = "has linear attention"
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} {reason}, and {context.size} ranks are to divide its rows; "
+                "expected context and sequence parallel sizes of 1"
+            )
         self.context = context
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None) -> ScoresT:
-        """Forward pass over one micro-batch, differentiable in its result, which is in float32 at least.
+        """Score one micro-batch differentiably, in float32 at least.
 
         Args:
             routing: gets the experts [P + R - 1, L, K] that routers choose for each sample; None: they are not kept.
@@ -281,8 +288,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
         parts = self._pass(samples, entropy_grad, routing)
-        found: Any = TokenScores(log_probs=parts[0], entropies=parts[1]) if self.scores == "tokens" else parts[0]
-        return found
+        scores: Any = parts[0]
+        if self.scores == "tokens":
+            scores = TokenScores(log_probs=parts[0], entropies=parts[1])
+        return scores
 
     def _pass(self, samples: MicroBatch, entropy_grad: bool, routing: Routing | None) -> Sequence[torch.Tensor]:
         [row] = make_rows(
@@ -293,8 +302,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             replay_routing=self.scores == "tokens",
             vision=self.vision,
         )
-        if self._longest is not None and (longest := max(s.num_inputs for s in samples)) > self._longest:
-            raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
+        if self._longest is not None:
+            longest = max(s.num_inputs for s in samples)
+            if longest > self._longest:
+                raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self.impose(row.routing)
         for router in self._routers:
@@ -315,10 +326,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
         scores = (self._pass(samples, False, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
-        return [own.float().cpu().numpy() for own in scores][: len(micro_batches)]
+        return [pass_scores.float().cpu().numpy() for pass_scores in scores][: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
-        """Impose a routing until the next pass, because a backward pass may compute layers again."""
+        """Impose a routing until the next pass: a backward pass may compute layers again."""
         if routing_TLK is not None:
             check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):

@@ -38,7 +38,7 @@ class _NotByNameError(Exception):
 
 
 def make_model(
-    kind: Any, path: str | Path, *, attention: str, dtype: torch.dtype, device: torch.device
+    model_class: Any, path: str | Path, *, attention: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, "SlicedWeights | None"]:
     """Make a folder's model without memory for its parameters, if its files have them by name; else load all of it.
 
@@ -54,7 +54,7 @@ def make_model(
     Raises:
         UnsupportedModelError, StateError: as of `load_model`.
     """
-    auto_class, implementations, config = choose_class(kind, path, attention)
+    auto_class, implementations, config = choose_class(model_class, path, attention)
     try:
         if dtype not in (torch.float32, torch.float64):
             raise _NotByNameError(f"dtype is {dtype}, of which transformers leaves out some parameters")
@@ -73,14 +73,14 @@ def make_model(
         tied = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources}
         for name in sorted(n for n, p in model.named_parameters() if id(p) not in tied):
             # A new value head; one that the folder should have is the other loading's to refuse.
-            if not name.startswith(kind.new_weights) or type(model).__name__ in (config.architectures or ()):
+            if not name.startswith(model_class.new_weights) or type(model).__name__ in (config.architectures or ()):
                 raise _NotByNameError(f"its files have no {name}")
         _make_buffers(model, folder, sources, device)
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
     except _NotByNameError as error:
         _logger.warning("%s is loaded whole by each process, in %s: %s", path, dtype, error)
-        return load_model(kind, path, attention=attention, dtype=dtype).to(device), None
+        return load_model(model_class, path, attention=attention, dtype=dtype).to(device), None
     return model.eval(), SlicedWeights(folder, sources, dtype=dtype, device=device)
 
 
