@@ -35,7 +35,7 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed: int = 0) -> None:
     """Add adapters to the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
 
-    They start as `initial_value` says.
+    Initial values are those of `initial_value`.
 
     Args:
         head: beginnings of the names of a new head's tensors, which are trained whole.
@@ -60,11 +60,11 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
             _refuse_head(config, name)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
-        targets = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not output and not f"{name}.".startswith(head)
-        ]
+        targets = []
+        for name, module in model.named_modules():
+            is_head = module is output or f"{name}.".startswith(head)
+            if isinstance(module, torch.nn.Linear) and not is_head:
+                targets.append(name)
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora
     )
@@ -102,14 +102,9 @@ def _refuse_head(config: LoRAConfig, head: str) -> None:
 
 
 def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
-    """Return the adapters that training starts from, by the names of parameters; none if they are new ones."""
+    """Return the adapters that training starts from, by the names of parameters; an empty dict if they are new."""
     if not config.path:
         return {}
-
-    def own(name: str) -> str:
-        name = name.removeprefix(PREFIX)
-        return _PLAIN_ADAPTER.sub(rf"\1.{TRAINED}.weight", name)
-
     file = Path(config.path) / ADAPTER_WEIGHTS
     try:
         if file.is_file():
@@ -118,21 +113,27 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
             from gcore_trainer.diffusion.lora_file import read_lora_file
 
             _, tensors = read_lora_file(config.path)
-        return {own(name): tensor for name, tensor in tensors.items()}
     except SafetensorError as error:
         raise ConfigError(f"path is {config.path!r}; expected adapters that load: {file.name}: {error}") from None
+    adapters: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        full_name = _PLAIN_ADAPTER.sub(rf"\1.{TRAINED}.weight", name.removeprefix(PREFIX))
+        adapters[full_name] = tensor
+    return adapters
 
 
 def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], config: LoRAConfig) -> None:
-    """Raise `ConfigError` unless the adapters in a folder are those of a model: layer by layer, and of its sizes.
+    """Raise `ConfigError` unless the adapters in a folder fit a model in layers and sizes.
 
     Args:
-        shapes: of the model's adapters, by name; those of a shape of () are not compared.
+        shapes: of the model's adapters, by name; a shape of () is not compared.
     """
     where = f"path is {config.path!r}; expected adapters of this model"
-    if extra := sorted(start.keys() - shapes.keys()):
+    extra = sorted(start.keys() - shapes.keys())
+    if extra:
         raise ConfigError(f"{where}, which has no layer for {len(extra)} of its tensors, such as {extra[0]}")
-    if missing := sorted(shapes.keys() - start.keys()):
+    missing = sorted(shapes.keys() - start.keys())
+    if missing:
         raise ConfigError(f"{where}, for {len(missing)} of whose tensors there is none, such as {missing[0]}")
     for name, shape in shapes.items():
         if shape and tuple(start[name].shape) != shape:
@@ -140,9 +141,9 @@ def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[in
 
 
 def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor], *, seed: int = 0) -> torch.Tensor:
-    """Return the first value of a whole tensor of an adapter, in float32: of ``start``, if that holds any.
+    """Return the initial value of an adapter's full tensor, in float32: from ``start`` unless that is empty.
 
-    Of new adapters A is `initial_a`'s and B is 0, so that the model computes what it did.
+    A new adapter has A of `initial_a` and B = 0, so that the model's output is unchanged.
     """
     if start:
         return start[name].float()
@@ -172,8 +173,8 @@ def save_adapters(
     names = list(config.target_modules)
     if config.target_modules == ("all-linear",):
         lasts = {layer.rpartition(".")[2] for layer in layers}
-        others = {name.rpartition(".")[2] for name in {*modules}.difference(layers)}
-        names = layers if lasts & others else sorted(lasts)
+        other_lasts = {name.rpartition(".")[2] for name in {*modules}.difference(layers)}
+        names = layers if lasts & other_lasts else sorted(lasts)
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_value_head else "CAUSAL_LM",
@@ -215,17 +216,17 @@ class AdapterSets:
             layer.scaling[name] = layer.scaling[TRAINED]
 
     @contextmanager
-    def used(self, name: str | None) -> Generator[None]:
+    def use(self, name: str | None) -> Generator[None]:
         """Compute with one set inside the block, or with the frozen weights alone; afterwards with the trained one."""
         with self._lock:
-            self._use(name)
+            self._activate(name)
             try:
                 yield
             finally:
                 # Checkpointed activations are computed again outside the block.
-                self._use(TRAINED)
+                self._activate(TRAINED)
 
-    def _use(self, name: str | None) -> None:
+    def _activate(self, name: str | None) -> None:
         for layer in self._layers:
             # Its public setter would change which parameters are trained.
             layer._active_adapter = [] if name is None else [name]  # pyright: ignore[reportPrivateUsage]
@@ -233,13 +234,14 @@ class AdapterSets:
 
 def adapters_named(parameters: Mapping[str, TensorT], name: str | None) -> dict[str, TensorT]:
     """Return a model's parameters with one set of its adapters alone, or none, under the names of the trained set."""
-    found: dict[str, TensorT] = {}
-    for full, parameter in parameters.items():
-        if not (adapter := _ADAPTER.fullmatch(full)):
-            found[full] = parameter
+    selected: dict[str, TensorT] = {}
+    for full_name, parameter in parameters.items():
+        adapter = _ADAPTER.fullmatch(full_name)
+        if adapter is None:
+            selected[full_name] = parameter
         elif adapter["set"] == name:
-            found[f"{adapter['layer']}.{TRAINED}.weight"] = parameter
-    return found
+            selected[f"{adapter['layer']}.{TRAINED}.weight"] = parameter
+    return selected
 
 
 def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torch.Tensor:
@@ -290,10 +292,11 @@ def merge_lora(
         if name.endswith((A_OF, B_OF)):
             continue
         plain = name.replace(_BASE, ".")
-        layer, _, kind = plain.rpartition(".")
-        if kind == "weight" and layer + A_OF in adapters:
+        layer, _, parameter_name = plain.rpartition(".")
+        if parameter_name == "weight" and layer + A_OF in adapters:
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            a, b = (adapters[layer + end].to(tensor.device, wide) for end in (A_OF, B_OF))
+            a = adapters[layer + A_OF].to(tensor.device, wide)
+            b = adapters[layer + B_OF].to(tensor.device, wide)
             yield plain, (tensor.to(wide) + config.scaling * (b @ a)).to(tensor.dtype)
         else:
             yield plain, tensor

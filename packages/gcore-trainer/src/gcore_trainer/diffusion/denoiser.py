@@ -111,7 +111,7 @@ class Denoiser:
         if self._is_of_lists:
             given = [each.unsqueeze(1) for each in given]
         arguments = {self._latents: given, self._timesteps: timesteps, **others}
-        adapters = nullcontext() if self._adapters is None else self._adapters.used(self._adapter)
+        adapters = nullcontext() if self._adapters is None else self._adapters.use(self._adapter)
         with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:

@@ -1,4 +1,4 @@
-"""Objectives of diffusion trainers: their parts of a batch's loss add up, over passes, micro-batches and ranks."""
+"""Objectives of diffusion trainers: parts of a batch's loss add up over passes, micro-batches and ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Gaussian(Protocol):
-    """The distribution that the next latents are drawn from."""
+    """The distribution of the next latents."""
 
     @property
     def mean(self) -> torch.Tensor: ...
@@ -72,7 +72,7 @@ class DiffusionObjective(ABC):
         return self.num_timesteps
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
-        """Return what these images add to the batch's denominator, in each pass."""
+        """Return the images' share of the batch's denominator, in each pass."""
         return len(samples)
 
     @abstractmethod
@@ -84,7 +84,7 @@ class DiffusionObjective(ABC):
         """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Make metrics of the batch's sums."""
+        """Compute metrics from the batch's sums."""
         return sums
 
 
@@ -99,13 +99,15 @@ class DenoisingPolicyObjective(DiffusionObjective):
         self._config = config
         self._kernel = kernel
         self.reads = ("latents", "next_latents", "old_log_probs", "levels", "next_levels", "timesteps", "advantage")
-        self.reads += ("old_means",) * (config.loss_mode == "guard") + ("ref_means",) * bool(config.kl_loss_coef)
+        if config.loss_mode == "guard":
+            self.reads += ("old_means",)
+        if config.kl_loss_coef:
+            self.reads += ("ref_means",)
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
-        if len({s.num_steps for s in samples}) != 1 or not samples[0].num_steps:
-            raise BatchError(
-                f"latents have {sorted({s.num_steps for s in samples})} steps; expected one number above 0"
-            )
+        num_steps = {s.num_steps for s in samples}
+        if len(num_steps) != 1 or not samples[0].num_steps:
+            raise BatchError(f"latents have {sorted(num_steps)} steps; expected one number above 0")
         super().check(samples)
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
@@ -119,16 +121,17 @@ class DenoisingPolicyObjective(DiffusionObjective):
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
             [old_means] = stacked(samples, device, "old_means", step=index)
-            given = following, drawn.mean, old_means, drawn.std.flatten(), dt, advantages
-            found = guard_step_loss(*given, clip_ratio=self._config.clip_ratio)
+            std = drawn.std.flatten()
+            clip_ratio = self._config.clip_ratio
+            policy = guard_step_loss(following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio)
         else:
-            found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
-        loss = found.loss.sum() / total
+            policy = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
+        loss = policy.loss.sum() / total
         sums = {
             "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": found.clipped.sum() / total,
+            "actor/pg_clipfrac": policy.clipped.sum() / total,
             "actor/ppo_kl": (old_log_probs - log_probs.detach()).sum() / total,
-            "actor/ratio_dev": (found.ratio.detach() - 1).abs().sum() / total,
+            "actor/ratio_dev": (policy.ratio.detach() - 1).abs().sum() / total,
         }
         if self._config.kl_loss_coef:
             [ref_means] = stacked(samples, device, "ref_means", step=index)
@@ -172,8 +175,8 @@ class NFTObjective(DiffusionObjective):
                 reference = models.reference(noised, timesteps, conditions)
         velocity = models.policy(noised, timesteps, conditions)
         optimality = (advantages.clamp(-bound, bound) / bound / 2 + 0.5).clamp(0, 1)
-        found = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
-        loss = bound * found.sum() / total
+        losses = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
+        loss = bound * losses.sum() / total
         sums = {"actor/pg_loss": loss.detach()}
         if reference is not None:
             kl_loss = ((velocity - reference) ** 2).flatten(1).mean(1).sum() / total
@@ -207,8 +210,9 @@ class DiffusionDPOObjective(DiffusionObjective):
         assert models.reference is not None
         device = models.policy.device
         [clean] = stacked(samples, device, "clean_latents")
-        # Both of a pair get one noise.
-        level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
+        # Both images of a pair get the chosen one's noise.
+        seeded = [samples[i - i % 2] for i in range(len(samples))]
+        level, noise = drawn_noise(seeded, index, clean)
         noised = self._process.noised(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
         target = self._process.target(clean, noise, level)
@@ -219,13 +223,13 @@ class DiffusionDPOObjective(DiffusionObjective):
 
         with torch.no_grad():
             ref_errors = errors(models.reference)
-        found, is_right = diffusion_dpo_loss(errors(models.policy), ref_errors, beta=self._config.beta)
-        loss = found.sum() / total
+        losses, is_right = diffusion_dpo_loss(errors(models.policy), ref_errors, beta=self._config.beta)
+        loss = losses.sum() / total
         return loss, {"actor/dpo_loss": loss.detach(), "actor/dpo_accuracy": is_right.sum() / total}
 
 
 class RewardGradientObjective(DiffusionObjective):
-    """A differentiable reward's own gradient, through the last steps of sampling: DRaFT-K (arXiv 2309.17400).
+    """The gradient of a differentiable reward, through the last steps of sampling: DRaFT-K (arXiv 2309.17400).
 
     The recorded steps, which are to be a sampler's last ones without noise, are made again, with their gradient, from
     the latents before the first of them. Metrics: ``actor/reward``.

@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -57,8 +58,7 @@ class DiffusionTrainer(BaseTrainer):
         reference: the initial policy, where the objective asks it in training or its scores are needed; it may share
             the policy's weights, see `Denoiser.initial`.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
-        old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
-            updates.
+        old_decay: growth per update and bound of the EMA decay of a separate sampling policy.
         parallel: the ranks among which images are divided, and parameters unless its ``fsdp_size`` is 1; None: this
             process is alone.
 
@@ -120,13 +120,16 @@ class DiffusionTrainer(BaseTrainer):
     @property
     def _others(self) -> list[Denoiser]:
         """The models besides the policy that have weights of their own."""
-        own = self._models.policy.model
-        found = (self._models.old, self._models.reference)
-        return [model for model in found if model is not None and model.model is not own]
+        others: list[Denoiser] = []
+        for model in (self._models.old, self._models.reference):
+            if model is not None and model.model is not self._models.policy.model:
+                others.append(model)
+        return others
 
     def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Return the tensors besides the models', by groups and names."""
-        return {**self._adamw.stored_tensors(), "ema": self._ema.tensors if self._ema is not None else {}}
+        """Return the tensors of the optimizer and the average, by groups and names."""
+        averages = {} if self._ema is None else self._ema.tensors
+        return {**self._adamw.stored_tensors(), "ema": averages}
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
@@ -144,8 +147,8 @@ class DiffusionTrainer(BaseTrainer):
         """
         self._sleeper.check_awake()
 
-        def checked() -> tuple[int, int, int, set[int]]:
-            samples = [s for batch in micro_batches for s in batch]
+        def check_batches() -> tuple[int, int, int, set[int]]:
+            samples = list(chain.from_iterable(micro_batches))
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
@@ -153,15 +156,24 @@ class DiffusionTrainer(BaseTrainer):
             calls = {num_calls(batch) for batch in micro_batches}
             return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
-        everyones = self._replicas.gather_or_raise(checked)
-        passes = {count for _, count, *_ in everyones}
+        weight = 0
+        num_batches = len(micro_batches)
+        passes: set[int] = set()
+        calls: set[int] = set()
+        for replica_weight, replica_passes, replica_batches, replica_calls in self._replicas.gather_or_raise(
+            check_batches
+        ):
+            weight += replica_weight
+            passes.add(replica_passes)
+            calls |= replica_calls
+            if self._is_sharded:
+                num_batches = max(num_batches, replica_batches)
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
         if self._is_sharded:
-            _require_one({count for *_, counts in everyones for count in counts})
-        total = sum(weight for weight, *_ in everyones) * num_passes
-        num_batches = max(count for _, _, count, _ in everyones) if self._is_sharded else len(micro_batches)
+            _require_one(calls)
+        total = weight * num_passes
         sums = self._backward(micro_batches, num_batches, num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
@@ -208,7 +220,7 @@ class DiffusionTrainer(BaseTrainer):
         return {name: value.item() for name, value in sums.items()}
 
     def export_weights(self, *, averaged: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return diffusers' names and whole tensors of the policy that samples; see `Trainer.export_weights`.
+        """Return diffusers' names and full tensors of the policy that samples; see `Trainer.export_weights`.
 
         Raises:
             ConfigError: there is no such average.
@@ -223,8 +235,8 @@ class DiffusionTrainer(BaseTrainer):
             deque(self.export_weights(averaged=averaged), maxlen=0)
             return
         weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
-        own = self._models.policy.model
-        model = type(own).from_config(copy.deepcopy(dict(own.config)))
+        policy = self._models.policy.model
+        model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
         buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
         model.load_state_dict({**weights, **buffers})
         model.save_pretrained(path)
@@ -244,10 +256,12 @@ class DiffusionTrainer(BaseTrainer):
         if not isinstance(weights, LoRAWeights):
             raise ConfigError("lora is None: the model has no adapters to save")
         scale = weights.config.scaling
-        tensors = dict[str, torch.Tensor]()
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in weights.adapters().items():
-            scaled = tensor * scale if name.endswith(B_OF) else tensor
-            tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()
+            if name.endswith(B_OF):
+                tensor = tensor * scale
+            plain_name = name.replace(f".{TRAINED}.", ".")
+            tensors[f"{component}.{plain_name}"] = tensor.cpu().contiguous()
         if self._is_first:
             Path(path).mkdir(parents=True, exist_ok=True)
             save_file(tensors, Path(path) / FILE_NAME, {"format": "pt"})
@@ -289,15 +303,18 @@ def score_steps(
     ``replicas`` are those among which a sharded model is divided; all of them call this, one may have no micro-batch.
     """
     replicas = replicas or Replicas()
-    everyones = replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
-    counts = [count for count, _ in everyones]
+    counts: list[int] = []
+    calls: set[int] = set()
+    for count, replica_calls in replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches})):
+        counts.append(count)
+        calls |= replica_calls
     if replicas.size > 1 and any(counts):
-        _require_one({calls for _, own in everyones for calls in own})
+        _require_one(calls)
     stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
     if 0 in counts:
         # A sharded model's collectives need all ranks: one without images computes with another's for nothing.
         stand_in = next(filter(None, replicas.gather(stand_in[:1])), [])
-    found: list[list[StepScores]] = []
+    scores: list[list[StepScores]] = []
     for i in range(max(counts)):
         samples = micro_batches[i] if i < len(micro_batches) else stand_in
         means: list[torch.Tensor] = []
@@ -306,9 +323,10 @@ def score_steps(
             drawn, _ = drawn_at(denoiser, kernel, samples, step)
             [following] = stacked(samples, denoiser.device, "next_latents", step=step)
             has_noise = bool((drawn.std > 0).all())
+            log_prob = drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan
             means.append(drawn.mean.cpu())
-            log_probs.append((drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan).cpu())
+            log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            columns = (torch.stack(rows, dim=1).numpy() for rows in (means, log_probs))
-            found.append([StepScores(*own) for own in zip(*columns, strict=True)])
-    return found
+            pairs = zip(torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy(), strict=True)
+            scores.append([StepScores(image_means, image_log_probs) for image_means, image_log_probs in pairs])
+    return scores

@@ -146,7 +146,7 @@ class DistributedAdamW(AdamW):
         for shard in self._shards:
             flat = shard.main.detach() if group == "model" else shard.moments[group]
             for whole in self._pieces[shard.parameter]:
-                for piece in whole.within(shard.start, shard.end):
+                for piece in whole.split_range(shard.start, shard.end):
                     part = TensorPart(
                         global_shape=piece.global_shape, offset=piece.offset, tensor=piece.view(flat, shard.start)
                     )

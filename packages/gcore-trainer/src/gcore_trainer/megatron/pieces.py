@@ -46,7 +46,7 @@ class Piece:
         """Return the box, as a view."""
         return flat[self.start - first : self.start - first + self.size].view(self.shape)
 
-    def within(self, start: int, end: int) -> "Iterator[Piece]":
+    def split_range(self, start: int, end: int) -> "Iterator[Piece]":
         """Yield the parts of this piece in a range of the flattened parameter, as up to three pieces."""
         start = max(start, self.start) - self.start
         end = min(end, self.start + self.size) - self.start
@@ -93,7 +93,7 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     ffn = config.intermediate_size
     vocab_size = config.vocab_size
     prefix = "model." if layer is None else f"model.layers.{layer}."
-    whole = {
+    undivided = {
         "decoder.final_layernorm": ("norm", (hidden,)),
         "input_layernorm": ("input_layernorm", (hidden,)),
         "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
@@ -105,8 +105,8 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         "self_attention.linear_proj": ("self_attn.o_proj", a.num_heads * a.head_dim),
         "mlp.linear_fc2": ("mlp.down_proj", ffn),
     }
-    module, _, kind = name.rpartition(".")
-    if kind == "layer_norm_weight":
+    module, _, parameter_name = name.rpartition(".")
+    if parameter_name == "layer_norm_weight":
         # Transformer Engine's layers hold the norm before them.
         module = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}[module]
     if name == "score.weight":
@@ -118,8 +118,8 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         count = min(rows, vocab_size - tp_rank * rows)
         hub_name = "model.embed_tokens.weight" if is_embedding else "lm_head.weight"
         return [_box(hub_name, (vocab_size, hidden), 0, tp_rank * rows, count)] if count > 0 else []
-    if module in whole:
-        hub_module, shape = whole[module]
+    if module in undivided:
+        hub_module, shape = undivided[module]
         return [_box(f"{prefix}{hub_module}.weight", shape)]
     if module in by_columns:
         hub_module, count = by_columns[module]
@@ -128,13 +128,16 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     if module == "mlp.linear_fc1":
         rows = ffn // tp
         shape = (ffn, hidden)
-        names = (f"{prefix}mlp.{half}_proj.weight" for half in ("gate", "up"))
-        return [_box(n, shape, 0, tp_rank * rows, rows, start=i * rows * hidden) for i, n in enumerate(names)]
+        first = tp_rank * rows
+        return [
+            _box(f"{prefix}mlp.gate_proj.weight", shape, 0, first, rows),
+            _box(f"{prefix}mlp.up_proj.weight", shape, 0, first, rows, start=rows * hidden),
+        ]
     if module == "self_attention.linear_qkv":
         # Queries, key and value of each query group, one group after the other; a rank may have a part of a group.
         rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}
         num_rows = a.num_query_groups * sum(rows_of.values()) // tp
-        columns = (hidden,) if kind == "weight" else ()
+        columns = (hidden,) if parameter_name == "weight" else ()
         pieces: list[Piece] = []
         first = -tp_rank * num_rows
         for group in range(a.num_query_groups):
@@ -143,7 +146,7 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
                 end = min(first + rows, num_rows)
                 if begin < end:
                     shape = (a.num_query_groups * rows, *columns)
-                    hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
+                    hub_name = f"{prefix}self_attn.{letter}_proj.{parameter_name}"
                     offset = group * rows + begin - first
                     pieces.append(_box(hub_name, shape, 0, offset, end - begin, start=begin * math.prod(columns)))
                 first += rows
@@ -161,16 +164,19 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     hub_name = f"{prefix}mlp.experts.{hub_module}"
     size = math.prod(shape)
+    experts = range(num_local)
+    if number is not None:
+        experts = [int(number)]
     return [
         _box(hub_name, (a.num_experts, *shape), 0, first + expert, 1, start=i * size)
-        for i, expert in enumerate(range(num_local) if number is None else [int(number)])
+        for i, expert in enumerate(experts)
     ]
 
 
 def _box(
     name: str, global_shape: tuple[int, ...], dim: int = 0, offset: int = 0, size: int | None = None, *, start: int = 0
 ) -> Piece:
-    """Make a piece of a tensor that is cut in one dimension; without a size it is whole."""
+    """Make a piece of a tensor that is cut in one dimension; without a size the piece is the full tensor."""
     offsets = [0] * len(global_shape)
     shape = list(global_shape)
     if size is not None:
@@ -185,11 +191,11 @@ def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece,
     for piece in weight:
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
     adapters: dict[str, tuple[Piece, Piece]] = {}
-    for layer, (first, *others) in of_layer.items():
-        (out_features, in_features) = first.global_shape
-        (row, column) = first.offset
-        (rows, columns) = first.shape
-        rows += sum(piece.shape[0] for piece in others)
+    for layer, (first, *further) in of_layer.items():
+        out_features, in_features = first.global_shape
+        row, column = first.offset
+        rows, columns = first.shape
+        rows += sum(piece.shape[0] for piece in further)
         adapters[layer] = (
             _box(layer + A_OF, (rank, in_features), 1, column, columns),
             _box(layer + B_OF, (out_features, rank), 0, row, rows),
@@ -200,37 +206,37 @@ def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece,
 def gather_weights(
     pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
-    own: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    """Yield names and full tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
+    pairs_of: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for parameter, of_parameter in pieces.items():
         for piece in of_parameter:
-            own.setdefault(piece.name, []).append((piece, parameter))
+            pairs_of.setdefault(piece.name, []).append((piece, parameter))
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in own.items()})
+    dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in pairs_of.items()})
     for name, senders in _senders(everyones).items():
         first = next(iter(senders.values()))[0]
-        whole = torch.empty(first.global_shape, dtype=dtype, device=device)
+        full = torch.empty(first.global_shape, dtype=dtype, device=device)
         for rank, boxes in senders.items():
             sizes = [piece.size for piece in boxes]
             if rank == dist.get_rank():
-                flat = {piece.offset: piece.view(p.detach().view(-1)).reshape(-1) for piece, p in own[name]}
+                flat = {piece.offset: piece.view(p.detach().view(-1)).reshape(-1) for piece, p in pairs_of[name]}
                 message = torch.cat([flat[piece.offset] for piece in boxes])
             else:
                 message = torch.empty(sum(sizes), dtype=dtype, device=device)
             dist.broadcast(message, src=rank)
             for piece, part in zip(boxes, message.split(sizes), strict=True):
-                whole[piece.box] = part.view(piece.shape)
-        yield name, whole
+                full[piece.box] = part.view(piece.shape)
+        yield name, full
 
 
 def _senders(everyones: Sequence[Mapping[str, Sequence[Piece]]]) -> dict[str, dict[int, list[Piece]]]:
-    """By name, the ranks that send something of it: of ranks with the same box, the first."""
+    """Return by tensor name the boxes that each rank sends; the first of the ranks with the same box sends it."""
     senders: dict[str, dict[int, list[Piece]]] = {}
-    taken: set[tuple[str, tuple[int, ...]]] = set()
+    assigned: set[tuple[str, tuple[int, ...]]] = set()
     for rank, by_name in enumerate(everyones):
         for name, pieces in by_name.items():
             for piece in pieces:
-                if (name, piece.offset) not in taken:
-                    taken.add((name, piece.offset))
+                if (name, piece.offset) not in assigned:
+                    assigned.add((name, piece.offset))
                     senders.setdefault(name, {}).setdefault(rank, []).append(piece)
     return senders

@@ -41,7 +41,7 @@ class LayerRouters:
         for router in self._routers.values():
             router.recorded = [] if is_recording else None
 
-    def recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
+    def take_recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
         """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
         return [row.of_samples(self._of_all_stages(i, row)) for i, row in enumerate(rows)]
 

@@ -218,7 +218,7 @@ class MegatronTrainer(Trainer):
             self._routers.record(routing is not None)
             results = _run_passes(self._chunks, rows, finish)
             if routing is not None:
-                routing += self._routers.recorded(rows[: len(micro_batches)])
+                routing += self._routers.take_recorded(rows[: len(micro_batches)])
                 self._routers.record(False)
         return _from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
 
@@ -233,9 +233,11 @@ class MegatronTrainer(Trainer):
         weight_VD = (
             chunk.shared_embedding_or_output_weight() if self._architecture.is_tied else chunk.output_layer.weight
         )
-        if self._megatron.overlap_param_gather and weight_VD in (groups := self._chunks[-1].param_to_bucket_group):
+        if self._megatron.overlap_param_gather:
             # Megatron-Core waits for parameters in the forward pass of their module, and the head's is not called.
-            groups[weight_VD].finish_param_sync()
+            group = self._chunks[-1].param_to_bucket_group.get(weight_VD)
+            if group is not None:
+                group.finish_param_sync()
         tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         scores = token_scores(
             hidden_nD,
@@ -264,17 +266,17 @@ class MegatronTrainer(Trainer):
 
 
 def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[..., Any]) -> list[Any]:
-    """Run all passes, backwards too where gradients are enabled.
+    """Run all forward passes, and backward passes if gradients are enabled; return the results on the last stage.
 
-    ``finish`` makes a loss, and a result, of the last stage, its output and the row. The results are on the last stage.
+    ``finish`` computes a loss and a result from the last stage, its output and the row.
     """
 
     def forward_step(rows: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         row: Row = next(rows)
         output = chunk(row.input_ids, row.positions, None, packed_seq_params=row)
-        return output, partial(finished, chunk.module, row)
+        return output, partial(compute_loss, chunk.module, row)
 
-    def finished(chunk: Any, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def compute_loss(chunk: Any, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         loss, result = finish(chunk, output, row)
         # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
