@@ -32,9 +32,9 @@ def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | N
         is_bad &= mask
     if is_bad.any():
         first = np.argwhere(is_bad)[0].tolist()
-        place = "".join(f"[{i}]" for i in first)
+        index = "".join(f"[{i}]" for i in first)
         raise BatchError(
-            f"{field}{place} is {values[tuple(first)]}; expected a finite float32 at every entry that counts "
+            f"{field}{index} is {values[tuple(first)]}; expected a finite float32 at every entry that counts "
             f"({int(is_bad.sum())} of {is_bad.size} are not)"
         )
 

@@ -257,7 +257,7 @@ class Trainer(BaseTrainer, ABC):
         return self._objective.partial_loss(scores, samples, totals)
 
     def _module_names(self) -> dict[str, str]:
-        """Return the names of parameters in transformers' model by those in a Hugging Face folder, where they differ."""
+        """Return parameter names of transformers' model by those of a Hugging Face folder, where they differ."""
         return {}
 
     @abstractmethod

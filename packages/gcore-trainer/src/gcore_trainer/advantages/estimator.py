@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -243,8 +244,8 @@ def check_finite_tokens(
     """
     suspects: list[str] = []
     for field in fields:
-        columns = [getattr(sample, field) for batch in batches for sample in batch]
-        arrays = [values for values in columns if values is not None]
+        column = [getattr(sample, field) for sample in chain.from_iterable(batches)]
+        arrays = [values for values in column if values is not None]
         if arrays and not (np.abs(np.concatenate(arrays)) <= LARGEST).all():
             suspects.append(field)
     if not suspects:

@@ -1,6 +1,7 @@
-"""Length and KL penalties, which are added to a response's score before advantages are computed."""
+"""Length and KL penalties on a response's score, before advantages are computed."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import assert_never
 
 import numpy as np
@@ -103,8 +104,12 @@ async def follow_divergence(
     samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: Collectives
 ) -> dict[str, float]:
     """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names."""
-    own = [float(kl_estimates(*policy_and_reference(s), s.mask, kind)[s.mask].mean()) for s in samples if s.mask.any()]
-    everyones = [value for part in await group.all_gather(own) for value in part]
+    divergences: list[float] = []
+    for sample in samples:
+        if sample.mask.any():
+            estimates = kl_estimates(*policy_and_reference(sample), sample.mask, kind)
+            divergences.append(float(estimates[sample.mask].mean()))
+    everyones = list(chain.from_iterable(await group.all_gather(divergences)))
     mean = float(np.mean(everyones)) if everyones else 0.0
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": kl.value}
     kl.update(mean, len(everyones))

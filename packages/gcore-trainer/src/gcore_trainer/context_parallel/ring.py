@@ -56,10 +56,12 @@ class RingRow:
         self._calls: dict[tuple[int, int | None, bool], list[Call]] = {}
 
     def attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute [T, H, V] of this rank, of the queries' dtype; partial results are merged in float32 at least."""
-        return _RingAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, self, kind, scoring_of(kind, q_THD.shape[-1]))
+        return _RingAttention.apply(
+            q_THD, k_TKD, v_TKV, attention.sinks, self, attention, scoring_of(attention, q_THD.shape[-1])
+        )
 
     def num_rows(self, window: int | None) -> int:
         """Return the number of rows that calls write: one more than tokens where segments may be padded."""
@@ -71,7 +73,9 @@ class RingRow:
         if key not in self._calls:
             rank = self.group.rank()
             size = self.group.size()
-            tiles = [t for s in self._segments for t in _tiles(s, rank, source=source, size=size, window=window)]
+            tiles: list[Tile] = []
+            for segments in self._segments:
+                tiles.extend(_tiles(segments, rank, source=source, size=size, window=window))
             self._calls[key] = make_calls(tiles, num_tokens=self.num_tokens, device=self._device, is_varlen=is_varlen)
         return self._calls[key]
 
@@ -85,19 +89,19 @@ class _RingAttention(torch.autograd.Function):
         v_TKV: torch.Tensor,
         sinks_H: torch.Tensor | None,
         row: RingRow,
-        kind: AttentionKind,
+        attention: AttentionKind,
         scoring: Scoring,
     ) -> torch.Tensor:
         group = row.group
         rank = group.rank()
         size = group.size()
-        options: dict[str, Any] = {"window": kind.sliding_window}
-        options["is_varlen"] = has_varlen_kernel(q_THD, v_TKV, kind.softcap)
+        is_varlen = has_varlen_kernel(q_THD, v_TKV, attention.softcap)
+        options = {"window": attention.sliding_window, "is_varlen": is_varlen}
         own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
         head_dims = (k_TKD.shape[2], v_TKV.shape[2])
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         # A rank meets its own keys first, of which every query sees its own.
-        shape_TH = row.num_rows(kind.sliding_window), q_THD.shape[1]
+        shape_TH = row.num_rows(attention.sliding_window), q_THD.shape[1]
         out_THV = q_THD.new_empty((*shape_TH, head_dims[1]), dtype=wide)
         lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
         kv = own_kv
@@ -173,19 +177,19 @@ class _Passing:
 
 
 def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window: int | None) -> Iterator[Tile]:
-    """Yield what this rank computes with the keys of rank `source`, chunks `source` and 2R - 1 - `source`."""
+    """Yield the tiles of this rank's queries with the keys of rank `source`: chunks `source` and 2R - 1 - `source`."""
     length = segments.chunk_length
     for start in range(segments.start, segments.start + segments.num_segments * 2 * length, 2 * length):
         early = Span(start, length)
         late = Span(start + length, length)
-        whole = Span(start, 2 * length)
+        both_chunks = Span(start, 2 * length)
         if window is None or window >= 2 * size * length:
             if source == rank:
-                yield Tile(whole, whole, "until")
+                yield Tile(both_chunks, both_chunks, "until")
             elif source < rank:
-                yield Tile(whole, early, "all")
+                yield Tile(both_chunks, early, "all")
             else:
-                yield Tile(late, whole, "all")
+                yield Tile(late, both_chunks, "all")
             continue
         for queries, query_chunk in ((early, rank), (late, 2 * size - 1 - rank)):
             for keys, key_chunk in ((early, source), (late, 2 * size - 1 - source)):

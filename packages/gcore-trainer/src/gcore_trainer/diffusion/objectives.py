@@ -18,7 +18,7 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stacked
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stack_fields
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import PartialLoss
 
@@ -115,12 +115,12 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
-        following, old_log_probs = stacked(samples, device, "next_latents", "old_log_probs", step=index)
-        [advantages] = stacked(samples, device, "advantage")
+        following, old_log_probs = stack_fields(samples, device, "next_latents", "old_log_probs", step=index)
+        [advantages] = stack_fields(samples, device, "advantage")
         drawn, dt = drawn_at(models.policy, self._kernel, samples, index)
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
-            [old_means] = stacked(samples, device, "old_means", step=index)
+            [old_means] = stack_fields(samples, device, "old_means", step=index)
             std = drawn.std.flatten()
             clip_ratio = self._config.clip_ratio
             policy = guard_step_loss(following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio)
@@ -134,7 +134,7 @@ class DenoisingPolicyObjective(DiffusionObjective):
             "actor/ratio_dev": (policy.ratio.detach() - 1).abs().sum() / total,
         }
         if self._config.kl_loss_coef:
-            [ref_means] = stacked(samples, device, "ref_means", step=index)
+            [ref_means] = stack_fields(samples, device, "ref_means", step=index)
             std = drawn.std.flatten()
             if self._config.kl_loss_type == "flow_grpo":
                 std = std / (-dt).sqrt()
@@ -163,7 +163,7 @@ class NFTObjective(DiffusionObjective):
         assert models.old is not None
         device = models.policy.device
         bound = self._config.adv_clip_max
-        clean, advantages = stacked(samples, device, "clean_latents", "advantage")
+        clean, advantages = stack_fields(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
         noised = self._process.noised(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
@@ -209,7 +209,7 @@ class DiffusionDPOObjective(DiffusionObjective):
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.reference is not None
         device = models.policy.device
-        [clean] = stacked(samples, device, "clean_latents")
+        [clean] = stack_fields(samples, device, "clean_latents")
         # Both images of a pair get the chosen one's noise.
         seeded = [samples[i - i % 2] for i in range(len(samples))]
         level, noise = drawn_noise(seeded, index, clean)
@@ -251,7 +251,7 @@ class RewardGradientObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index
-        [latents] = stacked(samples, models.policy.device, "latents", step=0)
+        [latents] = stack_fields(samples, models.policy.device, "latents", step=0)
         for step in range(samples[0].num_steps):
             drawn, _ = drawn_at(models.policy, self._kernel, samples, step, latents)
             latents = drawn.mean
@@ -267,16 +267,18 @@ def drawn_at(
     latents: torch.Tensor | None = None,
 ) -> tuple[Gaussian, torch.Tensor]:
     """Return a model's distribution at a recorded step, from other ``latents`` if given, and dt [B] of the step."""
-    levels, next_levels, timesteps = stacked(samples, model.device, "levels", "next_levels", "timesteps", step=step)
+    levels, next_levels, timesteps = stack_fields(
+        samples, model.device, "levels", "next_levels", "timesteps", step=step
+    )
     if latents is None:
-        [latents] = stacked(samples, model.device, "latents", step=step)
+        [latents] = stack_fields(samples, model.device, "latents", step=step)
     output = model(latents, timesteps, Conditioned.of(samples, model.device))
     return kernel(output, latents, levels, next_levels), next_levels - levels
 
 
 def model_timesteps(samples: Sequence[DiffusionSample], timesteps: torch.Tensor) -> torch.Tensor:
     """Return the timesteps [B] that the sampler gave its model for timesteps [B] in training."""
-    [maps] = stacked(samples, timesteps.device, "timestep_map")
+    [maps] = stack_fields(samples, timesteps.device, "timestep_map")
     return maps[:, 0] * timesteps + maps[:, 1]
 
 

@@ -15,7 +15,7 @@ from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.lora_file import FILE_NAME
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stack_fields
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.fields import check_finite
@@ -120,11 +120,9 @@ class DiffusionTrainer(BaseTrainer):
     @property
     def _others(self) -> list[Denoiser]:
         """The models besides the policy that have weights of their own."""
-        others: list[Denoiser] = []
-        for model in (self._models.old, self._models.reference):
-            if model is not None and model.model is not self._models.policy.model:
-                others.append(model)
-        return others
+        models = (self._models.old, self._models.reference)
+        policy = self._models.policy
+        return [model for model in models if model is not None and model.model is not policy.model]
 
     def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the tensors of the optimizer and the average, by groups and names."""
@@ -321,7 +319,7 @@ def score_steps(
         log_probs: list[torch.Tensor] = []
         for step in range(samples[0].num_steps):
             drawn, _ = drawn_at(denoiser, kernel, samples, step)
-            [following] = stacked(samples, denoiser.device, "next_latents", step=step)
+            [following] = stack_fields(samples, denoiser.device, "next_latents", step=step)
             has_noise = bool((drawn.std > 0).all())
             log_prob = drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan
             means.append(drawn.mean.cpu())

@@ -34,11 +34,13 @@ class Architecture:
         if model_type not in MODEL_TYPES:
             raise UnsupportedModelError(f"model_type is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
         for name, neutral in _NEUTRAL.items():
-            if (value := getattr(hf_config, name, neutral)) not in (neutral, None):
+            value = getattr(hf_config, name, neutral)
+            if value not in (neutral, None):
                 raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}; expected {neutral!r}")
-        if others := sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}):
+        unsupported = sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"})
+        if unsupported:
             raise UnsupportedModelError(
-                f"layer_types of {model_type!r} has {', '.join(others)}; expected full_attention only: the torch "
+                f"layer_types of {model_type!r} has {', '.join(unsupported)}; expected full_attention only: the torch "
                 "backend computes sliding_attention"
             )
         rope = hf_config.rope_parameters
@@ -46,7 +48,8 @@ class Architecture:
             raise UnsupportedModelError(
                 f"rope_type of {model_type!r} is {rope['rope_type']!r}; expected one of {', '.join(_ROPE_TYPES)}"
             )
-        if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        share = rope.get("partial_rotary_factor", 1.0)
+        if share != 1.0:
             raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}; expected 1.0")
         self.hf_config = hf_config
         self.num_layers: int = hf_config.num_hidden_layers
@@ -131,7 +134,7 @@ def sizes_of(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParallel:
-    """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
+    """Return the context-parallel groups, made by the first trainer of this process; all ranks call this together.
 
     Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
     """
@@ -149,8 +152,8 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
     context_parallel = ContextParallel()
     if parallel.context_parallel_size > 1:
         groups: list[Any] = [None] * dist.get_world_size()
-        own: Any = parallel_state.get_context_parallel_group()
-        dist.all_gather_object(groups, dist.get_process_group_ranks(own))
+        context_group: Any = parallel_state.get_context_parallel_group()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(context_group))
         unique = sorted({tuple(ranks) for ranks in groups})
         context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
     joined = parallel, context_parallel

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 def accumulate_gradients(module: nn.Linear) -> Any:
-    """Return a forward pass for a layer that gives the same, and the same gradients, rounded less often.
+    """Return a forward pass with the layer's results and gradients, which are rounded less often.
 
     The sum is the parameter's ``grad``, where it is there in float32 before the backward pass, as with `MasterAdamW`:
     autograd, and hooks on the parameter, then see no gradient of it. Anything else is as in `torch.nn.Linear`.
@@ -48,7 +48,8 @@ class _Linear(torch.autograd.Function):
         grad_x = grad @ weight if needs_x else None
         grad_TO = grad.reshape(-1, grad.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1])
-        grad_weight = grad_bias = None
+        grad_weight = None
+        grad_bias = None
         if needs_weight and _has_sum(weight):
             torch.addmm(weight.grad, grad_TO.T, x_TI, out_dtype=torch.float32, out=weight.grad)
         elif needs_weight:
@@ -61,7 +62,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _has_sum(parameter: torch.Tensor) -> bool:
-    own = parameter.grad
-    if own is None or isinstance(own, DTensor) or not own.is_contiguous():
+    grad = parameter.grad
+    if grad is None or isinstance(grad, DTensor) or not grad.is_contiguous():
         return False
-    return own.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16)
+    return grad.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16)

@@ -175,7 +175,7 @@ def attend_block(
             _hide(scores_SKGQL, rows, keys, scoring)
             lse_SKGQ = scores_SKGQL.logsumexp(-1)
             probs_SKGQL = _probs(scores_SKGQL, lse_SKGQ)
-            outs.append((probs_SKGQL @ _widen(v_SKLV[:, :, None, keys])).flatten(1, 2))
+            outs.append((probs_SKGQL @ _promote(v_SKLV[:, :, None, keys])).flatten(1, 2))
             lses.append(lse_SKGQ.flatten(1, 2))
     return torch.cat(outs, dim=2).to(q_SHQD.dtype), torch.cat(lses, dim=2)
 
@@ -192,7 +192,7 @@ def sink_gradients(
     grad_THV: torch.Tensor, out_THV: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
     """Compute the gradient [H] of the sinks of T queries."""
-    delta_TH = (_widen(grad_THV) * out_THV).sum(-1)
+    delta_TH = (_promote(grad_THV) * out_THV).sum(-1)
     return (-(sinks_H.to(lse_TH.dtype) - lse_TH).exp() * delta_TH).sum(0).to(sinks_H.dtype)
 
 
@@ -214,20 +214,20 @@ def block_gradients(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, scoring.is_causal, **options)
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
-    grad_k_SKLD = torch.zeros_like(_widen(k_SKLD))
-    grad_v_SKLV = torch.zeros_like(_widen(v_SKLV))
+    grad_k_SKLD = torch.zeros_like(_promote(k_SKLD))
+    grad_v_SKLV = torch.zeros_like(_promote(v_SKLV))
     for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
         scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
         slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
         _hide(scores_SKGQL, rows, keys, scoring)
         probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
-        grad_SKGQV = _widen(grad_SHQV[:, :, rows]).unflatten(1, groups)
+        grad_SKGQV = _promote(grad_SHQV[:, :, rows]).unflatten(1, groups)
         delta_SKGQ = (grad_SKGQV * out_SHQV[:, :, rows].unflatten(1, groups)).sum(-1)
         grad_v_SKLV[:, :, keys] += (probs_SKGQL.mT @ grad_SKGQV).sum(2)
-        grad_probs_SKGQL = grad_SKGQV @ _widen(v_SKLV[:, :, None, keys]).mT
+        grad_probs_SKGQL = grad_SKGQV @ _promote(v_SKLV[:, :, None, keys]).mT
         grad_scores_SKGQL = probs_SKGQL * (grad_probs_SKGQL - delta_SKGQ[..., None]) * slope_SKGQL
-        grad_q.append((grad_scores_SKGQL @ _widen(k_SKLD[:, :, None, keys])).flatten(1, 2))
-        q_SKGQD = _widen(q_SHQD[:, :, rows]).unflatten(1, groups)
+        grad_q.append((grad_scores_SKGQL @ _promote(k_SKLD[:, :, None, keys])).flatten(1, 2))
+        q_SKGQD = _promote(q_SHQD[:, :, rows]).unflatten(1, groups)
         grad_k_SKLD[:, :, keys] += (grad_scores_SKGQL.mT @ q_SKGQD).sum(2)
     return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
 
@@ -300,8 +300,8 @@ def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) 
 
 def _scores(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> torch.Tensor:
     """Compute the scores [S, K, H / K, rows, keys], hidden ones too."""
-    q_SKGQD = _widen(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
-    scores_SKGQL = q_SKGQD @ _widen(k_SKLD[:, :, None, keys]).mT * scoring.scale
+    q_SKGQD = _promote(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
+    scores_SKGQL = q_SKGQD @ _promote(k_SKLD[:, :, None, keys]).mT * scoring.scale
     if scoring.softcap is not None:
         scores_SKGQL.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     return scores_SKGQL
@@ -322,5 +322,5 @@ def _probs(scores_SKGQL: torch.Tensor, lse_SKGQ: torch.Tensor) -> torch.Tensor:
     return (scores_SKGQL - lse_SKGQ.clamp(min=torch.finfo(lse_SKGQ.dtype).min)[..., None]).exp()
 
 
-def _widen(x: torch.Tensor) -> torch.Tensor:
+def _promote(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

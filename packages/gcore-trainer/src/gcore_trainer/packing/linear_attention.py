@@ -16,10 +16,12 @@ def mix_by_sequence(mixer: Any) -> None:
     """Make a layer's linear attention compute each sequence of a packed row from the start; see `mix`."""
     forward = mixer.forward
 
-    def packed_forward(hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **others: Any) -> torch.Tensor:
+    def packed_forward(
+        hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **options: Any
+    ) -> torch.Tensor:
         if packed is None:
-            return forward(hidden_states=hidden_states, **others)
-        # Others are caches and masks, of which a packed row has none.
+            return forward(hidden_states=hidden_states, **options)
+        # The options are caches and masks, which a packed row does not have.
         return mix(packed, hidden_states, lambda hidden_SLD: forward(hidden_states=hidden_SLD))
 
     mixer.forward = packed_forward
@@ -47,13 +49,16 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     for segment in batch.segments:
         if segment in shared:
             continue
-        parts = (np.arange(x.start, x.start + x.length) for x in (segment.parent, segment) if x)
-        sequence = np.concatenate(list(parts))
+        sequence = np.arange(segment.start, segment.start + segment.length)
+        if segment.parent:
+            parent = segment.parent
+            sequence = np.append(np.arange(parent.start, parent.start + parent.length), sequence)
         by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)
     offset = 0
-    for _, members in sorted(by_length.items()):
+    for length in sorted(by_length):
+        members = by_length[length]
         rectangle = np.zeros((len(members), max(x.size for x in members)), np.int64)
         for row, sequence in zip(rectangle, members, strict=True):
             row[: sequence.size] = sequence

@@ -281,15 +281,15 @@ def gradients_of_calls(
     for call in calls:
         queries = call.queries
         keys = call.keys
-        rows = (queries, queries, keys, keys, queries, queries)
-        parts = call.gradients([places.take(x) for places, x in zip(rows, tensors, strict=True)], scoring)
+        sides = (queries, queries, keys, keys, queries, queries)
+        parts = call.gradients([side.take(x) for side, x in zip(sides, tensors, strict=True)], scoring)
         replaces_keys = call.is_first and is_first_of_keys
         replaces = (call.is_first, replaces_keys, replaces_keys)
-        for places, total, part, is_replaced in zip((queries, keys, keys), sums, parts, replaces, strict=True):
+        for side, total, part, is_replaced in zip((queries, keys, keys), sums, parts, replaces, strict=True):
             if is_replaced:
-                places.put(total, part)
+                side.put(total, part)
             else:
-                places.add(total, part)
+                side.add(total, part)
 
 
 class RowAttention(torch.autograd.Function):

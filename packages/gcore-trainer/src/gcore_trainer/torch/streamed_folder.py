@@ -1,4 +1,4 @@
-"""Hugging Face folders that are written a file at a time, from weights that come one by one."""
+"""Writing of Hugging Face folders one file at a time, from a stream of weights."""
 
 import json
 import re
@@ -19,10 +19,10 @@ _PART = re.compile(r".*?\.\d+\.")
 
 
 def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write what ``model.save_pretrained`` writes.
+    """Write the files that ``model.save_pretrained`` writes.
 
     Args:
-        weights: the whole parameters by the model's names, those of a layer together.
+        weights: the full parameters by the model's names, those of a layer together.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ignored: set[str] = set(model._keys_to_ignore_on_save or ())
@@ -84,12 +84,13 @@ def _saved_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _as_published(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Undo what transformers changed on loading: names, and tensors that it has fused, those of a layer together."""
+    """Undo the renaming and fusing of transformers' loading, for the tensors of a layer together."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    def part(pair: tuple[str, torch.Tensor]) -> str:
-        found = _PART.match(pair[0])
-        return found[0] if found else pair[0]
+    def layer_of(pair: tuple[str, torch.Tensor]) -> str:
+        name, _ = pair
+        match = _PART.match(name)
+        return match[0] if match else name
 
-    for _, pairs in groupby(weights, part):
+    for _, pairs in groupby(weights, layer_of):
         yield from revert_weight_conversion(model, dict(pairs)).items()
