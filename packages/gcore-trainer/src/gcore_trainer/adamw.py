@@ -11,7 +11,7 @@ from gcore_trainer.config import OptimizerConfig
 
 
 class AdamW:
-    """torch's fused AdamW, with gradients and moments from the start, so that a checkpoint can be loaded into them."""
+    """torch's fused AdamW with gradients and moments from the start, into which a checkpoint can be loaded."""
 
     is_offloaded = False  # whether its states are in host memory
 
@@ -56,11 +56,16 @@ class AdamW:
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
-        moments = self._optimizer.state
-        groups: dict[str, dict[str, Any]] = {"model": {name: p.detach() for name, p in self._masters.items()}}
-        for key in ("exp_avg", "exp_avg_sq"):
-            groups[key] = {name: moments[p][key] for name, p in self._masters.items()}
+        groups: dict[str, dict[str, Any]] = {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for name, master in self._masters.items():
+            groups["model"][name] = master.detach()
+            for key in ("exp_avg", "exp_avg_sq"):
+                groups[key][name] = self._moment(name, key)
         return groups
+
+    def _moment(self, name: str, key: str) -> torch.Tensor:
+        """Return a parameter's moment."""
+        return self._optimizer.state[self._masters[name]][key]
 
     stored_tensors = tensors
     """Return the tensors that stay in memory between updates, by groups and names."""

@@ -80,7 +80,7 @@ def has_dual_clip(loss_mode: str) -> bool:
 
 
 class Bound(NamedTuple):
-    """A check of a setting, and what it accepts in words."""
+    """A check of a setting, with a text that says which values it accepts."""
 
     holds: Callable[[Any], bool]
     accepted: str
@@ -114,7 +114,7 @@ _Length = Annotated[int | None, Bound(lambda v: v is None or v >= 1, "1 or more"
 
 
 class Checked:
-    """A dataclass of settings, each within what its type says: a ``Literal``, or ``Annotated`` with a `Bound`."""
+    """A dataclass that checks its settings against their types: a ``Literal``, or ``Annotated`` with a `Bound`."""
 
     def __post_init__(self) -> None:
         for name, bound in _bounds(type(self)):
@@ -354,7 +354,7 @@ _VPP = "virtual_pipeline_model_parallel_size"
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Sizes under verl's and Megatron's names; what they leave of the world is data parallel."""
+    """Sizes under verl's and Megatron's names; the data-parallel size follows from the world size."""
 
     tensor_model_parallel_size: Count = 1
     """Ranks that divide each layer's matrices (megatron)."""
@@ -403,9 +403,13 @@ class ParallelConfig(Checked):
         shards = self.fsdp_size
         require("fsdp_size", shards, world_size % (shards or 1) == 0, f"0, or a divisor of {world_size} ranks")
         if world_size % num_ranks:
-            sizes = " x ".join(f"{n}={getattr(self, n)}" for n in (_TP, _PP, _CP) if getattr(self, n) > 1)
+            sizes: list[str] = []
+            for name in (_TP, _PP, _CP):
+                size = getattr(self, name)
+                if size > 1:
+                    sizes.append(f"{name}={size}")
             raise ConfigError(
-                f"{sizes} is {num_ranks}; expected a divisor of the world of {world_size} ranks: "
+                f"{' x '.join(sizes)} is {num_ranks}; expected a divisor of the world of {world_size} ranks: "
                 f"{num_ranks * max(1, world_size // num_ranks)} ranks would fit"
             )
         return world_size // num_ranks

@@ -84,7 +84,8 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
             parameter.requires_grad_()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start = read_adapters(config)
-    check_start(start, {name: tuple(p.shape) for name, p in trained.items() if config.path}, config)
+    if config.path:
+        check_start(start, {name: tuple(p.shape) for name, p in trained.items()}, config)
     with torch.no_grad():
         for name, parameter in trained.items():
             if start or name.endswith(A_OF):
@@ -161,7 +162,7 @@ def save_adapters(
     modules: Iterable[str] = (),
     has_value_head: bool = False,
 ) -> None:
-    """Write adapters as ``peft.PeftModel.from_pretrained`` loads them onto the model that they are trained on.
+    """Write adapters in the format that ``peft.PeftModel.from_pretrained`` loads onto their base model.
 
     Args:
         adapters: whole tensors, by the names of the parameters of transformers' model.
@@ -189,7 +190,9 @@ def save_adapters(
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + name.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for name, t in adapters.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in adapters.items():
+        tensors[PREFIX + name.replace(f".{TRAINED}.", ".")] = tensor.cpu().contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -263,9 +266,9 @@ class LoRAWeights:
     """
 
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    """Names and whole tensors of the model, its adapters among them or not."""
+    """Names and full tensors of the model, with or without its adapters."""
     adapters: Callable[[], Mapping[str, torch.Tensor]]
-    """Names and whole tensors of the adapters."""
+    """Names and full tensors of the adapters."""
     config: LoRAConfig
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

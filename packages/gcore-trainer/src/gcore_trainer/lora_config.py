@@ -1,4 +1,4 @@
-"""Settings of low-rank adapters, and those of adapters in a folder of peft."""
+"""Settings of low-rank adapters, and the reading of settings from a folder of peft."""
 
 import json
 import math

@@ -78,7 +78,7 @@ class BaseTrainer:
         self._objective = objective
         self._replicas = replicas
         self.step = 0
-        """Steps taken so far, those skipped for their gradient included."""
+        """Steps taken so far, including skipped steps."""
         self._nonfinite_steps = 0
         self.data_parallel_rank = replicas.rank
         """The replica that this rank belongs to."""
@@ -214,14 +214,11 @@ class Trainer(BaseTrainer, ABC):
             self._objective.check(micro_batches)
             return self._objective.totals(samples), len(learned)
 
-        totals = BatchTotals(num_sequences=0, num_tokens=0)
-        num_passes = 0
-        for replica_totals, num_batches in self._replicas.gather_or_raise(check_batches):
-            totals += replica_totals
-            num_passes = max(num_passes, num_batches)
+        replica_totals, num_batches = zip(*self._replicas.gather_or_raise(check_batches), strict=True)
+        totals = sum(replica_totals, BatchTotals(num_sequences=0, num_tokens=0))
         if not totals.num_sequences:
             raise BatchError("micro_batches holds no sample; expected at least one in any replica")
-        return self._update(self._backward(learned, num_passes, totals))
+        return self._update(self._backward(learned, max(num_batches), totals))
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches."""
@@ -353,8 +350,10 @@ class TorchTrainer(Trainer):
         if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
             deque(self.export_weights(), maxlen=0)
         else:
-            is_complete = self._parallel is None and self._model.lora is None
-            self._model.save_pretrained(path, None if is_complete else self.export_weights())
+            weights = None
+            if self._parallel is not None or self._model.lora is not None:
+                weights = self.export_weights()
+            self._model.save_pretrained(path, weights)
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         tokens_before = self._model.num_computed_tokens

@@ -63,7 +63,7 @@ async def add_distillation(
     for group_samples, group_log_probs in zip(samples, teacher_log_probs, strict=True):
         everyone.extend(group_samples)
         for sample, teacher in zip(group_samples, group_log_probs, strict=True):
-            log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+            log_probs = sample.policy_log_probs
             if sample.advantages is None or log_probs is None:
                 raise BatchError("advantages or log-probs is None; expected arrays for every sample of distillation")
             if teacher is not None:

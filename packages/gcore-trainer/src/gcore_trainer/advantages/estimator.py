@@ -129,7 +129,7 @@ def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
 def whitening_moments(
     values: Sequence[NDArray[np.floating]], masks: Sequence[NDArray[np.bool_]]
 ) -> NDArray[np.float64]:
-    """Return count, sum and sum of squares of the tokens in the masks, shape [3]; those of parts of a batch add up.
+    """Return count, sum and sum of squares of the tokens in the masks, shape [3]; parts of a batch add up.
 
     Raises:
         BatchError: the value of a token in a mask is not finite.
@@ -222,7 +222,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 class Collectives(Protocol):
-    """Exchange between the processes that hold parts of a batch; all of them make the same calls."""
+    """Exchange between the processes that hold parts of a batch; all processes make the same calls."""
 
     async def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank."""

@@ -69,7 +69,7 @@ def kl_rewards(
     coef: float,
     kind: RewardKL = "k1",
 ) -> NDArray[np.float64]:
-    """Compute the rewards of one response's tokens, with the KL divergence to a reference policy in them.
+    """Compute the rewards of one response's tokens, including the KL penalty to a reference policy.
 
     -coef * KL_t at every token, and the score on the last one: arXiv 1909.08593, eq. 2, and arXiv 2009.01325,
     section 3.4, where ``kind`` is k1.
@@ -94,7 +94,7 @@ def kl_rewards(
 
 def policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return a sample's log-probs [R] under the policy before its update, and under the reference policy."""
-    log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+    log_probs = sample.policy_log_probs
     assert log_probs is not None
     assert sample.ref_log_probs is not None
     return log_probs, sample.ref_log_probs

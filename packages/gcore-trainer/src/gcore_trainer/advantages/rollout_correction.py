@@ -138,7 +138,9 @@ def weight_moments(
     masks: Sequence[NDArray[np.bool_]],
     config: RolloutCorrectionConfig,
 ) -> _Array:
-    """Return sum and count of the weights, shape [2]; those of parts of a batch add up. A sequence may count as one.
+    """Return sum and count of the weights, shape [2]; parts of a batch add up.
+
+    With sequence weights a sequence counts once.
 
     Errors are those of `rollout_correction`, and a `ConfigError` without ``rollout_is``.
     """
@@ -278,8 +280,13 @@ def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tupl
     if level != "token":
         statistic_N = tokens.spread(statistic)
         within_N = tokens.spread(within)
-    metrics = {"mean": statistic_N.mean(), "max": statistic.max(), "min": statistic.min()}
-    return within_N.astype(np.bool_), {f"rollout_rs_{config.rollout_rs}_{name}": v for name, v in metrics.items()}
+    name = f"rollout_rs_{config.rollout_rs}"
+    metrics = {
+        f"{name}_mean": statistic_N.mean(),
+        f"{name}_max": statistic.max(),
+        f"{name}_min": statistic.min(),
+    }
+    return within_N.astype(np.bool_), metrics
 
 
 def _divergence_metrics(tokens: _Tokens) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class ContextParallel:
 
     @property
     def padding(self) -> tuple[int, int]:
-        """Multiples that the row's length must be of and, if above 1, those of segments, which then share nothing."""
+        """Divisors of the row's length and of segments' lengths; segments share no prompt if theirs is above 1."""
         if self.ring_size == 1:
             return self.ulysses_size, 1
         return math.lcm(2 * self.ring_size, self.size), 2 * self.ring_size
@@ -118,7 +118,9 @@ def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank
     order = np.argsort(segment_lengths, kind="stable")
     starts = (np.cumsum(segment_lengths) - segment_lengths)[order]
     chunk_lengths = segment_lengths[order] // (2 * ring_size)
-    chunk_starts = np.stack([starts + i * chunk_lengths for i in (ring_rank, 2 * ring_size - 1 - ring_rank)], axis=1)
+    early = starts + ring_rank * chunk_lengths
+    late = starts + (2 * ring_size - 1 - ring_rank) * chunk_lengths
+    chunk_starts = np.stack([early, late], axis=1)
     lengths = np.repeat(chunk_lengths, 2)
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(chunk_starts.ravel() - (ends - lengths), lengths)
@@ -196,7 +198,10 @@ def _scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> lis
     message = torch.cat([part.flatten(2) for part in parts], dim=-1)
     received = _AllToAll.apply(group, message).flatten(0, 1)
     widths = [part.shape[2] * part.shape[3] for part in parts]
-    return [x.unflatten(-1, part.shape[2:]) for x, part in zip(received.split(widths, dim=-1), parts, strict=True)]
+    outputs: list[torch.Tensor] = []
+    for x, part in zip(received.split(widths, dim=-1), parts, strict=True):
+        outputs.append(x.unflatten(-1, part.shape[2:]))
+    return outputs
 
 
 def _gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

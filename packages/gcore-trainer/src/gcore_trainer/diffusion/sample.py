@@ -58,7 +58,7 @@ class DiffusionSample:
     timesteps: NDArray[np.float32] | None = None
     """[K] the timesteps that are passed to the model."""
     noise_seed: int = 0
-    """Seed of what an objective draws for this image."""
+    """Seed of the random numbers that an objective draws for this image."""
     prompt: str = ""
     """The prompt, for rewards that are differentiated."""
 

@@ -114,11 +114,11 @@ class AdaptedLinear(torch.nn.Module):
         """Pieces of the adapters' parameters."""
         self._config = config
         self._sequence_parallel: bool = base.sequence_parallel
-        adapters = {layer: pair for layer, pair in adapter_pieces(weight, config.rank).items() if layer in targets}
-        number_of = {layer: i for i, layer in enumerate(adapters)}
-        self._blocks = [(number_of.get(p.name.removesuffix(".weight")), p.shape[0]) for p in weight]
-        """Number of the adapter, if any, and number of rows of each block of the output."""
-        for piece_of_a, piece_of_b in adapters.values():
+        number_of: dict[str, int] = {}
+        for layer, (piece_of_a, piece_of_b) in adapter_pieces(weight, config.rank).items():
+            if layer not in targets:
+                continue
+            number_of[layer] = len(number_of)
             shapes = {p.name: p.global_shape for p in (piece_of_a, piece_of_b)}
             if start:
                 check_start({name: start[name] for name in shapes}, shapes, config)
@@ -131,13 +131,17 @@ class AdaptedLinear(torch.nn.Module):
             replicated.sequence_parallel = self._sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
             self.lora_A.append(a)
             self.lora_B.append(b)
-            self.pieces |= {a: [piece_of_a], b: [piece_of_b]}
+            self.pieces[a] = [piece_of_a]
+            self.pieces[b] = [piece_of_b]
+        self._blocks = [(number_of.get(piece.name.removesuffix(".weight")), piece.shape[0]) for piece in weight]
+        """Number of the adapter, if any, and number of rows of each block of the output."""
 
     def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
+        """Return output [T, 1, O] without the bias, and the bias, divided like the outputs of the base layer."""
         output_T1O, bias = self.base(input_T1I)
         hidden = self._gather_hidden(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._config.scaling
-        updates = [linear(h, b) for h, b in zip(hidden.split(self._config.rank, dim=-1), self.lora_B, strict=True)]
+        parts = hidden.split(self._config.rank, dim=-1)
+        updates = [linear(part, b) for part, b in zip(parts, self.lora_B, strict=True)]
         return output_T1O + self._join_updates(updates, output_T1O), bias
 
     def _gather_hidden(self, hidden_T1R: torch.Tensor) -> torch.Tensor:

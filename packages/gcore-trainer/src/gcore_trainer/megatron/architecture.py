@@ -23,7 +23,7 @@ _NEUTRAL: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "quantization_config": None,
 }
-"""Settings of those architectures that are not converted, each with the value at which there is nothing to convert."""
+"""Settings of those architectures that are not converted, each with the only value that is accepted."""
 
 
 class Architecture:
@@ -147,7 +147,8 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
         return joined[1]
     parallel_state.initialize_model_parallel(**sizes_of(parallel), create_gloo_process_groups=False)
     # No random number is drawn, but sequence parallelism and recomputation switch between generators all the same.
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices):
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     context_parallel = ContextParallel()
     if parallel.context_parallel_size > 1:

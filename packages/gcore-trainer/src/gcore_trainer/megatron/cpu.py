@@ -1,4 +1,4 @@
-"""The context in which Megatron-Core is called: on CPU over gloo, stand-ins for what it takes from CUDA.
+"""The context in which Megatron-Core is called: on CPU over gloo it has stand-ins for CUDA's functions.
 
 Megatron-Core reaches its device through functions of ``torch.cuda``, and through the word "cuda" in calls that make
 tensors. On CPU, both are redirected: the functions for the process, the word for the thread. On CUDA neither is; there,

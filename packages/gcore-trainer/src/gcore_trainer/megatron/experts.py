@@ -10,7 +10,7 @@ from torch.nn import functional
 
 # E: experts of this rank, N: tokens sent to them, D: hidden size, F: size of an expert.
 ALIGNMENT_BYTES = 16
-"""Rows of what is multiplied are multiples of it."""
+"""Rows of the factors of a grouped product are multiples of it."""
 
 
 class GroupedExperts(torch.nn.Module):

@@ -20,10 +20,8 @@ from transformers.models.auto.modeling_auto import (
 
 from gcore_trainer.errors import StateError, UnsupportedModelError
 from gcore_trainer.megatron.pieces import Piece
-from gcore_trainer.torch.streamed_folder import write_tensors
+from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files, write_tensors
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QKV = re.compile(r"\.[qkv]_proj\.")
@@ -40,19 +38,17 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
     """
     with ExitStack() as stack:
         open_file = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
-        if (folder / _INDEX).exists():
-            file_of: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        elif (folder / _SINGLE).exists():
-            file_of = dict.fromkeys(open_file(_SINGLE).keys(), _SINGLE)
-        else:
-            raise UnsupportedModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+        file_of = tensor_files(folder)
+        if not file_of:
+            raise UnsupportedModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         kinds: set[str] = set()
 
         def read(name: str, global_shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
             if name not in file_of:
                 raise UnsupportedModelError(f"{folder} has no tensor {name!r}")
             # A rank may have some of the fused queries, keys and values.
-            kinds.update(_NUMBER.sub("*", _QKV.sub(rf".{letter}_proj.", name)) for letter in "qkv")
+            for letter in "qkv":
+                kinds.add(_NUMBER.sub("*", _QKV.sub(rf".{letter}_proj.", name)))
             tensor = open_file(file_of[name]).get_slice(name)
             shape = tuple(tensor.get_shape())
             if shape != global_shape:
@@ -64,9 +60,11 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
             if match is None or piece.name in file_of:
                 return read(piece.name, piece.global_shape, piece.box)
             # A piece of experts is all of one expert.
-            names = [f"{match[1]}{piece.offset[0]}.{linear}.weight" for linear in _linears(match[2])]
-            shape = (piece.shape[1] // len(names), piece.shape[2])
-            return torch.cat([read(name, shape, (slice(None), slice(None))) for name in names])[None]
+            expert = f"{match[1]}{piece.offset[0]}"
+            linears = _linears(match[2])
+            shape = (piece.shape[1] // len(linears), piece.shape[2])
+            box = (slice(None), slice(None))
+            return torch.cat([read(f"{expert}.{linear}.weight", shape, box) for linear in linears])[None]
 
         for parameter, parameter_pieces in pieces.items():
             for piece in parameter_pieces:

@@ -204,7 +204,7 @@ def _layer_spec(config: TransformerConfig) -> Any:
 
 
 def _use_transformer_engine(parts: Any, *, has_experts: bool) -> None:
-    """Replace linear layers of attention and of a dense MLP, and the norms before them, which are fused with them."""
+    """Replace linear layers of attention and of a dense MLP by Transformer Engine's, fused with the norms before."""
     # A module of Megatron-Core that warns where Transformer Engine is missing.
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 

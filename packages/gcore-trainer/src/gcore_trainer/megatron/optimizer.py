@@ -41,7 +41,7 @@ class _Shard:
     main: torch.Tensor
     """[end - start] in float32: of the parameter itself, or of its float32 original."""
     moments: dict[str, Any]
-    """Adam's, as the optimizer has them."""
+    """Adam's moments, as the optimizer has them."""
 
 
 class DistributedAdamW(AdamW):
@@ -104,7 +104,7 @@ class DistributedAdamW(AdamW):
         return {group: dict(self._parts(group)) for group in _GROUPS}
 
     def stored_tensors(self) -> dict[str, dict[str, Any]]:
-        """Return the shards and their moments by number; those of float32 parameters are views of these."""
+        """Return the shards and their moments by number; shards of float32 parameters are views of the parameters."""
         groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for number, shard in enumerate(self._shards):
             for group in _GROUPS:

@@ -77,7 +77,9 @@ def pieces_of(
     """Return the pieces of each parameter of this rank's stages."""
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
     for stage in stages:
-        number_of = {f"decoder.layers.{i}.": int(x.layer_number) - 1 for i, x in enumerate(stage.decoder.layers)}
+        number_of: dict[str, int] = {}
+        for i, layer in enumerate(stage.decoder.layers):
+            number_of[f"decoder.layers.{i}."] = int(layer.layer_number) - 1
         for name, parameter in stage.named_parameters():
             prefix = next((p for p in number_of if name.startswith(p)), "")
             pieces[parameter] = _pieces(architecture, parallel, name.removeprefix(prefix), number_of.get(prefix))
@@ -186,7 +188,7 @@ def _box(
 
 
 def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
-    """Return what this rank has of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
+    """Return this rank's pieces of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
     of_layer: dict[str, list[Piece]] = {}
     for piece in weight:
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
@@ -219,7 +221,9 @@ def gather_weights(
         for rank, boxes in senders.items():
             sizes = [piece.size for piece in boxes]
             if rank == dist.get_rank():
-                flat = {piece.offset: piece.view(p.detach().view(-1)).reshape(-1) for piece, p in pairs_of[name]}
+                flat: dict[tuple[int, ...], torch.Tensor] = {}
+                for piece, parameter in pairs_of[name]:
+                    flat[piece.offset] = piece.view(parameter.detach().view(-1)).reshape(-1)
                 message = torch.cat([flat[piece.offset] for piece in boxes])
             else:
                 message = torch.empty(sum(sizes), dtype=dtype, device=device)

@@ -163,7 +163,7 @@ class MegatronTrainer(Trainer):
         super().sleep()
 
     def _finish_param_gather(self) -> None:
-        """Gather what the last update changed, if no forward pass has; afterwards no gather is in flight."""
+        """Gather the parameters of the last update unless a forward pass did; afterwards no gather is in flight."""
         if self._megatron.overlap_param_gather:
             with megatron_runtime(self._device):
                 for chunk in self._chunks:
@@ -220,7 +220,8 @@ class MegatronTrainer(Trainer):
             if routing is not None:
                 routing += self._routers.take_recorded(rows[: len(micro_batches)])
                 self._routers.record(False)
-        return _from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
+        scores = [values.float().cpu().numpy() for values in results[: len(micro_batches)]]
+        return _from_last_stage(scores)
 
     def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
         """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
@@ -281,11 +282,15 @@ def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[...
         # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
-    iterators = [iter(rows) for _ in chunks]
+    iterator: Any = iter(rows)
+    model: Any = chunks[0]
+    if len(chunks) > 1:
+        iterator = [iter(rows) for _ in chunks]
+        model = list(chunks)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=list(chunks) if len(iterators) > 1 else chunks[0],
+        data_iterator=iterator,
+        model=model,
         num_microbatches=len(rows),
         # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
         seq_length=rows[0].num_tokens,

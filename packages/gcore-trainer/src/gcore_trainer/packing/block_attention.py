@@ -1,4 +1,4 @@
-"""Attention of a block of queries to a block of keys, with what it takes to merge blocks and to go backward.
+"""Attention of a block of queries to a block of keys; blocks can be merged and have gradients.
 
 Shapes: S segments, Q/L queries/keys of a block, H query heads, K key-value heads, D/V dimension of keys/values.
 The backward pass needs the output and log-sum-exp over *all* keys of a query, of which the block's are some
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gcore_trainer.objectives.fields import on_device
 from gcore_trainer.packing.layout import Span
@@ -64,9 +65,9 @@ class Places:
     step: int = 1
     """Segments are `step` tokens apart, from `start` on, if there is no index."""
     index: torch.Tensor | None = None
-    """[S * L] where each token stands in the row; what pads a segment repeats its last token."""
+    """[S * L] index of each token in the row; padding of a segment repeats its last token."""
     write_index: torch.Tensor | None = None
-    """The same, but the row's end for what pads: rows that are written have one token more then."""
+    """The same, but padding is written to the row's end: the output then has one token more."""
     is_padding: torch.Tensor | None = None
     """[S, L] tokens that pad; None: there are none."""
 
@@ -121,7 +122,10 @@ def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reverse
     starts, lengths = np.array(spans).T
     if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
-    parts = [np.arange(s.start, s.start + s.length)[:: -1 if is_reversed else 1] for s in spans]
+    parts: list[NDArray[np.int64]] = []
+    for span in spans:
+        part = np.arange(span.start, span.start + span.length)
+        parts.append(part[::-1] if is_reversed else part)
     index = on_device(np.concatenate(parts), device)
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
 
@@ -294,7 +298,9 @@ def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) 
     blocks: list[tuple[slice, slice]] = []
     for start in range(0, num_queries, step):
         end = min(start + step, num_queries)
-        blocks.append((slice(start, end), slice(0, end if is_causal else num_keys)))
+        if is_causal:
+            num_keys = end
+        blocks.append((slice(start, end), slice(0, num_keys)))
     return blocks
 
 

@@ -80,7 +80,9 @@ def token_scores(
         chunk = max(1, max_logits // vocab_size)
     head = Head(temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk)
     log_probs_N, entropies_N = _TokenScores.apply(hidden_ND, weight_VD, bias_V, targets_N, head, entropy_grad)
-    return TokenScores(log_probs=log_probs_N, entropies=entropies_N if entropy_grad else entropies_N.detach())
+    if not entropy_grad:
+        entropies_N = entropies_N.detach()
+    return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
 
 
 def chunk_rows(num_tokens: int, vocab_size: int, device_type: str) -> int:
@@ -170,7 +172,7 @@ class Head:
         has_bias: bool,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Compute the gradient [C, V] of the product from those of the scores; may overwrite the logits.
+        """Compute the gradient [C, V] of the product from the scores' gradients; may overwrite the logits.
 
         Args:
             entropies_C: None where entropies have no gradient.
@@ -213,7 +215,7 @@ class Head:
         needs_weight: bool,
         needs_bias: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute the gradients of hidden states, weight and bias; those of the head are sums in float32 at least."""
+        """Compute the gradients of hidden states, weight and bias, the last two summed in float32 at least."""
         grad_hidden_ND = torch.empty_like(hidden_ND)
         narrow_VD = weight_VD.to(hidden_ND.dtype)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if needs_weight else None
@@ -305,7 +307,7 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _wide_product(a_CD: torch.Tensor, b_DV: torch.Tensor) -> torch.Tensor:
-    """Return a @ b in float32 at least; the product's own sums where the device gives them."""
+    """Return a @ b in float32 at least, without rounding in between if the device supports that."""
     wide = _wide(a_CD.dtype)
     if a_CD.device.type == "cuda" and wide != a_CD.dtype:
         return torch.mm(a_CD, b_DV, out_dtype=wide)

@@ -1,4 +1,4 @@
-"""Triton kernels for what a transformer's layer does between its matrix products, on CUDA.
+"""Triton kernels for the operations of a transformer's layer between its matrix products, on CUDA.
 
 Each is one call, forward and backward, where torch has up to twelve operations that all read and write the activations.
 Products and sums are in float32, and what is stored is rounded to its type. Shapes: T tokens, H heads, D dimension of a

@@ -35,12 +35,16 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
     """
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)
-    outputs = [mixer(hidden_1TD[0][on_device(x, hidden_1TD.device)]).flatten(0, 1) for x in rectangles]
-    return torch.cat(outputs).index_select(0, on_device(unpack_index, hidden_1TD.device))[None]
+    device = hidden_1TD.device
+    outputs: list[torch.Tensor] = []
+    for rectangle in rectangles:
+        hidden_SLD = hidden_1TD[0][on_device(rectangle, device)]
+        outputs.append(mixer(hidden_SLD).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, on_device(unpack_index, device))[None]
 
 
 def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
+    """Lay out the sequences of a row, each with a copy of its prompt, in rectangles of similar lengths.
 
     Returns the places [S, L] of each rectangle, padded with 0, and [T] where each token stands in them, flattened.
     """

@@ -31,7 +31,7 @@ class ReplayedRouter:
 
     def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:
         self.imposed: torch.Tensor | None = None
-        """[T, K] what the next passes choose; None: their own."""
+        """[T, K] choice of the next passes; None: the router chooses."""
         self.recorded: list[torch.Tensor] | None = None
         """[T, K] of every pass, while it is a list."""
         self.num_experts = num_experts
@@ -84,9 +84,13 @@ class _TopK(TorchFunctionMode):
 def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]:
     """Return the experts [T, L, K] of each token of a packed row; a shared prompt has those of its first sample."""
     recorded = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if len(recorded) < len(samples) or len({experts.shape[1:] for experts in recorded}) > 1:
-        shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)
-        raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}; expected the same")
+    shapes: set[tuple[int, ...] | None] = {experts.shape[1:] for experts in recorded}
+    if len(recorded) < len(samples):
+        shapes.add(None)
+    if len(shapes) > 1 or not recorded:
+        raise BatchError(
+            f"routed_experts of a micro-batch have layers and experts {sorted(shapes, key=str)}; expected the same"
+        )
     # Padding passes through experts, too; any will do.
     _, num_layers, top_k = recorded[0].shape
     routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)

@@ -80,7 +80,9 @@ class _Rectangle(Call):
     def attend(
         self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q_SHQD, k_SKLD, v_SKLV = (x.transpose(1, 2) for x in (q_SQHD, k_SLKD, v_SLKV))
+        q_SHQD = q_SQHD.transpose(1, 2)
+        k_SKLD = k_SLKD.transpose(1, 2)
+        v_SKLV = v_SLKV.transpose(1, 2)
         out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, self._scoring(scoring))
         return out_SHQV.transpose(1, 2), lse_SHQ.transpose(1, 2)
 
@@ -142,7 +144,8 @@ def make_calls(
         if is_varlen:
             queries = places_end_to_end(query_spans, **options)
             keys = places_end_to_end(key_spans, **options)
-            lengths = _lengths(query_spans, key_spans, device, is_causal=is_causal, window=window if is_first else None)
+            kernel_window = window if is_first else None
+            lengths = _lengths(query_spans, key_spans, device, is_causal=is_causal, window=kernel_window)
             calls.append(_Varlen(queries=queries, keys=keys, is_first=is_first, lengths=lengths))
             continue
         queries = padded_places(query_spans, num_tokens=num_tokens, **options)
@@ -158,7 +161,7 @@ def make_calls(
 
 
 def _extents(tile: Tile) -> tuple[int, int]:
-    """Return the numbers of queries and keys; those of small tiles are rounded up."""
+    """Return the numbers of queries and keys, rounded up for small tiles."""
     num_queries = tile.queries.length
     num_keys = tile.keys.length
     if max(num_queries, num_keys) > NUM_PADDED:
@@ -307,7 +310,8 @@ class RowAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         shape_TH = num_rows(calls, q_THD.shape[0]), q_THD.shape[1]
-        out_THV = q_THD.new_empty((*shape_TH, v_TKV.shape[2]), dtype=wide if merges_again(calls) else None)
+        out_dtype = wide if merges_again(calls) else None
+        out_THV = q_THD.new_empty((*shape_TH, v_TKV.shape[2]), dtype=out_dtype)
         lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
         attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
         out_THV, lse_TH = finish_row(out_THV, lse_TH, q_THD, sinks_H)
@@ -330,7 +334,9 @@ class RowAttention(torch.autograd.Function):
         num_tokens = q_THD.shape[0]
         rows = num_rows(ctx.calls, num_tokens)
         inputs = (q_THD, k_TKD, v_TKV)
-        sums = [x.new_empty((rows, *x.shape[1:]), dtype=dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+        sums: list[torch.Tensor] = []
+        for x, dtype in zip(inputs, dtypes, strict=True):
+            sums.append(x.new_empty((rows, *x.shape[1:]), dtype=dtype))
         tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
         gradients_of_calls(ctx.calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=True)
         grads = (total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True))

@@ -26,13 +26,13 @@ _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
 _MAX_DIFFERENCE = 1e-3
 """Largest difference in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.05
-"""The same with fewer bits; four times the difference of transformers' own eager and SDPA attention, if larger."""
+"""The same with fewer bits; or four times the difference of transformers' eager and SDPA attention, if larger."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by models that are called in a way that they do not know."""
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
+"""Model types whose layers of type ``linear_attention`` are supported; such a layer has a ``linear_attn``."""
 _DIVIDED = frozenset(
     {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"}
 )
@@ -96,7 +96,7 @@ def check_layers(path: str | Path, model: Any, unexpected: Iterable[str]) -> Non
 
 
 def choose_class(model_class: Any, path: str | Path, attention: str) -> tuple[Any, Any, Any]:
-    """Return the auto class of a folder's model, the ``attn_implementation`` that it gets, and its configuration.
+    """Return the auto class of a folder's model, its ``attn_implementation`` and its configuration.
 
     Raises:
         UnsupportedModelError: the class has no such model.
@@ -222,7 +222,7 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
 
 
 def check_scores(packed: Any, max_length: int | None) -> None:
-    """Raise `UnsupportedModelError` if scores of a packed row differ from those of transformers by more than rounding.
+    """Raise `UnsupportedModelError` if scores of a packed row differ from transformers' by more than rounding.
 
     Random state, parameters, modes and configuration of the model are afterwards what they were.
     """
@@ -237,7 +237,8 @@ def check_scores(packed: Any, max_length: int | None) -> None:
         recorded: list[Any] = []
         with torch.no_grad():
             packed.score(samples, routing=recorded)
-        routing = [torch.from_numpy(experts.astype(np.int64)).to(packed.model.device) for experts in recorded[0]]
+        device = packed.model.device
+        routing = [torch.from_numpy(experts.astype(np.int64)).to(device) for experts in recorded[0]]
         _compare(packed, samples, routing)
     finally:
         packed.impose(None)
@@ -250,7 +251,10 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     def score_alone() -> list[torch.Tensor]:
         scores: list[torch.Tensor] = []
         for i, sample in enumerate(samples):
-            packed.impose(routing[i] if routing else None)
+            if routing:
+                packed.impose(routing[i])
+            else:
+                packed.impose(None)
             scores.append(packed.root(packed.alone, sample))
         return scores
 

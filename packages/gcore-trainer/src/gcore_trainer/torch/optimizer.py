@@ -16,7 +16,7 @@ BLOCK = 256
 _SMALLEST = 4096
 """Values from which a parameter has 8-bit moments, as by default in bitsandbytes: norms and biases do not."""
 _PIECE = 1 << 26
-"""Most values of a call: the kernels count them in 32 bits, and on CPU they make float32 copies."""
+"""Most values in one call: the kernels count values in 32 bits, and make float32 copies on CPU."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTUM = 0.95
 """Decay of Muon's moment."""
@@ -164,12 +164,6 @@ class AdamW8bit(MasterAdamW):
     def num_updates(self) -> int:
         return self._num_updates
 
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        groups: dict[str, dict[str, Any]] = {"model": {name: p.detach() for name, p in self._masters.items()}}
-        for key in _MOMENTS:
-            groups[key] = {name: self._moment(name, key) for name in self._masters}
-        return groups
-
     def stored_tensors(self) -> dict[str, dict[str, Any]]:
         model: dict[str, torch.Tensor] = {}
         exact: dict[str, torch.Tensor] = {}
@@ -183,7 +177,7 @@ class AdamW8bit(MasterAdamW):
                     values[f"{key} {name}"] = blocks.values
                     scales[f"{key} {name}"] = blocks.scales
                 else:
-                    exact[f"{key} {name}"] = self._optimizer.state[master][key]
+                    exact[f"{key} {name}"] = self._moment(name, key)
         return {"model": model, "exact": exact, "values": values, "scales": scales}
 
     @torch.no_grad()
@@ -195,7 +189,7 @@ class AdamW8bit(MasterAdamW):
                 if name in self._blocks:
                     self._blocks[name][key].quantize(local(state[key][name]))
                 else:
-                    self._optimizer.state[master][key].copy_(state[key][name])
+                    self._moment(name, key).copy_(state[key][name])
         for moments in self._optimizer.state.values():
             moments["step"].fill_(float(self._num_updates))
         self._round()
@@ -255,11 +249,10 @@ class AdamW8bit(MasterAdamW):
 
     @torch.no_grad()
     def _moment(self, name: str, key: str) -> torch.Tensor:
-        """Return a moment in float32: the live one where it is exact, else a copy in host memory."""
-        master = self._masters[name]
+        """Return a moment in float32: the live tensor if it is exact, else a copy in host memory."""
         if name not in self._blocks:
-            return self._optimizer.state[master][key]
-        copy = torch.empty_like(master.detach(), device="cpu")
+            return super()._moment(name, key)
+        copy = torch.empty_like(self._masters[name].detach(), device="cpu")
         self._blocks[name][key].dequantize(local(copy))
         return copy
 
@@ -300,9 +293,8 @@ class MuonAdamW(MasterAdamW):
         for name, master in self._masters.items():
             model[name] = master.detach()
             if name not in self._momentum:
-                moments = self._optimizer.state[master]
-                first[name] = moments["exp_avg"]
-                second[name] = moments["exp_avg_sq"]
+                first[name] = self._moment(name, "exp_avg")
+                second[name] = self._moment(name, "exp_avg_sq")
         return {"model": model, "exp_avg": first | self._momentum, "exp_avg_sq": second}
 
     stored_tensors = tensors
@@ -373,7 +365,9 @@ class _Blocks:
             padded = torch.nn.functional.pad(source.to(values.device, torch.float32), (0, -source.numel() % BLOCK))
             rows = padded.view(-1, BLOCK)
             largest = rows.amax(1)
-            scales.copy_(torch.maximum(largest, rows.amin(1) / self.code[0]) if self.code[0] < 0 else largest)
+            if self.code[0] < 0:
+                largest = torch.maximum(largest, rows.amin(1) / self.code[0])
+            scales.copy_(largest)
             shares = rows / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
             values.copy_(torch.bucketize(shares, middle, out_int32=True).view(-1)[: values.numel()])
 

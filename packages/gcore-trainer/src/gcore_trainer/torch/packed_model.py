@@ -141,7 +141,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
         self.fuses_layers = True
-        """Whether kernels compute what lies between matrix products, where there are some (`fused_layers`)."""
+        """Whether fused kernels compute the operations between matrix products, if available (`fused_layers`)."""
         routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
         self.num_routers = len(routers)
@@ -325,8 +325,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        scores = (self._pass(samples, False, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
-        return [pass_scores.float().cpu().numpy() for pass_scores in scores][: len(micro_batches)]
+        scores: list[NDArray[np.float32]] = []
+        for samples in filled_up(micro_batches, num_passes or 0):
+            pass_scores = self._pass(samples, False, routing)[0]
+            scores.append(pass_scores.float().cpu().numpy())
+        return scores[: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass: a backward pass may compute layers again."""
@@ -356,7 +359,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
 
 class _Root(torch.nn.Module):
-    """Model and head under one forward pass, so that what gathers a sharded model's parameters sees both."""
+    """Model and head under one forward pass, so that FSDP gathers the parameters of both."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from gcore_trainer.torch.packed_model import PackedTransformer
 SHARE_OF_GRADIENTS = 0.05
 """Share of a GPU's memory for gradients that wait for an update's last micro-batch."""
 REPLICATED_BYTES = 4 << 30
-"""Most bytes of weights, gradients and moments of a model that every rank has whole without being asked to.
+"""Most bytes of weights, gradients and moments of a model that is replicated by default.
 
 It is 268 million trained parameters, or adapters of a billion frozen ones: a twentieth of an H100's memory. Ranks that
 share parameters gather them in every pass, and scatter gradients; copies exchange gradients once in an update.
@@ -71,7 +71,7 @@ class TorchParallel:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share parameters; 1: each has all of them."""
+        """Number of ranks that share parameters; 1: each rank has all parameters."""
         return self.mesh.shape[-1]
 
     def shard(self, packed: PackedTransformer[Any]) -> None:

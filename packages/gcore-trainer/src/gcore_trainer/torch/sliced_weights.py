@@ -4,7 +4,6 @@
 its last data type only, and on a rank of FSDP only its shard, which is read from the mapped file a few rows at a time.
 """
 
-import json
 import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,9 +22,8 @@ from gcore_trainer.lora import A_OF, initial_value, read_adapters
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.host_memory import first_row, local
 from gcore_trainer.torch.loading import check_layers, choose_class, load_model
+from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _INITIALIZED = "_is_hf_initialized"
 """Attribute of tensors that transformers is not to initialize."""
 _CHUNK_BYTES = 1 << 26
@@ -69,7 +67,9 @@ def make_model(
             raise _NotByNameError(f"transformers does not make it without memory ({error})") from error
         ignored: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
         unexpected = folder.shapes.keys() - set(sources.values())
-        check_layers(path, model, [n for n in unexpected if not any(re.search(pattern, n) for pattern in ignored)])
+        for pattern in ignored:
+            unexpected = {name for name in unexpected if not re.search(pattern, name)}
+        check_layers(path, model, unexpected)
         in_files = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources}
         for name in sorted(n for n, p in model.named_parameters() if id(p) not in in_files):
             # A new value head is not in the files; `load_model` refuses one that should be.
@@ -164,13 +164,9 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if (path / _INDEX).is_file():
-            self._file_of: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
-        elif (path / _SINGLE).is_file():
-            with safe_open(path / _SINGLE, framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
-        else:
-            raise _NotByNameError(f"there is neither {_SINGLE} nor {_INDEX}")
+        self._file_of = tensor_files(path)
+        if not self._file_of:
+            raise _NotByNameError(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name in sorted(set(self._file_of.values())):
             with safe_open(path / name, framework="pt") as file:
@@ -233,7 +229,7 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
 
 
 def _make_buffers(model: Any, folder: _Folder, sources: Mapping[str, str], device: torch.device) -> None:
-    """Compute a model's buffers as transformers does on loading, on the CPU; those that are saved come from files."""
+    """Compute a model's buffers on the CPU as transformers does on loading; read saved buffers from the files."""
     for parameter in model.parameters():
         setattr(parameter, _INITIALIZED, True)
     with folder.open_reader() as read:

@@ -8,14 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 MAX_FILE_BYTES = 5 << 30
 """Most bytes of a file, which are in memory at a time, if that is not less than a tensor."""
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _PART = re.compile(r".*?\.\d+\.")
 """The part of a name that the tensors of a layer share."""
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the name of the safetensors file of each tensor in a Hugging Face folder; empty if it has no such file."""
+    if (folder / INDEX_FILE).is_file():
+        return json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+    if (folder / SINGLE_FILE).is_file():
+        with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    return {}
 
 
 def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -49,15 +60,16 @@ def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> 
         size_bytes += sum(t.nbytes for t in tensors.values())
         dtype = next(iter(tensors.values())).dtype
         tensors.clear()
-    files = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    if len(files) == 1:
-        files = [_SINGLE]
+    count = len(parts)
+    files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        files = [SINGLE_FILE]
     else:
         index = {
             "metadata": {"total_size": size_bytes},
             "weight_map": {name: files[i] for name, i in sorted(file_of.items())},
         }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     for part, name in zip(parts, files, strict=True):
         part.rename(folder / name)
     return dtype
