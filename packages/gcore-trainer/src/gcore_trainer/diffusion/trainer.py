@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
@@ -21,6 +20,7 @@ from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.fields import check_finite
 from gcore_trainer.objectives.objective import add_sums
 from gcore_trainer.torch.host_memory import Sleeper
+from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
 
@@ -90,7 +90,7 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = _adamw(parameters, optimizer)
+        self._adamw = make_adamw(parameters, optimizer, offload=False)
         replicas = Replicas(parallel.replicas if parallel else None)
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
@@ -154,24 +154,16 @@ class DiffusionTrainer(BaseTrainer):
             calls = {num_calls(batch) for batch in micro_batches}
             return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
-        weight = 0
+        everyones = self._replicas.gather_or_raise(check_batches)
+        weights, passes, counts, calls = zip(*everyones, strict=True)
+        num_passes = passes[0]
+        if len(set(passes)) != 1:
+            raise BatchError(f"replicas make {sorted(set(passes))} passes over an image; expected one number")
         num_batches = len(micro_batches)
-        passes: set[int] = set()
-        calls: set[int] = set()
-        for replica_weight, replica_passes, replica_batches, replica_calls in self._replicas.gather_or_raise(
-            check_batches
-        ):
-            weight += replica_weight
-            passes.add(replica_passes)
-            calls |= replica_calls
-            if self._is_sharded:
-                num_batches = max(num_batches, replica_batches)
-        if len(passes) != 1:
-            raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
-        (num_passes,) = passes
         if self._is_sharded:
-            _require_one(calls)
-        total = weight * num_passes
+            _require_one(set().union(*calls))
+            num_batches = max(counts)
+        total = sum(weights) * num_passes
         sums = self._backward(micro_batches, num_batches, num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
@@ -272,14 +264,6 @@ class DiffusionTrainer(BaseTrainer):
         return groups
 
 
-def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
-    if config.name == "adamw":
-        return AdamW(parameters, config)
-    from gcore_trainer.torch.optimizer import make_adamw
-
-    return make_adamw(parameters, config, offload=False)
-
-
 def _require_one(calls: set[int]) -> None:
     """Raise `BatchError` for unequal numbers of calls, which the collectives of a sharded model cannot make."""
     if len(calls) != 1:
@@ -301,13 +285,10 @@ def score_steps(
     ``replicas`` are those among which a sharded model is divided; all of them call this, one may have no micro-batch.
     """
     replicas = replicas or Replicas()
-    counts: list[int] = []
-    calls: set[int] = set()
-    for count, replica_calls in replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches})):
-        counts.append(count)
-        calls |= replica_calls
+    everyones = replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
+    counts, calls = zip(*everyones, strict=True)
     if replicas.size > 1 and any(counts):
-        _require_one(calls)
+        _require_one(set().union(*calls))
     stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
     if 0 in counts:
         # A sharded model's collectives need all ranks: one without images computes with another's for nothing.
