@@ -174,7 +174,7 @@ def save_adapters(
     names = list(config.target_modules)
     if config.target_modules == ("all-linear",):
         lasts = {layer.rpartition(".")[2] for layer in layers}
-        other_lasts = {name.rpartition(".")[2] for name in {*modules}.difference(layers)}
+        other_lasts = {name.rpartition(".")[2] for name in modules if name not in layers}
         names = layers if lasts & other_lasts else sorted(lasts)
     settings = {
         "peft_type": "LORA",

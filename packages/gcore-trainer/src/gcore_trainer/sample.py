@@ -166,7 +166,7 @@ NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.
 
 def filled_up(micro_batches: Sequence[MicroBatch], num_passes: int) -> list[MicroBatch]:
     """Return ``num_passes`` micro-batches: these, and then `NOTHING`."""
-    return [*micro_batches, *[NOTHING] * (num_passes - len(micro_batches))]
+    return list(micro_batches) + [NOTHING] * (num_passes - len(micro_batches))
 
 
 def by_sample(

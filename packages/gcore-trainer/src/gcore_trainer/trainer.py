@@ -232,7 +232,8 @@ class Trainer(BaseTrainer, ABC):
             raise TrainerError("the model has no routers whose choice of experts could be recorded")
         routing: Routing = []
         log_probs = self._predict_by_sample(micro_batches, "tokens", routing)
-        return [list(zip(*pair, strict=True)) for pair in zip(log_probs, routing, strict=False)]
+        pairs = zip(log_probs, routing, strict=False)
+        return [list(zip(scores, experts, strict=True)) for scores, experts in pairs]
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the values [R] of the states before each sample's response tokens, under the present critic."""

@@ -158,7 +158,9 @@ def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray
     """
     count, total, squares = batch.tolist()
     mean = total / max(count, 1.0)
-    variance = max(squares - count * mean * mean, 0.0) / (count - 1.0) if count > 1 else 1.0
+    variance = 1.0
+    if count > 1:
+        variance = max(squares - count * mean * mean, 0.0) / (count - 1.0)
     return np.where(mask, (values - mean) / np.sqrt(variance + 1e-8), 0.0).astype(np.float32)
 
 
@@ -294,7 +296,10 @@ async def add_advantages(
         batch = sum(await group.all_gather(moments), np.zeros(3))
         for sample in everyone:
             sample.advantages = whiten(sample.advantages, sample.mask, batch)
-    for field in ("values", "returns", "advantages") if estimator.needs_critic else ("advantages",):
+    fields = ["advantages"]
+    if estimator.needs_critic:
+        fields = ["values", "returns", "advantages"]
+    for field in fields:
         counted = [getattr(s, field)[s.mask] for s in everyone]
         metrics |= await statistics(f"critic/{field}", counted, group)
     return metrics

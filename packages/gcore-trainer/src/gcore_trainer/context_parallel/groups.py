@@ -163,7 +163,9 @@ class DividedRow:
                 attention = replace(attention, sinks=attention.sinks.unflatten(0, (size, -1))[cp.rank % size])
         attend = attend_whole if self._ring is None else self._ring.attend
         out_THD = attend(q_THD, k_TKD, v_TKD, attention)
-        return out_THD if cp.ulysses is None else _gather_heads(out_THD, cp.ulysses)
+        if cp.ulysses is None:
+            return out_THD
+        return _gather_heads(out_THD, cp.ulysses)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -36,7 +36,8 @@ def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> lis
     """Return the segments of every ring rank's shard, in order."""
     result: list[EqualSegments] = []
     start = 0
-    for length, count in zip(*np.unique(segment_lengths, return_counts=True), strict=True):
+    lengths, counts = np.unique(segment_lengths, return_counts=True)
+    for length, count in zip(lengths, counts, strict=True):
         result.append(EqualSegments(start, int(count), int(length) // (2 * ring_size)))
         start += int(length * count) // ring_size
     return result
@@ -140,9 +141,10 @@ class _RingAttention(torch.autograd.Function):
             whole_grad_kv = kv.new_zeros((num_rows, *kv.shape[1:]), dtype=lse_TH.dtype)
             grad_kv = whole_grad_kv[: row.num_tokens]
             tensors = (grad_THV, q_THD, *kv.split(ctx.head_dims, dim=-1), out_THV, lse_TH)
-            sums = (grad_q_THD, *whole_grad_kv.split(ctx.head_dims, dim=-1))
+            sum_k, sum_v = whole_grad_kv.split(ctx.head_dims, dim=-1)
+            sums = (grad_q_THD, sum_k, sum_v)
             calls = row.calls((rank - step) % size, **ctx.options)
-            gradients_of_calls(calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=False)
+            gradients_of_calls(calls, tensors, sums, ctx.scoring, is_first_of_keys=False)
             if passing_grad is not None:
                 grad_kv += passing_grad.wait()
             passing_grad = _Passing(grad_kv, group)

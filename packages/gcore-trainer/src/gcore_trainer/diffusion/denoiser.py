@@ -5,7 +5,6 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -180,7 +179,11 @@ class Denoiser:
 
     @property
     def _blocks(self) -> list[torch.nn.Module]:
-        return [*chain(*(part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)))]
+        blocks: list[torch.nn.Module] = []
+        for part in self.model.children():
+            if isinstance(part, torch.nn.ModuleList):
+                blocks.extend(part)
+        return blocks
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return parameters by diffusers' names, adapters by peft's; of a sharded model this rank's shards."""

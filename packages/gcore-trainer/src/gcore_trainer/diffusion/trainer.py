@@ -200,9 +200,10 @@ class DiffusionTrainer(BaseTrainer):
             # A divided model's collectives need all ranks: one that has no more micro-batches computes for nothing.
             is_real = i < len(micro_batches)
             batch = micro_batches[i] if is_real else micro_batches[0]
+            factor = scale if is_real else 0.0
             for index in range(num_passes):
                 loss, parts = self._objective.partial_loss(index, self._models, batch, total)
-                torch.autograd.backward(loss * (scale if is_real else 0.0))
+                torch.autograd.backward(loss * factor)
                 if is_real:
                     add_sums(sums, parts)
         if self._world_size > 1 and not self._is_sharded:
@@ -257,7 +258,9 @@ class DiffusionTrainer(BaseTrainer):
             save_file(tensors, Path(path) / FILE_NAME, {"format": "pt"})
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
-        groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
+        groups: dict[str, dict[str, torch.Tensor]] = {}
+        if self._ema is not None:
+            groups["ema"] = dict(self._ema.tensors)
         if self._models.old is not None:
             old = self._models.old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}

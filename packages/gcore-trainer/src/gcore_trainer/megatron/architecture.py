@@ -73,12 +73,13 @@ class Architecture:
         tp = parallel.tensor_model_parallel_size
         ep = parallel.expert_model_parallel_size
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
-        virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
+        pipeline = f"pipeline_model_parallel_size={pp}"
+        if vpp > 1:
+            pipeline += f" x virtual_pipeline_model_parallel_size={vpp}"
         _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)
         groups = self.num_query_groups
         if groups % tp and tp % groups:
-            accepted = sorted({*_divisors(groups, self.num_heads), *range(groups, self.num_heads + 1, groups)})
-            accepted = [n for n in accepted if self.num_heads % n == 0]
+            accepted = [n for n in _divisors(self.num_heads) if groups % n == 0 or n % groups == 0]
             raise ConfigError(
                 f"tensor_model_parallel_size={tp} neither divides {groups} key-value heads nor is a multiple of them; "
                 f"expected one of {accepted}"
@@ -86,7 +87,7 @@ class Architecture:
         # Above the number of key-value heads ranks have rows of them, gather the products, and take what they need.
         rows = (self.num_heads + 2 * groups) * self.head_dim
         _require_divides("tensor_model_parallel_size", tp, "rows of queries, keys and values", rows)
-        _require_divides(f"pipeline_model_parallel_size={pp}{virtual}", pp * vpp, "layers", self.num_layers)
+        _require_divides(pipeline, pp * vpp, "layers", self.num_layers)
         if not self.num_experts:
             if ep > 1:
                 raise ConfigError(f"expert_model_parallel_size is {ep}; expected 1 for a model without experts")

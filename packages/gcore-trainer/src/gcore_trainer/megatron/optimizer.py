@@ -169,7 +169,7 @@ def _shards(part: Any) -> list[_Shard]:
         (part.model_fp32_groups, part.shard_fp32_groups),
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
     ):
-        for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):
+        for parameter, main in zip(chain.from_iterable(parameters), chain.from_iterable(mains), strict=True):
             buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
             span = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
             moments = part.optimizer.state[main]

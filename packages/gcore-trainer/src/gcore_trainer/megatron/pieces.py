@@ -119,7 +119,9 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         rows = -(-vocab_size // tp)
         count = min(rows, vocab_size - tp_rank * rows)
         hub_name = "model.embed_tokens.weight" if is_embedding else "lm_head.weight"
-        return [_box(hub_name, (vocab_size, hidden), 0, tp_rank * rows, count)] if count > 0 else []
+        if count <= 0:
+            return []
+        return [_box(hub_name, (vocab_size, hidden), 0, tp_rank * rows, count)]
     if module in undivided:
         hub_module, shape = undivided[module]
         return [_box(f"{prefix}{hub_module}.weight", shape)]

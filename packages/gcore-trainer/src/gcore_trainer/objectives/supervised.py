@@ -159,8 +159,10 @@ class DPOObjective(Objective[TokenScores]):
 
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         ref_log_probs = field_of(samples, "ref_log_probs", like=scores.log_probs)
-        pairs = [*self._by_pair(scores.log_probs, samples), *self._by_pair(ref_log_probs, samples)]
-        return _loss_and_sums("dpo", *dpo_loss(*pairs, **vars(self._config)), totals)
+        chosen, rejected = self._by_pair(scores.log_probs, samples)
+        ref_chosen, ref_rejected = self._by_pair(ref_log_probs, samples)
+        dpo = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, **vars(self._config))
+        return _loss_and_sums("dpo", dpo.loss, dpo.chosen_rewards, dpo.rejected_rewards, totals)
 
     def _by_pair(self, log_probs_N: torch.Tensor, samples: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of chosen and rejected responses, [P] each: sums over their tokens, or means in IPO."""

@@ -222,7 +222,9 @@ def block_gradients(
     grad_v_SKLV = torch.zeros_like(_promote(v_SKLV))
     for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
         scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
-        slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
+        slope_SKGQL: Any = scale
+        if softcap is not None:
+            slope_SKGQL = (1 - (scores_SKGQL / softcap).square()) * scale
         _hide(scores_SKGQL, rows, keys, scoring)
         probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
         grad_SKGQV = _promote(grad_SHQV[:, :, rows]).unflatten(1, groups)

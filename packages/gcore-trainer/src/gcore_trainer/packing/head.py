@@ -139,7 +139,10 @@ class Head:
         is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
         target_C = logits_CV.gather(1, place_C1)[:, 0]
         kernels = self._kernels(logits_CV, has_bias)
-        peak_C, sum_C, dot_C = moments_(logits_CV, has_bias=has_bias) if kernels is None else kernels.moments(logits_CV)
+        if kernels is None:
+            peak_C, sum_C, dot_C = moments_(logits_CV, has_bias=has_bias)
+        else:
+            peak_C, sum_C, dot_C = kernels.moments(logits_CV)
         if self.vocab is not None and is_here_C is not None:
             local_peak_C = peak_C
             peak_C = peak_C.clone()
@@ -218,8 +221,12 @@ class Head:
         """Compute the gradients of hidden states, weight and bias, the last two summed in float32 at least."""
         grad_hidden_ND = torch.empty_like(hidden_ND)
         narrow_VD = weight_VD.to(hidden_ND.dtype)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype)) if bias_V is not None and needs_bias else None
+        grad_weight_VD: torch.Tensor | None = None
+        grad_bias_V: torch.Tensor | None = None
+        if needs_weight:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype))
+        if bias_V is not None and needs_bias:
+            grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype))
         for begin in range(0, targets_N.shape[0], self.chunk):
             rows = slice(begin, begin + self.chunk)
             grad_CV = self.gradient(

@@ -83,10 +83,12 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         grad = grads[0].contiguous()
-        outs = (torch.empty_like(gate), torch.empty_like(up))
-        grid = (triton.cdiv(gate.numel(), _BLOCK),)
-        _gated_gradients_kernel[grid](grad, gate, up, *outs, gate.numel(), is_gelu=ctx.is_gelu, block=_BLOCK)
-        return *outs, None
+        grad_gate = torch.empty_like(gate)
+        grad_up = torch.empty_like(up)
+        size = gate.numel()
+        grid = (triton.cdiv(size, _BLOCK),)
+        _gated_gradients_kernel[grid](grad, gate, up, grad_gate, grad_up, size, is_gelu=ctx.is_gelu, block=_BLOCK)
+        return grad_gate, grad_up, None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -167,7 +169,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotate(grads[0], *ctx.saved_tensors, is_inverse=True), None, None
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _rotate(grads[0], cos_TD, sin_TD, is_inverse=True), None, None
 
 
 def rotate(

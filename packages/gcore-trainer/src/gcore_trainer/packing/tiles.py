@@ -330,18 +330,19 @@ class RowAttention(torch.autograd.Function):
         # Keys that several calls see are summed in float32, as one kernel would.
         key_dtype = lse_TH.dtype if len(ctx.calls) > 1 else None
         query_dtype = lse_TH.dtype if merges_again(ctx.calls) else None
-        dtypes = (query_dtype, key_dtype, key_dtype)
         num_tokens = q_THD.shape[0]
         rows = num_rows(ctx.calls, num_tokens)
-        inputs = (q_THD, k_TKD, v_TKV)
-        sums: list[torch.Tensor] = []
-        for x, dtype in zip(inputs, dtypes, strict=True):
-            sums.append(x.new_empty((rows, *x.shape[1:]), dtype=dtype))
+        grad_q_THD = q_THD.new_empty((rows, *q_THD.shape[1:]), dtype=query_dtype)
+        grad_k_TKD = k_TKD.new_empty((rows, *k_TKD.shape[1:]), dtype=key_dtype)
+        grad_v_TKV = v_TKV.new_empty((rows, *v_TKV.shape[1:]), dtype=key_dtype)
+        sums = (grad_q_THD, grad_k_TKD, grad_v_TKV)
         tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
-        gradients_of_calls(ctx.calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=True)
-        grads = (total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True))
+        gradients_of_calls(ctx.calls, tensors, sums, ctx.scoring, is_first_of_keys=True)
+        grad_q_THD = grad_q_THD[:num_tokens].to(q_THD.dtype)
+        grad_k_TKD = grad_k_TKD[:num_tokens].to(k_TKD.dtype)
+        grad_v_TKV = grad_v_TKV[:num_tokens].to(v_TKV.dtype)
         grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
-        return *grads, grad_sinks_H, None, None
+        return grad_q_THD, grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None
 
 
 def finish_row(

@@ -117,8 +117,11 @@ class _WholeRowAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         q_THD, keys_MKD, values_MKD, sinks_H, out_THD, lse_TH = ctx.saved_tensors
         grad_THD = grad_outputs[0].contiguous()  # that of a sum has no strides, which the kernel does not take
-        tensors = (grad_THD, q_THD, keys_MKD, values_MKD, out_THD, lse_TH)
-        grad_q_THD, *grads_MKD = varlen_gradients(*tensors, ctx.row.lengths, scale=ctx.scale)
-        grad_k_TKD, grad_v_TKD = (ctx.row.sum_gradients(grad, q_THD.shape[0]) for grad in grads_MKD)
+        row: WholeRow = ctx.row
+        grad_q_THD, grad_keys_MKD, grad_values_MKD = varlen_gradients(
+            grad_THD, q_THD, keys_MKD, values_MKD, out_THD, lse_TH, row.lengths, scale=ctx.scale
+        )
+        grad_k_TKD = row.sum_gradients(grad_keys_MKD, q_THD.shape[0])
+        grad_v_TKD = row.sum_gradients(grad_values_MKD, q_THD.shape[0])
         grad_sinks_H = sink_gradients(grad_THD, out_THD, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
         return grad_q_THD, grad_k_TKD, grad_v_TKD, grad_sinks_H, None, None

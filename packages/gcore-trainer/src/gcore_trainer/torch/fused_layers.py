@@ -79,7 +79,7 @@ def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forwa
     if (
         name.endswith("RMSNorm")
         and _epsilon(module) is not None
-        and [*dict(module.named_parameters(recurse=False))] == ["weight"]
+        and list(dict(module.named_parameters(recurse=False))) == ["weight"]
     ):
         for is_offset in (False, True):
             make = partial(_fused_norm, is_offset=is_offset)

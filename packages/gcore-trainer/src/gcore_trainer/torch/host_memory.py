@@ -138,7 +138,7 @@ class Sleeper:
         for group in self._states().values():
             tensors.extend(group.values())
         kept = _storages(tensors, device)
-        discarded = _storages(chain(*map(_gradients, tensors)), device)
+        discarded = _storages(chain.from_iterable(map(_gradients, tensors)), device)
         needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
         if self._arena is None or self._arena.size_bytes < needed:
             self._arena = None

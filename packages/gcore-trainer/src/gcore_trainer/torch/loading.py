@@ -270,7 +270,7 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
             if _rounds(packed):
                 config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
                 differences = _largest_differences(score_alone(), expected)
-                tolerance = max(_MAX_ROUNDED_DIFFERENCE, *(4 * difference for difference in differences))
+                tolerance = max(_MAX_ROUNDED_DIFFERENCE, 4 * max(differences))
     differences = _largest_differences(scores, expected)
     worst = int(np.argmax(differences))
     # A comparison with nan is false.

@@ -332,16 +332,19 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if routing_TLK is not None:
             check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):
-            router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
             router.recorded = None
+            router.imposed = None
+            if routing_TLK is not None:
+                router.imposed = routing_TLK[:, layer]
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        inputs = {"position_ids": row.positions}
         if self.vision is None:
-            inputs = {"input_ids": row.input_ids, "position_ids": row.positions}
+            inputs["input_ids"] = row.input_ids
         else:
-            embeddings_1TD = self.vision.embed(row.input_ids, row.images)
-            positions = row.positions if row.images is None else row.images.positions
-            inputs = {"inputs_embeds": embeddings_1TD, "position_ids": positions}
+            inputs["inputs_embeds"] = self.vision.embed(row.input_ids, row.images)
+        if row.images is not None:
+            inputs["position_ids"] = row.images.positions
         output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers

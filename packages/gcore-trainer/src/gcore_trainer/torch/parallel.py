@@ -133,7 +133,11 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def should_replicate(parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Return whether float32 weights, gradients and moments take `REPLICATED_BYTES` at most."""
-    return sum((16 if p.requires_grad else 4) * p.numel() for p in parameters) <= REPLICATED_BYTES
+    size_bytes = 0
+    for parameter in parameters:
+        bytes_per_entry = 16 if parameter.requires_grad else 4
+        size_bytes += bytes_per_entry * parameter.numel()
+    return size_bytes <= REPLICATED_BYTES
 
 
 def fits_whole(parameters: Iterable[torch.nn.Parameter]) -> bool:
