@@ -173,8 +173,8 @@ def by_sample(
     values: Sequence[NDArray[np.float32]], micro_batches: Sequence[MicroBatch]
 ) -> list[list[NDArray[np.float32]]]:
     """Split the [N] values of each micro-batch into the [R] of each sample."""
-    parts: list[list[NDArray[np.float32]]] = []
+    by_batch: list[list[NDArray[np.float32]]] = []
     for batch_values, batch in zip(values, micro_batches, strict=True):
         ends = np.cumsum([sample.response_ids.size for sample in batch])
-        parts.append(np.split(batch_values, ends[:-1]))
-    return parts
+        by_batch.append(np.split(batch_values, ends[:-1]))
+    return by_batch

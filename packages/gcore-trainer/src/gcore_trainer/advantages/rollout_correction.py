@@ -173,12 +173,8 @@ class _Tokens:
         counts = np.array([mask.sum() for mask in masks], np.int64)
         if not counts.any():
             raise BatchError(f"masks of {len(masks)} samples have no token that counts; expected at least one")
-        joined: list[_Array] = []
-        for field, arrays in (("old_log_probs", old_log_probs), ("rollout_log_probs", rollout_log_probs)):
-            for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
-                require_finite(f"{field}[{i}]", array, mask)
-            joined.append(np.concatenate([a[m] for a, m in zip(arrays, masks, strict=True)]).astype(np.float64))
-        old, rollout = joined
+        old = _join("old_log_probs", old_log_probs, masks)
+        rollout = _join("rollout_log_probs", rollout_log_probs, masks)
         return cls(log_ratio=old - rollout, old=old, rollout=rollout, counts=counts[counts > 0])
 
     @property
@@ -210,6 +206,15 @@ class _Tokens:
         for result, mask, part in zip(results, masks, np.split(values_N, ends[:-1]), strict=True):
             result[mask] = part
         return results
+
+
+def _join(field: str, arrays: Sequence[_Floats], masks: Sequence[NDArray[np.bool_]]) -> _Array:
+    """Return the numbers of the tokens that count, end to end; `BatchError` if one is not finite."""
+    parts: list[_Floats] = []
+    for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
+        require_finite(f"{field}[{i}]", array, mask)
+        parts.append(array[mask])
+    return np.concatenate(parts).astype(np.float64)
 
 
 def _ratios(log_ratio: _Array) -> _Array:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.fields import on_device
-from gcore_trainer.packing.layout import Span
+from gcore_trainer.packing.layout import Segment, Span
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024
@@ -124,10 +124,15 @@ def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reverse
         return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
     parts: list[NDArray[np.int64]] = []
     for span in spans:
-        part = np.arange(span.start, span.start + span.length)
+        part = span_index(span)
         parts.append(part[::-1] if is_reversed else part)
     index = on_device(np.concatenate(parts), device)
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
+
+
+def span_index(span: Span | Segment) -> NDArray[np.int64]:
+    """Return the index of each token of a span in its row."""
+    return np.arange(span.start, span.start + span.length)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.fields import on_device
+from gcore_trainer.packing.block_attention import span_index
 from gcore_trainer.packing.layout import PackedBatch, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 
@@ -53,10 +54,9 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     for segment in batch.segments:
         if segment in shared:
             continue
-        sequence = np.arange(segment.start, segment.start + segment.length)
+        sequence = span_index(segment)
         if segment.parent:
-            parent = segment.parent
-            sequence = np.append(np.arange(parent.start, parent.start + parent.length), sequence)
+            sequence = np.append(span_index(segment.parent), sequence)
         by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)

@@ -19,6 +19,7 @@ from gcore_trainer.packing.block_attention import (
     attend_varlen,
     include_sinks,
     sink_gradients,
+    span_index,
     varlen_gradients,
 )
 from gcore_trainer.packing.layout import Segment
@@ -39,10 +40,9 @@ class WholeRow:
         num_keys: list[int] = []
         index: list[NDArray[np.int64]] = []
         for segment in segments:
-            keys = np.arange(segment.start, segment.start + segment.length)
+            keys = span_index(segment)
             if segment.parent is not None:
-                parent = segment.parent
-                keys = np.append(np.arange(parent.start, parent.start + parent.length), keys)
+                keys = np.append(span_index(segment.parent), keys)
             num_queries.append(segment.length)
             num_keys.append(keys.size)
             index.append(keys)
