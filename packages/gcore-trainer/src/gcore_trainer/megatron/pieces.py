@@ -168,7 +168,7 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     hub_name = f"{prefix}mlp.experts.{hub_module}"
     size = math.prod(shape)
-    experts = range(num_local)
+    experts: Sequence[int] = range(num_local)
     if number is not None:
         experts = [int(number)]
     return [
