@@ -203,7 +203,7 @@ def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(shape: tuple[int
     whole = torch.full(piece.global_shape, -1)
     bounds = [0, *sorted(cuts), 60]
     for start, end in pairwise(bounds):
-        boxes = list(piece.within(start, end))
+        boxes = list(piece.split_range(start, end))
         assert len(boxes) <= 3
         for box in boxes:
             target = whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]

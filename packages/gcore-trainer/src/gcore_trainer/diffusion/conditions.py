@@ -1,4 +1,4 @@
-"""The arguments that a model is given for images, and how its outputs become what the sampler's scheduler is given."""
+"""The arguments of a model for images, and the combination of its outputs for the sampler's scheduler."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,42 +27,45 @@ class Conditioned:
 
     @classmethod
     def of(cls, samples: Sequence[DiffusionSample], device: torch.device) -> "Conditioned":
-        """Collect those of a micro-batch, whose images were made with the same settings."""
-        first, rows = samples[0], _rows(samples)
+        """Collect the inputs of a micro-batch, whose images were made with the same settings."""
+        first = samples[0]
+        rows = _rows(samples)
+        groups = _rows_by_shape(rows).values()
         return cls(
-            calls=[(places, _arguments([rows[i] for i in places], device)) for places in _places(rows).values()],
+            calls=[(indices, _arguments([rows[i] for i in indices], device)) for indices in groups],
             guidance_scale=first.guidance_scale,
             keeps_norm=first.keeps_norm,
             is_negated=first.is_negated,
         )
 
-    def combined(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return what the scheduler was given for the outputs [B or 2B, ...] of all rows: [B, ...]."""
-        combined = with_prompt = outputs
+    def combine(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Combine the outputs [B or 2B, ...] of all rows to the scheduler's input [B, ...]."""
+        combined = outputs
+        with_prompt = outputs
         if self.guidance_scale is not None:
             without, with_prompt = outputs.chunk(2)
             combined = without + self.guidance_scale * (with_prompt - without)
         if self.keeps_norm:
-            norms = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (with_prompt, combined)]
-            combined = combined * (norms[0] / norms[1])
+            norm = torch.linalg.vector_norm(with_prompt, dim=-1, keepdim=True)
+            combined = combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
         return -combined if self.is_negated else combined
 
 
 def with_appended(latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return latents with what follows them along an axis, and the other arguments of a call."""
-    others: dict[str, Any] = {}
+    """Append the inputs named ``NAME+AXIS`` to the latents along that axis; return them and the other arguments."""
+    options: dict[str, Any] = {}
     for name, value in arguments.items():
         _, is_appended, axis = name.partition("+")
         if is_appended:
             latents = torch.cat([latents, value], int(axis))
         else:
-            others[name] = value
-    return latents, others
+            options[name] = value
+    return latents, options
 
 
 def num_calls(samples: Sequence[DiffusionSample]) -> int:
     """Return the number of calls that a model needs for images: one for each set of shapes of their conditions."""
-    return len(_places(_rows(samples)))
+    return len(_rows_by_shape(_rows(samples)))
 
 
 _Row = tuple[Conditions, Conditions]
@@ -76,19 +79,23 @@ def _rows(samples: Sequence[DiffusionSample]) -> list[_Row]:
     return [(s.negative_conditions or {}, s.shared_conditions) for s in samples] + with_prompt
 
 
-def _places(rows: Sequence[_Row]) -> dict[Any, list[int]]:
-    """Return the places of the rows that fit in one call."""
-    found: dict[Any, list[int]] = {}
+def _rows_by_shape(rows: Sequence[_Row]) -> dict[Any, list[int]]:
+    """Return the indices of the rows that fit in one call, by their shapes and shared contents."""
+    groups: dict[Any, list[int]] = {}
     # Most rows share one object, whose content is read once.
-    arrays = {id(v): v for _, shared in rows for v in shared.values() if _is_array(v)}
-    contents = {key: array.tobytes() for key, array in arrays.items()}
-    for place, (own, shared) in enumerate(rows):
-        # Entries of lists need not be alike.
-        shapes = ((name, None if name.endswith(_LISTED) else _shape(value)) for name, value in own.items())
-        # Positions differ by the shape of an image in the prompt.
-        values = ((n, _shape(v), contents.get(id(v))) for n, v in shared.items())
-        found.setdefault((*shapes, *values), []).append(place)
-    return found
+    contents: dict[int, bytes] = {}
+    for index, (conditions, shared) in enumerate(rows):
+        key: list[Any] = []
+        for name, value in conditions.items():
+            # Entries of lists need not be alike.
+            key.append((name, None if name.endswith(_LISTED) else _shape(value)))
+        for name, value in shared.items():
+            if _is_array(value) and id(value) not in contents:
+                contents[id(value)] = value.tobytes()
+            # Positions differ by the shape of an image in the prompt.
+            key.append((name, _shape(value), contents.get(id(value))))
+        groups.setdefault(tuple(key), []).append(index)
+    return groups
 
 
 def _shape(value: Any) -> Any:
@@ -98,18 +105,18 @@ def _shape(value: Any) -> Any:
 
 def _arguments(rows: Sequence[_Row], device: torch.device) -> dict[str, Any]:
     """Return the arguments of a call for its rows."""
-    (first, shared), *_ = rows
+    first, shared = rows[0]
     flat = {name: _on_device(value, device) for name, value in shared.items()}
     for name in first:
-        values = [own[name] for own, _ in rows]
+        values = [conditions[name] for conditions, _ in rows]
         if name.endswith(_LISTED):
             flat[name.removesuffix(_LISTED)] = [_on_device(value, device) for value in values]
         else:
             # What images share, such as a prompt's embeddings, is moved once.
             unique = {id(value): value for value in values}
-            places = {key: place for place, key in enumerate(unique)}
-            rows_of = torch.tensor([places[id(value)] for value in values], device=device)
-            flat[name] = _on_device(np.stack(list(unique.values())), device)[rows_of]
+            index_of = {key: index for index, key in enumerate(unique)}
+            indices = torch.tensor([index_of[id(value)] for value in values], device=device)
+            flat[name] = _on_device(np.stack(list(unique.values())), device)[indices]
     return _tree(flat)
 
 

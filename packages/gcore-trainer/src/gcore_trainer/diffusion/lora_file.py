@@ -31,7 +31,7 @@ def read_component_lora_config(path: str | Path, component: str) -> LoRAConfig:
 
 
 def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
-    """Return the settings of the adapters in a file of diffusers, and their matrices by peft's names of them.
+    """Read the settings of the adapters in a file of diffusers, and their matrices under peft's names.
 
     The scale is that of the file's alphas, or of the settings of peft in its header; without either it is 1.
 

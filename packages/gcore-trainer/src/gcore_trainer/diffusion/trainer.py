@@ -3,22 +3,23 @@
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.lora_file import FILE_NAME
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stack_fields
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.objective import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
+from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
 
@@ -36,7 +37,8 @@ class MovingAverage:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         BELOW_ONE.require("ema_decay", decay)
-        self._parameters, self._decay = dict(parameters), decay
+        self._parameters = dict(parameters)
+        self._decay = decay
         self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -55,8 +57,7 @@ class DiffusionTrainer(BaseTrainer):
         reference: the initial policy, where the objective asks it in training or its scores are needed; it may share
             the policy's weights, see `Denoiser.initial`.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
-        old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
-            updates.
+        old_decay: growth per update and bound of the EMA decay of a separate sampling policy.
         parallel: the ranks among which images are divided, and parameters unless its ``fsdp_size`` is 1; None: this
             process is alone.
 
@@ -88,12 +89,12 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = _adamw(parameters, optimizer)
+        self._adamw = make_adamw(parameters, optimizer, offload=False)
         replicas = Replicas(parallel.replicas if parallel else None)
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
         self._old_decay = old_decay
-        self._sleeper = Sleeper(denoiser.model, self._kept)
+        self._sleeper = Sleeper(denoiser.model, self._stored_tensors)
 
     def sleep(self) -> None:
         """Free the device's memory of all models, averages, gradients and optimizer states until `wake`.
@@ -118,12 +119,14 @@ class DiffusionTrainer(BaseTrainer):
     @property
     def _others(self) -> list[Denoiser]:
         """The models besides the policy that have weights of their own."""
-        own, found = self._models.policy.model, (self._models.old, self._models.reference)
-        return [model for model in found if model is not None and model.model is not own]
+        models = (self._models.old, self._models.reference)
+        policy = self._models.policy
+        return [model for model in models if model is not None and model.model is not policy.model]
 
-    def _kept(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Return the tensors besides the models', by groups and names."""
-        return {**self._adamw.kept(), "ema": self._ema.tensors if self._ema is not None else {}}
+    def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the tensors of the optimizer and the average, by groups and names."""
+        averages = {} if self._ema is None else self._ema.tensors
+        return {**self._adamw.stored_tensors(), "ema": averages}
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
@@ -141,8 +144,8 @@ class DiffusionTrainer(BaseTrainer):
         """
         self._sleeper.check_awake()
 
-        def checked() -> tuple[int, int, int, set[int]]:
-            samples = [s for batch in micro_batches for s in batch]
+        def check_batches() -> tuple[int, int, int, set[int]]:
+            samples = list(chain.from_iterable(micro_batches))
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
@@ -150,15 +153,16 @@ class DiffusionTrainer(BaseTrainer):
             calls = {num_calls(batch) for batch in micro_batches}
             return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
-        everyones = self._replicas.gather_or_raise(checked)
-        passes = {count for _, count, *_ in everyones}
-        if len(passes) != 1:
-            raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
-        (num_passes,) = passes
+        everyones = self._replicas.gather_or_raise(check_batches)
+        weights, passes, counts, calls = zip(*everyones, strict=True)
+        num_passes = passes[0]
+        if len(set(passes)) != 1:
+            raise BatchError(f"replicas make {sorted(set(passes))} passes over an image; expected one number")
+        num_batches = len(micro_batches)
         if self._is_sharded:
-            _require_one({count for *_, counts in everyones for count in counts})
-        total = sum(weight for weight, *_ in everyones) * num_passes
-        num_batches = max(count for _, _, count, _ in everyones) if self._is_sharded else len(micro_batches)
+            _require_one(set().union(*calls))
+            num_batches = max(counts)
+        total = sum(weights) * num_passes
         sums = self._backward(micro_batches, num_batches, num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
@@ -195,9 +199,10 @@ class DiffusionTrainer(BaseTrainer):
             # A divided model's collectives need all ranks: one that has no more micro-batches computes for nothing.
             is_real = i < len(micro_batches)
             batch = micro_batches[i] if is_real else micro_batches[0]
+            factor = scale if is_real else 0.0
             for index in range(num_passes):
                 loss, parts = self._objective.partial_loss(index, self._models, batch, total)
-                torch.autograd.backward(loss * (scale if is_real else 0.0))
+                torch.autograd.backward(loss * factor)
                 if is_real:
                     add_sums(sums, parts)
         if self._world_size > 1 and not self._is_sharded:
@@ -205,7 +210,7 @@ class DiffusionTrainer(BaseTrainer):
         return {name: value.item() for name, value in sums.items()}
 
     def export_weights(self, *, averaged: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return diffusers' names and whole tensors of the policy that samples; see `Trainer.export_weights`.
+        """Return diffusers' names and full tensors of the policy that samples; see `Trainer.export_weights`.
 
         Raises:
             ConfigError: there is no such average.
@@ -220,8 +225,8 @@ class DiffusionTrainer(BaseTrainer):
             deque(self.export_weights(averaged=averaged), maxlen=0)
             return
         weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
-        own = self._models.policy.model
-        model = type(own).from_config(copy.deepcopy(dict(own.config)))
+        policy = self._models.policy.model
+        model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
         buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
         model.load_state_dict({**weights, **buffers})
         model.save_pretrained(path)
@@ -240,28 +245,25 @@ class DiffusionTrainer(BaseTrainer):
         weights = self.export_weights(averaged=averaged)
         if not isinstance(weights, LoRAWeights):
             raise ConfigError("lora is None: the model has no adapters to save")
-        scale, tensors = weights.config.scaling, dict[str, torch.Tensor]()
+        scale = weights.config.scaling
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in weights.adapters().items():
-            scaled = tensor * scale if name.endswith(B_OF) else tensor
-            tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()
+            if name.endswith(B_OF):
+                tensor = tensor * scale
+            plain_name = name.replace(f".{TRAINED}.", ".")
+            tensors[f"{component}.{plain_name}"] = tensor.cpu().contiguous()
         if self._is_first:
             Path(path).mkdir(parents=True, exist_ok=True)
             save_file(tensors, Path(path) / FILE_NAME, {"format": "pt"})
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
-        groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
+        groups: dict[str, dict[str, torch.Tensor]] = {}
+        if self._ema is not None:
+            groups["ema"] = dict(self._ema.tensors)
         if self._models.old is not None:
             old = self._models.old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
         return groups
-
-
-def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
-    if config.name == "adamw":
-        return AdamW(parameters, config)
-    from gcore_trainer.torch.optimizer import make_adamw
-
-    return make_adamw(parameters, config, offload=False)
 
 
 def _require_one(calls: set[int]) -> None:
@@ -286,25 +288,26 @@ def score_steps(
     """
     replicas = replicas or Replicas()
     everyones = replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
-    counts = [count for count, _ in everyones]
+    counts, calls = zip(*everyones, strict=True)
     if replicas.size > 1 and any(counts):
-        _require_one({calls for _, own in everyones for calls in own})
+        _require_one(set().union(*calls))
     stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
     if 0 in counts:
         # A sharded model's collectives need all ranks: one without images computes with another's for nothing.
         stand_in = next(filter(None, replicas.gather(stand_in[:1])), [])
-    found: list[list[StepScores]] = []
+    scores: list[list[StepScores]] = []
     for i in range(max(counts)):
         samples = micro_batches[i] if i < len(micro_batches) else stand_in
         means: list[torch.Tensor] = []
         log_probs: list[torch.Tensor] = []
         for step in range(samples[0].num_steps):
             drawn, _ = drawn_at(denoiser, kernel, samples, step)
-            [following] = stacked(samples, denoiser.device, "next_latents", step=step)
+            [following] = stack_fields(samples, denoiser.device, "next_latents", step=step)
             has_noise = bool((drawn.std > 0).all())
+            log_prob = drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan
             means.append(drawn.mean.cpu())
-            log_probs.append((drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan).cpu())
+            log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            columns = (torch.stack(rows, dim=1).numpy() for rows in (means, log_probs))
-            found.append([StepScores(*own) for own in zip(*columns, strict=True)])
-    return found
+            pairs = zip(torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy(), strict=True)
+            scores.append([StepScores(image_means, image_log_probs) for image_means, image_log_probs in pairs])
+    return scores

@@ -51,8 +51,8 @@ def has_grouped_experts(
         # On CUDA, experts of other types are multiplied one after the other all the same.
         return fits and is_there and device_type == "cuda" and dtype == torch.bfloat16
     require("grouped_gemm", config.grouped_gemm, is_there or not config.grouped_gemm, "auto or false before torch 2.10")
-    found = " and ".join(f"{name} {size}" for name, size in sizes.items())
-    expected = f"false for {found}, of which one is not a multiple of {multiple}, as {dtype} needs"
+    named_sizes = " and ".join(f"{name} {size}" for name, size in sizes.items())
+    expected = f"false for {named_sizes}, of which one is not a multiple of {multiple}, as {dtype} needs"
     require("grouped_gemm", config.grouped_gemm, fits or not config.grouped_gemm, expected)
     return config.grouped_gemm
 

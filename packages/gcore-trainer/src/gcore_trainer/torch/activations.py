@@ -1,4 +1,4 @@
-"""Less memory for what the backward pass needs: layers that are computed again, and activations in host memory."""
+"""Less memory for activations: checkpointed layers, and activations in host memory."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,14 +21,14 @@ _SMALL = 1 << 20
 
 
 def is_checkpointed(setting: bool | Literal["auto"], model: torch.nn.Module, device: torch.device) -> bool:
-    """Return whether a model's layers are checkpointed: for ``auto``, those of large models on CUDA."""
+    """Return whether to checkpoint a model's layers; ``auto``: if the model is large and on CUDA."""
     if setting != "auto":
         return setting
     return device.type == "cuda" and sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
 
 
 def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:
-    """Keep only the inputs of the first layers, a share of all, and compute the rest of them again.
+    """Checkpoint the first ``share`` of the layers: keep only their inputs, and compute them again.
 
     Nothing in a layer is random, since models in training are in ``eval`` mode, without dropout.
     """
@@ -38,7 +38,7 @@ def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:
 
 
 def offload_activations(module: torch.nn.Module, *, smallest_bytes: int = _SMALL) -> None:
-    """Keep what a module's forward pass saves for the backward pass in (pinned) host memory.
+    """Keep the tensors that a module saves for its backward pass in (pinned) host memory.
 
     Parameters and small tensors stay. Of a checkpointed layer that is its input: 2 D bytes a token each way over PCIe.
     """

@@ -1,4 +1,4 @@
-"""Host memory for tensors that leave the device: pinned where the device is CUDA, and exactly as large as needed."""
+"""Host memory for offloaded tensors: pinned if the device is CUDA, and exactly as large as needed."""
 
 import ctypes
 import mmap
@@ -18,18 +18,19 @@ _ALIGNMENT = 64
 
 @torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded, which shares its memory."""
+    """Return a view of this rank's shard of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def first_row(parameter: torch.Tensor) -> int:
-    """Return the row of a parameter that is this rank's first: FSDP gives each rank as many, the last ones the rest.
+    """Return the first row of this rank's shard of a parameter.
 
-    Ranks share it along the last dimension of the mesh.
+    FSDP gives each rank along the mesh's last dimension equally many rows, and the last ranks the rest.
     """
     if not isinstance(parameter, DTensor):
         return 0
-    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    mesh = parameter.device_mesh
+    num_rows = parameter.shape[0]
     return min(mesh.get_local_rank(-1) * -(-num_rows // mesh.size(-1)), num_rows)
 
 
@@ -40,7 +41,8 @@ class _Pages(mmap.mmap):
 
     def pin(self, address: int) -> None:
         cudart: Any = torch.cuda.cudart()
-        if error := int(cudart.cudaHostRegister(address, len(self), 0)):
+        error = int(cudart.cudaHostRegister(address, len(self), 0))
+        if error:
             raise TrainerError(
                 f"CUDA cannot pin {len(self) / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); "
                 "expected that much free memory, and a limit of locked memory (ulimit -l) above it"
@@ -77,7 +79,8 @@ class Arena:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a piece as a tensor of zeros, unless it was written to before `reset`."""
         size_bytes = dtype.itemsize * torch.Size(shape).numel()
-        start, self._used = self._used, self._used + piece_bytes(size_bytes)
+        start = self._used
+        self._used = self._used + piece_bytes(size_bytes)
         return self._bytes[start : start + size_bytes].view(dtype).view(*shape)
 
     def reset(self) -> None:
@@ -91,7 +94,7 @@ def piece_bytes(size_bytes: int) -> int:
 
 
 class Sleeper:
-    """Moves tensors out of a device's memory and back into it, where they are: all that refer to them see both.
+    """Moves tensors between device and host memory in place, so that references to them stay valid.
 
     The memory of a tensor is freed by resizing its storage to 0 bytes, as FSDP does. Views and `DTensor` shards of it
     stay valid, and hold nothing until `wake`.
@@ -107,7 +110,8 @@ class Sleeper:
     def __init__(
         self, module: torch.nn.Module, states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict
     ) -> None:
-        self._module, self._states = module, states
+        self._module = module
+        self._states = states
         self._arena: Arena | None = None
         self._device = torch.device("cpu")
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
@@ -130,9 +134,11 @@ class Sleeper:
                 module.reshard()
         parameters = list(self._module.parameters())
         device = self._device = local(parameters[0]).device
-        tensors = [*parameters, *chain(*(own.values() for own in self._states().values()))]
+        tensors: list[torch.Tensor] = list(parameters)
+        for group in self._states().values():
+            tensors.extend(group.values())
         kept = _storages(tensors, device)
-        discarded = _storages(chain(*map(_gradients, tensors)), device)
+        discarded = _storages(chain.from_iterable(map(_gradients, tensors)), device)
         needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
         if self._arena is None or self._arena.size_bytes < needed:
             self._arena = None
@@ -166,23 +172,26 @@ class Sleeper:
                 bytes_of(storage, self._device).copy_(copy, non_blocking=True)
         # The host memory may be written to again.
         _synchronize(self._device)
-        self._moved, self.is_asleep = [], False
+        self._moved = []
+        self.is_asleep = False
 
 
 def _gradients(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of a parameter: torch's, and the one that Megatron-Core adds them up in."""
-    found = [tensor.grad] if tensor.is_leaf else []
-    return [gradient for gradient in (*found, getattr(tensor, "main_grad", None)) if gradient is not None]
+    """Return the gradients of a parameter: torch's, and Megatron-Core's ``main_grad``."""
+    gradients = [getattr(tensor, "main_grad", None)]
+    if tensor.is_leaf:
+        gradients.insert(0, tensor.grad)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """Return the memory of tensors on a device, each once. A mapped file cannot be resized, and takes none."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in map(local, tensors):
         storage = tensor.untyped_storage()
         if tensor.device == device and storage.nbytes() and storage.resizable():
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
 
 
 def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -30,6 +30,7 @@ from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows,
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
+from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.streamed_folder import save_streamed
 
 ATTENTION_NAME = "gcore_packed"
@@ -49,7 +50,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     if packed is None:
         raise UnsupportedModelError(
@@ -57,7 +58,7 @@ def _attend(
             "needs it to"
         )
     for name in _UNSUPPORTED_ARGUMENTS:
-        if others.get(name) is not None:
+        if options.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
     if attention_mask is not None:
         # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
@@ -65,8 +66,8 @@ def _attend(
         sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
-    kind = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
-    return packed.attend(query, key, value, kind), None
+    attention = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    return packed.attend(query, key, value, attention), None
 
 
 def register() -> None:
@@ -141,7 +142,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
         self.fuses_layers = True
-        """Whether kernels compute what lies between matrix products, where there are some (`fused_layers`)."""
+        """Whether fused kernels compute the operations between matrix products, if available (`fused_layers`)."""
         routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
         self.num_routers = len(routers)
@@ -152,7 +153,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             for layer in self.layers():
                 if hasattr(layer, "linear_attn"):
                     mix_by_sequence(layer.linear_attn)
-        self._weights, self._max_length = weights, max_length
+        self._weights = weights
+        self._max_length = max_length
         if weights is None:
             self._probe(max_length)
         self.compute_dtype = compute_dtype or model.dtype
@@ -208,8 +210,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return packed
 
     def load_weights(self) -> None:
-        """Read the parameters of a model that has no memory yet, and check it; all ranks of a sharded one call this."""
-        weights, self._weights = self._weights, None
+        """Read the parameters of a model on the meta device, and check it; all ranks of a sharded model call this."""
+        weights = self._weights
+        self._weights = None
         if weights is not None:
             weights.fill(self.model)
             with weights.checking(self):
@@ -233,23 +236,23 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their names in a Hugging Face folder."""
-        named: Iterator[tuple[str, torch.nn.Parameter]] = self.model.named_parameters()
-        return {n if self.vision is None else checkpoint_name(self.model, n): p for n, p in named}
+        parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        if self.vision is None:
+            return parameters
+        return {checkpoint_name(self.model, name): parameter for name, parameter in parameters.items()}
 
     def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
         """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
         self.load_weights()
         trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
-        is_wide = all(p.dtype in (torch.float32, torch.float64) for p in trained.values())
-        if is_wide and not offload and config.name == "adamw":
-            return AdamW(trained, config)
-        from gcore_trainer.torch.optimizer import make_adamw
-
         return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-        """Write a Hugging Face folder of whole tensors, a file's at a time; None: the model's own."""
-        self.model.save_pretrained(path) if weights is None else save_streamed(self.model, Path(path), weights)
+        """Write a Hugging Face folder of full tensors, one file at a time; None: the model's own tensors."""
+        if weights is None:
+            self.model.save_pretrained(path)
+        else:
+            save_streamed(self.model, Path(path), weights)
         if self.vision is not None:
             copy_processor(Path(self.model.name_or_path), Path(path))
 
@@ -261,16 +264,18 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """
         if context.size == 1:
             return
-        for is_undivided, what in ((self._has_linear_attention, "has linear attention"), (self.vision, "sees images")):
-            if is_undivided:
-                raise UnsupportedModelError(
-                    f"{self.model.config.model_type!r} {what}, and {context.size} ranks are to divide its rows; "
-                    "expected context and sequence parallel sizes of 1"
-                )
+        reason = "sees images" if self.vision else None
+        if self._has_linear_attention:
+            reason = "has linear attention"
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} {reason}, and {context.size} ranks are to divide its rows; "
+                "expected context and sequence parallel sizes of 1"
+            )
         self.context = context
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None) -> ScoresT:
-        """Forward pass over one micro-batch, differentiable in its result, which is in float32 at least.
+        """Score one micro-batch differentiably, in float32 at least.
 
         Args:
             routing: gets the experts [P + R - 1, L, K] that routers choose for each sample; None: they are not kept.
@@ -279,8 +284,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
         parts = self._pass(samples, entropy_grad, routing)
-        found: Any = TokenScores(log_probs=parts[0], entropies=parts[1]) if self.scores == "tokens" else parts[0]
-        return found
+        scores: Any = parts[0]
+        if self.scores == "tokens":
+            scores = TokenScores(log_probs=parts[0], entropies=parts[1])
+        return scores
 
     def _pass(self, samples: MicroBatch, entropy_grad: bool, routing: Routing | None) -> Sequence[torch.Tensor]:
         [row] = make_rows(
@@ -291,8 +298,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             replay_routing=self.scores == "tokens",
             vision=self.vision,
         )
-        if self._longest is not None and (longest := max(s.num_inputs for s in samples)) > self._longest:
-            raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
+        if self._longest is not None:
+            longest = max(s.num_inputs for s in samples)
+            if longest > self._longest:
+                raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self.impose(row.routing)
         for router in self._routers:
@@ -312,24 +321,30 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        scores = (self._pass(samples, False, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
-        return [own.float().cpu().numpy() for own in scores][: len(micro_batches)]
+        scores: list[NDArray[np.float32]] = []
+        for samples in filled_up(micro_batches, num_passes or 0):
+            pass_scores = self._pass(samples, False, routing)[0]
+            scores.append(pass_scores.float().cpu().numpy())
+        return scores[: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
-        """Impose a routing until the next pass, because a backward pass may compute layers again."""
+        """Impose a routing until the next pass: a backward pass may compute layers again."""
         if routing_TLK is not None:
             check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):
-            router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
             router.recorded = None
+            router.imposed = None
+            if routing_TLK is not None:
+                router.imposed = routing_TLK[:, layer]
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        inputs = {"position_ids": row.positions}
         if self.vision is None:
-            inputs = {"input_ids": row.input_ids, "position_ids": row.positions}
+            inputs["input_ids"] = row.input_ids
         else:
-            embeddings_1TD = self.vision.embed(row.input_ids, row.images)
-            positions = row.positions if row.images is None else row.images.positions
-            inputs = {"inputs_embeds": embeddings_1TD, "position_ids": positions}
+            inputs["inputs_embeds"] = self.vision.embed(row.input_ids, row.images)
+        if row.images is not None:
+            inputs["position_ids"] = row.images.positions
         output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
@@ -343,7 +358,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
 
 class _Root(torch.nn.Module):
-    """Model and head under one forward pass, so that what gathers a sharded model's parameters sees both."""
+    """Model and head under one forward pass, so that FSDP gathers the parameters of both."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
