@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
@@ -19,7 +20,6 @@ from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.objective import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
-from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
 
@@ -89,7 +89,7 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = make_adamw(parameters, optimizer, offload=False)
+        self._adamw = _adamw(parameters, optimizer)
         replicas = Replicas(parallel.replicas if parallel else None)
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
@@ -153,16 +153,24 @@ class DiffusionTrainer(BaseTrainer):
             calls = {num_calls(batch) for batch in micro_batches}
             return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
-        everyones = self._replicas.gather_or_raise(check_batches)
-        weights, passes, counts, calls = zip(*everyones, strict=True)
-        num_passes = passes[0]
-        if len(set(passes)) != 1:
-            raise BatchError(f"replicas make {sorted(set(passes))} passes over an image; expected one number")
+        weight = 0
         num_batches = len(micro_batches)
+        passes: set[int] = set()
+        calls: set[int] = set()
+        for replica_weight, replica_passes, replica_batches, replica_calls in self._replicas.gather_or_raise(
+            check_batches
+        ):
+            weight += replica_weight
+            passes.add(replica_passes)
+            calls |= replica_calls
+            if self._is_sharded:
+                num_batches = max(num_batches, replica_batches)
+        if len(passes) != 1:
+            raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
+        (num_passes,) = passes
         if self._is_sharded:
-            _require_one(set().union(*calls))
-            num_batches = max(counts)
-        total = sum(weights) * num_passes
+            _require_one(calls)
+        total = weight * num_passes
         sums = self._backward(micro_batches, num_batches, num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
@@ -266,6 +274,14 @@ class DiffusionTrainer(BaseTrainer):
         return groups
 
 
+def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
+    if config.name == "adamw":
+        return AdamW(parameters, config)
+    from gcore_trainer.torch.optimizer import make_adamw
+
+    return make_adamw(parameters, config, offload=False)
+
+
 def _require_one(calls: set[int]) -> None:
     """Raise `BatchError` for unequal numbers of calls, which the collectives of a sharded model cannot make."""
     if len(calls) != 1:
@@ -287,10 +303,13 @@ def score_steps(
     ``replicas`` are those among which a sharded model is divided; all of them call this, one may have no micro-batch.
     """
     replicas = replicas or Replicas()
-    everyones = replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
-    counts, calls = zip(*everyones, strict=True)
+    counts: list[int] = []
+    calls: set[int] = set()
+    for count, replica_calls in replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches})):
+        counts.append(count)
+        calls |= replica_calls
     if replicas.size > 1 and any(counts):
-        _require_one(set().union(*calls))
+        _require_one(calls)
     stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
     if 0 in counts:
         # A sharded model's collectives need all ranks: one without images computes with another's for nothing.

@@ -30,7 +30,6 @@ from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows,
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
-from gcore_trainer.torch.optimizer import make_adamw
 from gcore_trainer.torch.streamed_folder import save_streamed
 
 ATTENTION_NAME = "gcore_packed"
@@ -245,6 +244,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
         self.load_weights()
         trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
+        is_wide = all(p.dtype in (torch.float32, torch.float64) for p in trained.values())
+        if is_wide and not offload and config.name == "adamw":
+            return AdamW(trained, config)
+        from gcore_trainer.torch.optimizer import make_adamw
+
         return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
