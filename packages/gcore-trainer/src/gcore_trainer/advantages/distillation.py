@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import Collectives, statistics
+from gcore_trainer.advantages.estimator import AdvantageCollectives, statistics
 from gcore_trainer.errors import BatchError
 from gcore_trainer.sample import Sample, require_finite
 
@@ -39,7 +39,7 @@ def distillation_advantages(
 async def add_distillation(
     samples: Sequence[Sequence[Sample]],
     teacher_log_probs: Sequence[Sequence[NDArray[np.floating] | None]],
-    group: Collectives,
+    group: AdvantageCollectives,
     *,
     coef: float = 1.0,
 ) -> dict[str, float]:

@@ -223,7 +223,7 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * n_steps / self._horizon
 
 
-class Collectives(Protocol):
+class AdvantageCollectives(Protocol):
     """Exchange between the processes that hold parts of a batch; all processes make the same calls."""
 
     async def all_gather(self, value: Any) -> list[Any]:
@@ -263,7 +263,7 @@ async def add_advantages(
     greedy_scores: Sequence[float | None],
     estimator: AdvantageEstimator,
     config: AdvantageConfig,
-    group: Collectives,
+    group: AdvantageCollectives,
 ) -> dict[str, float]:
     """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
@@ -305,7 +305,9 @@ async def add_advantages(
     return metrics
 
 
-async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: Collectives) -> dict[str, float]:
+async def rollout_mismatch(
+    differences: Sequence[NDArray[np.floating]], group: AdvantageCollectives
+) -> dict[str, float]:
     """Return metrics of an engine's log-probs against the trainer's, of the tokens of all processes.
 
     ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
@@ -331,7 +333,7 @@ async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: C
     }
 
 
-async def statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
+async def statistics(name: str, values: Sequence[NDArray[Any]], group: AdvantageCollectives) -> dict[str, float]:
     """Return mean, maximum and minimum of the numbers of all processes, as metrics; none without any number."""
     joined = np.concatenate([*values, np.zeros(0)])
     part = None

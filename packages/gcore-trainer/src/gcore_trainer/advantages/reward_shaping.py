@@ -7,7 +7,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import Collectives, FixedKLController
+from gcore_trainer.advantages.estimator import AdvantageCollectives, FixedKLController
 from gcore_trainer.config import NOT_NEGATIVE, RewardKL
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
@@ -101,7 +101,7 @@ def policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[n
 
 
 async def follow_divergence(
-    samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: Collectives
+    samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: AdvantageCollectives
 ) -> dict[str, float]:
     """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names."""
     divergences: list[float] = []

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, Collectives
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, AdvantageCollectives
 from gcore_trainer.config import RolloutCorrectionConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
@@ -81,7 +81,7 @@ def rollout_correction(
 
 
 async def add_rollout_correction(
-    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: Collectives
+    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: AdvantageCollectives
 ) -> dict[str, float]:
     """Set weights and masks against the mismatch of engine and trainer; return metrics of the whole batch.
 

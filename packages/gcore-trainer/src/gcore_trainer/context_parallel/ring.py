@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
-from gcore_trainer.packing.layout import Span, Tile, causal_tiles, earlier_tiles
-from gcore_trainer.packing.tiles import Call, attend_calls, finish_row, gradients_of_calls, make_calls, scoring_of
+from gcore_trainer.packing.layout import TokenSpan, Tile, causal_tiles, earlier_tiles
+from gcore_trainer.packing.tiles import TileCall, attend_calls, finish_row, gradients_of_calls, make_calls, scoring_of
 
 
 class EqualSegments(NamedTuple):
@@ -54,7 +54,7 @@ class RingRow:
         self.num_tokens = sum(s.num_segments * 2 * s.chunk_length for s in segments)
         self._segments = segments
         self._device = device
-        self._calls: dict[tuple[int, int | None, bool], list[Call]] = {}
+        self._calls: dict[tuple[int, int | None, bool], list[TileCall]] = {}
 
     def attend(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
@@ -68,7 +68,7 @@ class RingRow:
         """Return the number of rows that calls write: one more than tokens where segments may be padded."""
         return self.num_tokens + (len(self._segments) > 1 or window is not None)
 
-    def calls(self, source: int, window: int | None, *, is_varlen: bool) -> list[Call]:
+    def calls(self, source: int, window: int | None, *, is_varlen: bool) -> list[TileCall]:
         """Return the kernel calls of this rank with the keys and values of rank ``source``."""
         key = (source, window, is_varlen)
         if key not in self._calls:
@@ -182,9 +182,9 @@ def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window
     """Yield the tiles of this rank's queries with the keys of rank `source`: chunks `source` and 2R - 1 - `source`."""
     length = segments.chunk_length
     for start in range(segments.start, segments.start + segments.num_segments * 2 * length, 2 * length):
-        early = Span(start, length)
-        late = Span(start + length, length)
-        both_chunks = Span(start, 2 * length)
+        early = TokenSpan(start, length)
+        late = TokenSpan(start + length, length)
+        both_chunks = TokenSpan(start, 2 * length)
         if window is None or window >= 2 * size * length:
             if source == rank:
                 yield Tile(both_chunks, both_chunks, "until")

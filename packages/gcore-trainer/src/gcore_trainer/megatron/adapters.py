@@ -21,11 +21,11 @@ from gcore_trainer.lora import A_OF, B_OF, check_start, initial_value, read_adap
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.model import HiddenStatesGPT
-from gcore_trainer.megatron.pieces import Piece, adapter_pieces
+from gcore_trainer.megatron.pieces import TensorPiece, adapter_pieces
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-Pieces = dict[torch.nn.Parameter, list[Piece]]
+Pieces = dict[torch.nn.Parameter, list[TensorPiece]]
 
 
 def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[str]:
@@ -62,7 +62,7 @@ def check_targets(targets: frozenset[str], architecture: Architecture, parallel:
 
 def add_adapters(
     stages: Sequence[HiddenStatesGPT],
-    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]],
+    pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]],
     targets: frozenset[str],
     config: LoRAConfig,
 ) -> Pieces:
@@ -100,7 +100,7 @@ class AdaptedLinear(torch.nn.Module):
     def __init__(
         self,
         base: ColumnParallelLinear | RowParallelLinear,
-        weight: Sequence[Piece],
+        weight: Sequence[TensorPiece],
         targets: frozenset[str],
         config: LoRAConfig,
         start: Mapping[str, torch.Tensor],
@@ -170,7 +170,9 @@ class AdaptedLinear(torch.nn.Module):
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
 
-def _initial_parameter(piece: Piece, start: Mapping[str, torch.Tensor], weight: torch.Tensor) -> torch.nn.Parameter:
+def _initial_parameter(
+    piece: TensorPiece, start: Mapping[str, torch.Tensor], weight: torch.Tensor
+) -> torch.nn.Parameter:
     value = initial_value(piece.name, piece.global_shape, start)
     return torch.nn.Parameter(value[piece.box].to(weight).contiguous())
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from gcore_trainer.errors import StateError, UnsupportedModelError
-from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.megatron.pieces import TensorPiece
 from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files, write_tensors
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -29,7 +29,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 @torch.no_grad()
-def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piece]]) -> None:
+def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]]) -> None:
     """Read parameters from a folder; a value head that the folder lacks stays as it is.
 
     Raises:
@@ -55,7 +55,7 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
                 raise UnsupportedModelError(f"{name!r} of {folder} has shape {shape}: its config needs {global_shape}")
             return tensor[box]
 
-        def read_piece(piece: Piece) -> torch.Tensor:
+        def read_piece(piece: TensorPiece) -> torch.Tensor:
             match = _EXPERTS.fullmatch(piece.name)
             if match is None or piece.name in file_of:
                 return read(piece.name, piece.global_shape, piece.box)

@@ -15,7 +15,7 @@ from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.megatron.pieces import TensorPiece
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -51,7 +51,7 @@ class DistributedAdamW(AdamW):
         self,
         config: OptimizerConfig,
         chunks: Sequence[DistributedDataParallel],
-        pieces: Mapping[torch.nn.Parameter, Sequence[Piece]],
+        pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]],
         *,
         dtype: torch.dtype,
         device: torch.device,

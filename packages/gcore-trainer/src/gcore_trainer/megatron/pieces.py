@@ -19,7 +19,7 @@ from gcore_trainer.megatron.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A box of a Hugging Face tensor."""
 
     name: str
@@ -46,7 +46,7 @@ class Piece:
         """Return the box, as a view."""
         return flat[self.start - first : self.start - first + self.size].view(self.shape)
 
-    def split_range(self, start: int, end: int) -> "Iterator[Piece]":
+    def split_range(self, start: int, end: int) -> "Iterator[TensorPiece]":
         """Yield the parts of this piece in a range of the flattened parameter, as up to three pieces."""
         start = max(start, self.start) - self.start
         end = min(end, self.start + self.size) - self.start
@@ -58,7 +58,7 @@ class Piece:
             yield self._box(row, column, max(1, num_rows), width)
             start += max(1, num_rows) * width
 
-    def _box(self, row: int, column: int, num_rows: int, width: int) -> "Piece":
+    def _box(self, row: int, column: int, num_rows: int, width: int) -> "TensorPiece":
         start = self.start + row * self.shape[-1] + column
         if len(self.shape) == 1:
             return replace(self, offset=(self.offset[0] + column,), shape=(width,), start=start)
@@ -73,9 +73,9 @@ class Piece:
 
 def pieces_of(
     architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]
-) -> dict[torch.nn.Parameter, list[Piece]]:
+) -> dict[torch.nn.Parameter, list[TensorPiece]]:
     """Return the pieces of each parameter of this rank's stages."""
-    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
+    pieces: dict[torch.nn.Parameter, list[TensorPiece]] = {}
     for stage in stages:
         number_of: dict[str, int] = {}
         for i, layer in enumerate(stage.decoder.layers):
@@ -86,7 +86,7 @@ def pieces_of(
     return pieces
 
 
-def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[Piece]:
+def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[TensorPiece]:
     a = architecture
     config = architecture.hf_config
     tp = parallel.tensor_model_parallel_size
@@ -142,7 +142,7 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}
         num_rows = a.num_query_groups * sum(rows_of.values()) // tp
         columns = (hidden,) if parameter_name == "weight" else ()
-        pieces: list[Piece] = []
+        pieces: list[TensorPiece] = []
         first = -tp_rank * num_rows
         for group in range(a.num_query_groups):
             for letter, rows in rows_of.items():
@@ -179,22 +179,22 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
 
 def _box(
     name: str, global_shape: tuple[int, ...], dim: int = 0, offset: int = 0, size: int | None = None, *, start: int = 0
-) -> Piece:
+) -> TensorPiece:
     """Make a piece of a tensor that is cut in one dimension; without a size the piece is the full tensor."""
     offsets = [0] * len(global_shape)
     shape = list(global_shape)
     if size is not None:
         offsets[dim] = offset
         shape[dim] = size
-    return Piece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
+    return TensorPiece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
 
 
-def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
+def adapter_pieces(weight: Sequence[TensorPiece], rank: int) -> dict[str, tuple[TensorPiece, TensorPiece]]:
     """Return this rank's pieces of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
-    of_layer: dict[str, list[Piece]] = {}
+    of_layer: dict[str, list[TensorPiece]] = {}
     for piece in weight:
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
-    adapters: dict[str, tuple[Piece, Piece]] = {}
+    adapters: dict[str, tuple[TensorPiece, TensorPiece]] = {}
     for layer, (first, *further) in of_layer.items():
         out_features, in_features = first.global_shape
         row, column = first.offset
@@ -208,10 +208,10 @@ def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece,
 
 
 def gather_weights(
-    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], *, dtype: torch.dtype, device: torch.device
+    pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]], *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and full tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
-    pairs_of: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    pairs_of: dict[str, list[tuple[TensorPiece, torch.Tensor]]] = {}
     for parameter, of_parameter in pieces.items():
         for piece in of_parameter:
             pairs_of.setdefault(piece.name, []).append((piece, parameter))
@@ -235,9 +235,9 @@ def gather_weights(
         yield name, full
 
 
-def _senders(everyones: Sequence[Mapping[str, Sequence[Piece]]]) -> dict[str, dict[int, list[Piece]]]:
+def _senders(everyones: Sequence[Mapping[str, Sequence[TensorPiece]]]) -> dict[str, dict[int, list[TensorPiece]]]:
     """Return by tensor name the boxes that each rank sends; the first of the ranks with the same box sends it."""
-    senders: dict[str, dict[int, list[Piece]]] = {}
+    senders: dict[str, dict[int, list[TensorPiece]]] = {}
     assigned: set[tuple[str, tuple[int, ...]]] = set()
     for rank, by_name in enumerate(everyones):
         for name, pieces in by_name.items():

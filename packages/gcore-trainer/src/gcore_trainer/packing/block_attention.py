@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.layout import Segment, Span
+from gcore_trainer.packing.layout import Segment, TokenSpan
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024
@@ -95,7 +95,7 @@ class Places:
             x.index_add_(0, self.write_index, values.flatten(0, 1).to(x.dtype))
 
 
-def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.device, is_reversed: bool) -> Places:
+def padded_places(spans: Sequence[TokenSpan], *, num_tokens: int, device: torch.device, is_reversed: bool) -> Places:
     """Return the places of spans as segments of the length of the longest."""
     starts, lengths = np.array(spans).T
     length = int(lengths.max())
@@ -117,7 +117,7 @@ def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.devic
     return Places(num_segments=len(spans), length=length, **tensors)
 
 
-def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reversed: bool) -> Places:
+def places_end_to_end(spans: Sequence[TokenSpan], *, device: torch.device, is_reversed: bool) -> Places:
     """Return the places of spans as one segment: a view if each starts where the last ended."""
     starts, lengths = np.array(spans).T
     if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
@@ -130,7 +130,7 @@ def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reverse
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
 
 
-def span_index(span: Span | Segment) -> NDArray[np.int64]:
+def span_index(span: TokenSpan | Segment) -> NDArray[np.int64]:
     """Return the index of each token of a span in its row."""
     return np.arange(span.start, span.start + span.length)
 

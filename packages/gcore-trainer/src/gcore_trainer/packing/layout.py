@@ -148,15 +148,15 @@ def _bounds(segments: list[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int6
     return np.array([s.start for s in segments]), np.array([s.length for s in segments])
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighbouring tokens of a row."""
 
     start: int
     length: int
 
-    def part(self, first: int, last: int | None = None) -> "Span":
+    def part(self, first: int, last: int | None = None) -> "TokenSpan":
         """Return tokens `first` up to `last` of these."""
-        return Span(self.start + first, (self.length if last is None else last) - first)
+        return TokenSpan(self.start + first, (self.length if last is None else last) - first)
 
 
 class Tile(NamedTuple):
@@ -165,13 +165,13 @@ class Tile(NamedTuple):
     Segments, shared prompts, sliding windows and the chunks of a ring are exact sums of tiles, without masks.
     """
 
-    queries: Span
-    keys: Span
+    queries: TokenSpan
+    keys: TokenSpan
     seen: Literal["all", "until", "from"]
     """Which keys query i sees: all, those until key i, or those from key i."""
 
 
-def causal_tiles(tokens: Span, window: int | None) -> Iterator[Tile]:
+def causal_tiles(tokens: TokenSpan, window: int | None) -> Iterator[Tile]:
     """Yield the tiles of tokens that see their latest predecessors and themselves, `window` in all."""
     step = tokens.length if window is None else min(window, tokens.length)
     chunks = [tokens.part(i, min(i + step, tokens.length)) for i in range(0, tokens.length, step)]
@@ -181,7 +181,7 @@ def causal_tiles(tokens: Span, window: int | None) -> Iterator[Tile]:
         yield from earlier_tiles(chunk, previous, step, window)
 
 
-def earlier_tiles(queries: Span, keys: Span, distance: int, window: int | None) -> Iterator[Tile]:
+def earlier_tiles(queries: TokenSpan, keys: TokenSpan, distance: int, window: int | None) -> Iterator[Tile]:
     """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
 
     Args:
@@ -208,19 +208,19 @@ def row_tiles(segments: Sequence[Segment], window: int | None, *, kernel_has_win
     A kernel that has windows gets causal tiles whole.
     """
     tiles: list[Tile] = []
-    branches: dict[Segment, list[Span]] = {}
+    branches: dict[Segment, list[TokenSpan]] = {}
     for segment in segments:
-        tiles += causal_tiles(own := Span(segment.start, segment.length), None if kernel_has_windows else window)
+        tiles += causal_tiles(own := TokenSpan(segment.start, segment.length), None if kernel_has_windows else window)
         if segment.parent is not None:
             branches.setdefault(segment.parent, []).append(own)
     for prompt, spans in branches.items():
-        keys = Span(prompt.start, prompt.length)
+        keys = TokenSpan(prompt.start, prompt.length)
         # Branches are neighbours, and the prompt's last tokens are seen by all of them.
         longest = max(span.length for span in spans)
         first = 0 if window is None else min(keys.length, max(0, keys.length + longest - window))
         last = spans[-1].start + spans[-1].length
         if first < keys.length:
-            tiles.append(Tile(Span(spans[0].start, last - spans[0].start), keys.part(first), "all"))
+            tiles.append(Tile(TokenSpan(spans[0].start, last - spans[0].start), keys.part(first), "all"))
         for span in spans if first else ():
             tiles += earlier_tiles(span, keys.part(0, first), keys.length, window)
     return tiles

@@ -33,7 +33,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.layout import Segment, Span, Tile, rounded_length, row_tiles
+from gcore_trainer.packing.layout import Segment, TokenSpan, Tile, rounded_length, row_tiles
 from gcore_trainer.packing.whole_row import WholeRow
 
 NUM_PADDED = 64
@@ -43,7 +43,7 @@ _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call(ABC):
+class TileCall(ABC):
     """One kernel call."""
 
     queries: Places
@@ -67,7 +67,7 @@ class Call(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Rectangle(Call):
+class _Rectangle(TileCall):
     """Tiles of equal, or about equal, extents in a batch."""
 
     is_causal: bool
@@ -98,7 +98,7 @@ class _Rectangle(Call):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Varlen(Call):
+class _Varlen(TileCall):
     """Tiles of any extents end to end, for flash attention of CUDA; S is 1."""
 
     lengths: VarlenLengths
@@ -117,7 +117,7 @@ class _Varlen(Call):
 
 def make_calls(
     tiles: Sequence[Tile], *, num_tokens: int, device: torch.device, is_varlen: bool, window: int | None = None
-) -> list[Call]:
+) -> list[TileCall]:
     """Put tiles together in kernel calls.
 
     Args:
@@ -134,7 +134,7 @@ def make_calls(
         extents = None if is_varlen else _extents(tile)
         groups.setdefault((tile.seen, int(calls_of_query.max()), extents), []).append(tile)
         calls_of_query[:] = calls_of_query.max() + 1
-    calls: list[Call] = []
+    calls: list[TileCall] = []
     for (seen, *_), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
         options: dict[str, Any] = {"device": device, "is_reversed": seen == "from"}
         query_spans = [tile.queries for tile in members]
@@ -170,7 +170,12 @@ def _extents(tile: Tile) -> tuple[int, int]:
 
 
 def _lengths(
-    queries: Sequence[Span], keys: Sequence[Span], device: torch.device, *, is_causal: bool, window: int | None
+    queries: Sequence[TokenSpan],
+    keys: Sequence[TokenSpan],
+    device: torch.device,
+    *,
+    is_causal: bool,
+    window: int | None,
 ) -> VarlenLengths:
     query_lengths = np.array([span.length for span in queries])
     key_lengths = np.array([span.length for span in keys])
@@ -195,10 +200,10 @@ class RowCalls:
     def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
         self._segments = segments
         self._device = device
-        self._calls: dict[tuple[int | None, bool], list[Call]] = {}
+        self._calls: dict[tuple[int | None, bool], list[TileCall]] = {}
         self._whole_rows: dict[int | None, WholeRow] = {}
 
-    def of(self, window: int | None, *, is_varlen: bool) -> list[Call]:
+    def of(self, window: int | None, *, is_varlen: bool) -> list[TileCall]:
         """Return the calls of a layer with this sliding window."""
         if (window, is_varlen) not in self._calls:
             tiles = row_tiles(self._segments, window, kernel_has_windows=is_varlen)
@@ -244,7 +249,7 @@ def scoring_of(attention: AttentionKind, head_dim: int) -> Scoring:
 
 
 def attend_calls(
-    calls: Sequence[Call],
+    calls: Sequence[TileCall],
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
@@ -268,7 +273,7 @@ def attend_calls(
 
 
 def gradients_of_calls(
-    calls: Sequence[Call],
+    calls: Sequence[TileCall],
     tensors: Sequence[torch.Tensor],
     sums: _Gradients,
     scoring: Scoring,
@@ -305,7 +310,7 @@ class RowAttention(torch.autograd.Function):
         k_TKD: torch.Tensor,
         v_TKV: torch.Tensor,
         sinks_H: torch.Tensor | None,
-        calls: list[Call],
+        calls: list[TileCall],
         scoring: Scoring,
     ) -> torch.Tensor:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -357,7 +362,7 @@ def finish_row(
     return out_THV.to(q_THD.dtype), lse_TH
 
 
-def num_rows(calls: Sequence[Call], num_tokens: int) -> int:
+def num_rows(calls: Sequence[TileCall], num_tokens: int) -> int:
     """Return the number of rows that calls write: one more than tokens if segments are padded."""
     for call in calls:
         if call.queries.is_padding is not None or call.keys.is_padding is not None:
@@ -365,6 +370,6 @@ def num_rows(calls: Sequence[Call], num_tokens: int) -> int:
     return num_tokens
 
 
-def merges_again(calls: Sequence[Call]) -> bool:
+def merges_again(calls: Sequence[TileCall]) -> bool:
     """Return whether a query may be in more than one call that merges, so that sums must not be rounded in between."""
     return sum(not call.is_first for call in calls) > 1

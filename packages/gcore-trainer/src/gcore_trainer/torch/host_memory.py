@@ -55,7 +55,7 @@ class _Pages(mmap.mmap):
             cudart.cudaHostUnregister(self.pinned_at)
 
 
-class Arena:
+class OffloadArena:
     """One block of host memory, given out in pieces.
 
     torch's own pinned memory is rounded up to a power of two, and is kept for its process: 18 GB would take 32. Here
@@ -89,7 +89,7 @@ class Arena:
 
 
 def piece_bytes(size_bytes: int) -> int:
-    """Return the bytes of an `Arena` that a piece takes."""
+    """Return the bytes of an `OffloadArena` that a piece takes."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -112,7 +112,7 @@ class Sleeper:
     ) -> None:
         self._module = module
         self._states = states
-        self._arena: Arena | None = None
+        self._arena: OffloadArena | None = None
         self._device = torch.device("cpu")
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
         self.is_asleep = False
@@ -142,7 +142,7 @@ class Sleeper:
         needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
         if self._arena is None or self._arena.size_bytes < needed:
             self._arena = None
-            self._arena = Arena(needed, device)
+            self._arena = OffloadArena(needed, device)
         self._arena.reset()
         self._moved = [(storage, storage.nbytes()) for storage in discarded]
         for storage in kept:

@@ -9,7 +9,7 @@ import torch
 from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import ConfigError, MissingExtraError
-from gcore_trainer.torch.host_memory import Arena, first_row, local, piece_bytes
+from gcore_trainer.torch.host_memory import OffloadArena, first_row, local, piece_bytes
 
 BLOCK = 256
 """Values of a quantised moment that share a scale: fixed in the kernels of bitsandbytes."""
@@ -125,7 +125,7 @@ class MasterAdamW(AdamW):
             if group != "model":
                 states += [local(tensor) for tensor in tensors.values()]
         states += [_gradient(master) for master in masters]
-        arena = Arena(sum(piece_bytes(state.nbytes) for state in states), device)
+        arena = OffloadArena(sum(piece_bytes(state.nbytes) for state in states), device)
         for state in states:
             piece = arena.take(state.shape, state.dtype)
             piece.copy_(state)
