@@ -12,7 +12,7 @@ from trainer_oracles import Group, groups, make_samples
 
 from gcore_trainer import pack
 from gcore_trainer.packing.block_attention import AttentionKind, has_varlen_kernel
-from gcore_trainer.packing.layout import TokenSpan, Tile, causal_tiles, earlier_tiles, row_tiles
+from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles, row_tiles
 from gcore_trainer.packing.row import ShortRow
 from gcore_trainer.packing.tiles import RowAttention, RowCalls, scoring_of
 

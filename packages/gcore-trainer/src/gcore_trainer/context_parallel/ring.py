@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
-from gcore_trainer.packing.layout import TokenSpan, Tile, causal_tiles, earlier_tiles
+from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles
 from gcore_trainer.packing.tiles import TileCall, attend_calls, finish_row, gradients_of_calls, make_calls, scoring_of
 
 

@@ -33,7 +33,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.layout import Segment, TokenSpan, Tile, rounded_length, row_tiles
+from gcore_trainer.packing.layout import Segment, Tile, TokenSpan, rounded_length, row_tiles
 from gcore_trainer.packing.whole_row import WholeRow
 
 NUM_PADDED = 64
