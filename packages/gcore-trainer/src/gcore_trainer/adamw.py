@@ -17,11 +17,19 @@ class AdamW:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = self._masters = dict(parameters)
+        self.num_updates = 0
+        """Updates that the moments have seen."""
         self._grad_clip = config.grad_clip
-        settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        self._optimizer = torch.optim.AdamW([{"params": self._with_exact_moments()}], fused=True, **settings)
+        self._optimizer = torch.optim.AdamW(
+            [{"params": self._with_exact_moments()}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
         for parameter in self._optimizer.param_groups[0]["params"]:
             moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             # The fused kernel reads the count on the parameter's device.
@@ -31,11 +39,6 @@ class AdamW:
     def _with_exact_moments(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose moments are of their own data type: all."""
         return list(self.parameters.values())
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that the moments have seen."""
-        return max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
 
     def zero_grad(self) -> None:
         """Set the gradients to 0, in place."""
@@ -53,6 +56,7 @@ class AdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        self.num_updates += 1
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
@@ -73,13 +77,16 @@ class AdamW:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the tensors of a state that was checked, and its ``optimizer_step``."""
+        self.num_updates = int(state["optimizer_step"])
         for group, tensors in self.tensors().items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[group][name])
         for moments in self._optimizer.state.values():
-            moments["step"].fill_(float(state["optimizer_step"]))
+            moments["step"].fill_(float(self.num_updates))
 
 
 def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of one that may be sharded; all ranks call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor

@@ -32,7 +32,7 @@ _PLAIN_ADAPTER = re.compile(r"(.*\.lora_[AB])\.weight")
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
-def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed: int = 0) -> None:
+def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> None:
     """Add adapters to the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
 
     Initial values are those of `initial_value`.
@@ -53,10 +53,12 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
     except ImportError:
         raise MissingExtraError("peft", "lora") from None
     names = config.target_modules
-    targets = list(config.target_modules)
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    targets = list(names)
+    output = None
+    if hasattr(model, "get_output_embeddings"):
+        output = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if output is not None and module is output:
+        if module is output:
             _refuse_head(config, name)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
@@ -89,7 +91,7 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
     with torch.no_grad():
         for name, parameter in trained.items():
             if start or name.endswith(A_OF):
-                parameter.copy_(initial_value(name, parameter.shape, start, seed=seed))
+                parameter.copy_(initial_value(name, parameter.shape, start))
 
 
 def _refuse_head(config: LoRAConfig, head: str) -> None:
@@ -141,7 +143,7 @@ def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[in
             raise ConfigError(f"{where}, where {name} has shape {shape}, and not {tuple(start[name].shape)}")
 
 
-def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor], *, seed: int = 0) -> torch.Tensor:
+def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the initial value of an adapter's full tensor, in float32: from ``start`` unless that is empty.
 
     A new adapter has A of `initial_a` and B = 0, so that the model's output is unchanged.
@@ -149,8 +151,8 @@ def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Ten
     if start:
         return start[name].float()
     if name.endswith(A_OF):
-        return initial_a(name.removesuffix(A_OF), *shape, seed=seed)
-    return torch.zeros(*shape)
+        return initial_a(name.removesuffix(A_OF), *shape)
+    return torch.zeros(tuple(shape))
 
 
 def save_adapters(
@@ -170,12 +172,12 @@ def save_adapters(
         modules: names of the model's modules, among which the last parts of the adapted ones' may not be enough.
         has_value_head: they are of a sequence classifier, whose head is among the tensors.
     """
-    layers = sorted({name.partition(".lora_")[0] for name in adapters if ".lora_" in name})
     names = list(config.target_modules)
     if config.target_modules == ("all-linear",):
+        layers = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
         lasts = {layer.rpartition(".")[2] for layer in layers}
         other_lasts = {name.rpartition(".")[2] for name in modules if name not in layers}
-        names = layers if lasts & other_lasts else sorted(lasts)
+        names = sorted(layers if lasts & other_lasts else lasts)
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_value_head else "CAUSAL_LM",
@@ -190,9 +192,7 @@ def save_adapters(
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in adapters.items():
-        tensors[PREFIX + name.replace(f".{TRAINED}.", ".")] = tensor.cpu().contiguous()
+    tensors = {PREFIX + n.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for n, t in adapters.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 

@@ -128,17 +128,23 @@ class Sample:
     @property
     def prompt_key(self) -> bytes:
         """Equal for equal prompts with equal images."""
-        return self.prompt_ids.tobytes() + (b"" if self.images is None else self.images.digest)
+        if self.images is None:
+            return self.prompt_ids.tobytes()
+        return self.prompt_ids.tobytes() + self.images.digest
 
     @property
     def policy_log_probs(self) -> NDArray[np.float32] | None:
         """[R] under the policy before the step's first update: the trainer's if computed, else the engine's."""
-        return self.rollout_log_probs if self.old_log_probs is None else self.old_log_probs
+        if self.old_log_probs is None:
+            return self.rollout_log_probs
+        return self.old_log_probs
 
     @property
     def mask(self) -> NDArray[np.bool_]:
         """[R] response tokens that count; not to be written to."""
-        return _all_count(self.response_ids.size) if self.response_mask is None else self.response_mask
+        if self.response_mask is None:
+            return _all_count(self.response_ids.size)
+        return self.response_mask
 
     def check_finite(self, name: str, *fields: str) -> None:
         """Apply `require_finite` to per-token arrays, at the tokens that count; None passes."""

@@ -36,8 +36,11 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self.size = dist.get_world_size(group) if group else 1
-        self.rank = dist.get_rank(group) if group else 0
+        self.size = 1
+        self.rank = 0
+        if group is not None:
+            self.size = dist.get_world_size(group)
+            self.rank = dist.get_rank(group)
 
     def gather(self, value: T) -> list[T]:
         """Return every replica's value, by rank."""
@@ -92,7 +95,9 @@ class BaseTrainer:
             add_sums(total, part)
         lr = learning_rate(self._config, self.step)
         grad_norm = self._optimizer.update(lr)
-        count = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
+        count = 0
+        if not np.isfinite(grad_norm):
+            count = self._nonfinite_steps + 1
         self._nonfinite_steps = count
         if count:
             message = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
@@ -278,7 +283,7 @@ class Trainer(BaseTrainer, ABC):
                 {self._module_names().get(name, name): tensor for name, tensor in adapters.items()},
                 weights.config,
                 base=self._base,
-                modules=(name for name, _ in self._module.named_modules()),
+                modules=dict(self._module.named_modules()),
                 has_value_head=self._objective.scores == "values",
             )
 
@@ -320,12 +325,13 @@ class TorchTrainer(Trainer):
         self._module = packed.model
         self._parallel = parallel
         self._base = packed.model.name_or_path
+        group = None
         if parallel is not None:
+            group = parallel.replicas
             parallel.shard(packed)
         self._parameters = packed.named_parameters()
         adamw = packed.optimizer(optimizer, offload=offload)
-        replicas = Replicas(parallel.replicas if parallel else None)
-        super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=replicas)
+        super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(group))
         self.num_routers = packed.num_routers
         packed.model.eval()  # dropout would make every ratio to the sampling policy noise
 
@@ -340,7 +346,7 @@ class TorchTrainer(Trainer):
         )
 
     def _module_names(self) -> dict[str, str]:
-        return dict(zip(self._parameters, (name for name, _ in self._module.named_parameters()), strict=True))
+        return dict(zip(self._parameters, dict(self._module.named_parameters()), strict=True))
 
     def _gather_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
@@ -361,9 +367,12 @@ class TorchTrainer(Trainer):
         self._optimizer.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks; the parts of the loss are to be added.
-        scale = self._parallel.world_size if self._parallel else 1
-        passes = filled_up(micro_batches, num_passes)
-        for samples in self._parallel.syncing(self._model, passes) if self._parallel else passes:
+        scale = 1
+        passes: Iterable[MicroBatch] = filled_up(micro_batches, num_passes)
+        if self._parallel is not None:
+            scale = self._parallel.world_size
+            passes = self._parallel.syncing(self._model, passes)
+        for samples in passes:
             scores = self._model.score(samples, entropy_grad=self._objective.entropy_grad)
             loss, parts = self._partial_loss(scores, samples, totals)
             torch.autograd.backward(loss * scale)

@@ -110,7 +110,9 @@ def get_advantage_estimator(name: str) -> AdvantageEstimator:
         ConfigError: there is no such estimator, no such file, or the file does not import.
     """
     estimator = _ESTIMATORS.load(name)
-    return estimator if isinstance(estimator, AdvantageEstimator) else AdvantageEstimator(function=estimator)
+    if not isinstance(estimator, AdvantageEstimator):
+        estimator = AdvantageEstimator(function=estimator)
+    return estimator
 
 
 def advantage_estimators() -> dict[str, AdvantageEstimator]:
@@ -246,8 +248,11 @@ def check_finite_tokens(
     """
     suspects: list[str] = []
     for field in fields:
-        column = [getattr(sample, field) for sample in chain.from_iterable(batches)]
-        arrays = [values for values in column if values is not None]
+        arrays: list[NDArray[np.float32]] = []
+        for sample in chain.from_iterable(batches):
+            values = getattr(sample, field)
+            if values is not None:
+                arrays.append(values)
         if arrays and not (np.abs(np.concatenate(arrays)) <= LARGEST).all():
             suspects.append(field)
     if not suspects:
@@ -319,7 +324,7 @@ async def rollout_mismatch(
         differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
     """
     joined = np.concatenate([np.zeros(0), *differences])
-    log_ratio = np.where(np.isnan(joined), MAX_LOG_RATIO, joined).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = np.nan_to_num(joined, nan=MAX_LOG_RATIO).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     size = np.abs(log_ratio)
     part = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
     counts, sums, highest, k3 = zip(*await group.all_gather(part), strict=True)
@@ -339,7 +344,7 @@ async def statistics(name: str, values: Sequence[NDArray[Any]], group: Advantage
     part = None
     if joined.size:
         part = (joined.size, float(joined.sum()), float(joined.max()), float(joined.min()))
-    parts = [p for p in await group.all_gather(part) if p is not None]
+    parts = list(filter(None, await group.all_gather(part)))
     if not parts:
         return {}
     count, total, highest, lowest = zip(*parts, strict=True)

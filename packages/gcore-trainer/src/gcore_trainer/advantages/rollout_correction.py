@@ -58,7 +58,9 @@ def rollout_correction(
             if batch is None:
                 batch = tokens.moments(weights_N, config)
             total, count = batch.tolist()
-            factor = total / count if total > 1e-8 * count else 1.0
+            factor = 1.0
+            if total > 1e-8 * count:
+                factor = total / count
             metrics["rollout_is_batch_norm_factor"] = factor
             weights_N = weights_N / factor
         weights = tokens.scatter(weights_N.astype(np.float32), masks)
@@ -239,6 +241,7 @@ def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, 
         # All tokens of a sequence share its weight.
         raw = raw_N[tokens.starts]
         extremes = raw
+    lowest = 1 / upper if lower is None else lower
     mean = weights_N.mean()
     weights_S = tokens.means(weights_N)
     metrics = {
@@ -248,7 +251,7 @@ def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, 
         "rollout_is_std": weights_N.std(),
         "rollout_is_eff_sample_size": mean**2 / max(np.square(weights_N).mean(), 1e-16),
         "rollout_is_ratio_fraction_high": (raw > upper).mean(),
-        "rollout_is_ratio_fraction_low": (raw < (1 / upper if lower is None else lower)).mean(),
+        "rollout_is_ratio_fraction_low": (raw < lowest).mean(),
         "rollout_is_seq_mean": weights_S.mean(),
         "rollout_is_seq_max": weights_S.max(),
         "rollout_is_seq_min": weights_S.min(),
@@ -276,7 +279,8 @@ def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tupl
     lower = config.rollout_rs_threshold_lower
     assert upper is not None
     if estimator == "k1":
-        lower = 1 / upper if lower is None else lower
+        if lower is None:
+            lower = 1 / upper
         within = (statistic >= math.log(lower)) & (statistic <= math.log(upper))
     else:
         within = statistic <= upper

@@ -200,10 +200,8 @@ def _scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> lis
     message = torch.cat([part.flatten(2) for part in parts], dim=-1)
     received = _AllToAll.apply(group, message).flatten(0, 1)
     widths = [part.shape[2] * part.shape[3] for part in parts]
-    outputs: list[torch.Tensor] = []
-    for x, part in zip(received.split(widths, dim=-1), parts, strict=True):
-        outputs.append(x.unflatten(-1, part.shape[2:]))
-    return outputs
+    shares = received.split(widths, dim=-1)
+    return [share.unflatten(-1, part.shape[2:]) for share, part in zip(shares, parts, strict=True)]
 
 
 def _gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -98,14 +98,14 @@ class _RingAttention(torch.autograd.Function):
         size = group.size()
         is_varlen = has_varlen_kernel(q_THD, v_TKV, attention.softcap)
         options = {"window": attention.sliding_window, "is_varlen": is_varlen}
-        own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
+        local_kv = torch.cat([k_TKD, v_TKV], dim=-1)
         head_dims = (k_TKD.shape[2], v_TKV.shape[2])
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         # A rank meets its own keys first, of which every query sees its own.
         shape_TH = row.num_rows(attention.sliding_window), q_THD.shape[1]
         out_THV = q_THD.new_empty((*shape_TH, head_dims[1]), dtype=wide)
         lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
-        kv = own_kv
+        kv = local_kv
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
             k_TKD, v_TKV = kv.split(head_dims, dim=-1)
@@ -114,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
             if passing is not None:
                 kv = passing.wait()
         out_THV, lse_TH = finish_row(out_THV, lse_TH, q_THD, sinks_H)
-        ctx.save_for_backward(q_THD, own_kv, sinks_H, out_THV, lse_TH)
+        ctx.save_for_backward(q_THD, local_kv, sinks_H, out_THV, lse_TH)
         ctx.row = row
         ctx.options = options
         ctx.head_dims = head_dims
@@ -140,7 +140,8 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(kv, group) if step < size - 1 else None
             whole_grad_kv = kv.new_zeros((num_rows, *kv.shape[1:]), dtype=lse_TH.dtype)
             grad_kv = whole_grad_kv[: row.num_tokens]
-            tensors = (grad_THV, q_THD, *kv.split(ctx.head_dims, dim=-1), out_THV, lse_TH)
+            k_TKD, v_TKV = kv.split(ctx.head_dims, dim=-1)
+            tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
             sum_k, sum_v = whole_grad_kv.split(ctx.head_dims, dim=-1)
             sums = (grad_q_THD, sum_k, sum_v)
             calls = row.calls((rank - step) % size, **ctx.options)

@@ -48,7 +48,9 @@ class Conditioned:
         if self.keeps_norm:
             norm = torch.linalg.vector_norm(with_prompt, dim=-1, keepdim=True)
             combined = combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
-        return -combined if self.is_negated else combined
+        if self.is_negated:
+            combined = -combined
+        return combined
 
 
 def with_appended(latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -73,10 +75,10 @@ _Row = tuple[Conditions, Conditions]
 
 
 def _rows(samples: Sequence[DiffusionSample]) -> list[_Row]:
-    with_prompt = [(s.conditions, s.shared_conditions) for s in samples]
-    if samples[0].guidance_scale is None:
-        return with_prompt
-    return [(s.negative_conditions or {}, s.shared_conditions) for s in samples] + with_prompt
+    rows: list[_Row] = []
+    if samples[0].guidance_scale is not None:
+        rows = [(s.negative_conditions or {}, s.shared_conditions) for s in samples]
+    return rows + [(s.conditions, s.shared_conditions) for s in samples]
 
 
 def _rows_by_shape(rows: Sequence[_Row]) -> dict[Any, list[int]]:
@@ -100,7 +102,9 @@ def _rows_by_shape(rows: Sequence[_Row]) -> dict[Any, list[int]]:
 
 def _shape(value: Any) -> Any:
     """Return an array's shape; of a plain value, which must be the same for all rows, its text."""
-    return np.shape(value) if _is_array(value) else repr(value)
+    if _is_array(value):
+        return np.shape(value)
+    return repr(value)
 
 
 def _arguments(rows: Sequence[_Row], device: torch.device) -> dict[str, Any]:
@@ -128,7 +132,9 @@ def _tree(flat: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[leaf] = value
-    return {name: _with_tuples(value) if name not in flat else value for name, value in tree.items()}
+    for name in tree.keys() - flat.keys():
+        tree[name] = _with_tuples(tree[name])
+    return tree
 
 
 def _with_tuples(node: Any) -> Any:
@@ -136,7 +142,9 @@ def _with_tuples(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     entries = {name: _with_tuples(value) for name, value in node.items()}
-    return tuple(entries.values()) if entries and all(name.isdecimal() for name in entries) else entries
+    if entries and all(name.isdecimal() for name in entries):
+        return tuple(entries.values())
+    return entries
 
 
 def _is_array(value: Any) -> bool:
@@ -152,5 +160,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
         tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(array)
-    moved = tensor.to(device)
-    return moved.float() if moved.is_floating_point() else moved
+    tensor = tensor.to(device)
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    return tensor

@@ -129,7 +129,9 @@ class Denoiser:
         """
         if self.lora is None:
             return self.copied()
-        return self.copied("initial") if self.lora.path else self._with_adapter(None)
+        if self.lora.path:
+            return self.copied("initial")
+        return self._with_adapter(None)
 
     def copied(self, name: str = "old") -> "Denoiser":
         """Return a copy whose weights are not trained; frozen weights are shared.

@@ -63,15 +63,17 @@ class DiffusionSample:
     """The prompt, for rewards that are differentiated."""
 
     def __post_init__(self) -> None:
-        for name in _PER_STEP if self.latents is not None else ():
+        for name in _PER_STEP:
             value = getattr(self, name)
-            if value is not None and len(value) != self.num_steps:
+            if self.latents is not None and value is not None and len(value) != self.num_steps:
                 raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {self.num_steps}")
 
     @property
     def num_steps(self) -> int:
         """K."""
-        return 0 if self.latents is None else len(self.latents)
+        if self.latents is None:
+            return 0
+        return len(self.latents)
 
     def check_finite(self, name: str, *names: str) -> None:
         """Raise `BatchError` if the named arrays or the conditions, of image ``name``, hold NaN or infinities."""
@@ -119,8 +121,9 @@ class StepScores(NamedTuple):
 def require_fields(samples: Sequence[DiffusionSample], names: Sequence[str]) -> None:
     """Raise `BatchError` for an image that lacks one of these fields."""
     for name in names:
-        if any(getattr(s, name) is None for s in samples):
-            raise BatchError(f"{name} is None: the objective needs it for every image")
+        for sample in samples:
+            if getattr(sample, name) is None:
+                raise BatchError(f"{name} is None: the objective needs it for every image")
 
 
 def stack_fields(

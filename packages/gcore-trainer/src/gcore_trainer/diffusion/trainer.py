@@ -18,7 +18,7 @@ from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, Trans
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stack_fields
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
-from gcore_trainer.objectives.objective import add_sums, check_finite
+from gcore_trainer.objectives.objective import add_sums
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
@@ -78,21 +78,26 @@ class DiffusionTrainer(BaseTrainer):
     ) -> None:
         if objective.needs_reference and reference is None:
             raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
-        self._world_size = parallel.world_size if parallel else 1
-        self._is_sharded = parallel is not None and parallel.num_shards > 1
-        self._is_first = parallel is None or parallel.mesh.get_rank() == 0
         old = denoiser.copied() if objective.needs_old else None
         self._models = Models(policy=denoiser, old=old, reference=reference)
-        if parallel is not None and self._is_sharded:
-            for model in (denoiser, *self._others):
-                model.shard(parallel.mesh)
+        group = None
+        self._world_size = 1
+        self._is_sharded = False
+        self._is_first = True
+        if parallel is not None:
+            group = parallel.replicas
+            self._world_size = parallel.world_size
+            self._is_sharded = parallel.num_shards > 1
+            self._is_first = parallel.mesh.get_rank() == 0
+            if self._is_sharded:
+                for model in self._all_models():
+                    model.shard(parallel.mesh)
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = _adamw(parameters, optimizer)
-        replicas = Replicas(parallel.replicas if parallel else None)
-        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
-        self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
+        self._adamw = _make_adamw(parameters, optimizer)
+        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group))
+        self._ema = None if ema_decay is None else MovingAverage(parameters, ema_decay)
         self._old_decay = old_decay
         self._sleeper = Sleeper(denoiser.model, self._stored_tensors)
 
@@ -102,31 +107,34 @@ class DiffusionTrainer(BaseTrainer):
         Values move to (pinned) host memory; gradients are 0 afterwards. See `Sleeper`.
         """
         self._sleeper.sleep()
-        for model in self._others:
+        for model in self._all_models()[1:]:
             model.sleep()
 
     def wake(self) -> None:
         """Undo `sleep`, if this trainer is asleep."""
         self._sleeper.wake()
-        for model in self._others:
+        for model in self._all_models()[1:]:
             model.wake()
 
     def compile(self, *, backend: str | None = None) -> None:
         """Compile the blocks of all models; see `Denoiser.compile`."""
-        for model in (self._models.policy, *self._others):
+        for model in self._all_models():
             model.compile(backend=backend)
 
-    @property
-    def _others(self) -> list[Denoiser]:
-        """The models besides the policy that have weights of their own."""
-        models = (self._models.old, self._models.reference)
+    def _all_models(self) -> list[Denoiser]:
+        """Return the policy, and then the other models that have weights of their own."""
         policy = self._models.policy
-        return [model for model in models if model is not None and model.model is not policy.model]
+        models = [policy]
+        further = (self._models.old, self._models.reference)
+        models += [model for model in further if model is not None and model.model is not policy.model]
+        return models
 
     def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the tensors of the optimizer and the average, by groups and names."""
-        averages = {} if self._ema is None else self._ema.tensors
-        return {**self._adamw.stored_tensors(), "ema": averages}
+        groups: dict[str, Mapping[str, torch.Tensor]] = dict(self._adamw.stored_tensors())
+        if self._ema is not None:
+            groups["ema"] = self._ema.tensors
+        return groups
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
@@ -149,7 +157,9 @@ class DiffusionTrainer(BaseTrainer):
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
-            check_finite(micro_batches, *self._objective.reads)
+            for i, batch in enumerate(micro_batches):
+                for j, sample in enumerate(batch):
+                    sample.check_finite(f"micro_batches[{i}][{j}]", *self._objective.reads)
             calls = {num_calls(batch) for batch in micro_batches}
             return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
@@ -170,8 +180,7 @@ class DiffusionTrainer(BaseTrainer):
         (num_passes,) = passes
         if self._is_sharded:
             _require_one(calls)
-        total = weight * num_passes
-        sums = self._backward(micro_batches, num_batches, num_passes, total)
+        sums = self._backward(micro_batches, num_batches, num_passes, weight * num_passes)
         metrics = self._update(sums)
         if self._ema is not None:
             self._ema.update(self.step)
@@ -235,8 +244,7 @@ class DiffusionTrainer(BaseTrainer):
         weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
         policy = self._models.policy.model
         model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
-        buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
-        model.load_state_dict({**weights, **buffers})
+        model.load_state_dict(model.state_dict() | weights)
         model.save_pretrained(path)
 
     def save_lora(self, path: str | Path, component: str, *, averaged: bool = False) -> None:
@@ -274,7 +282,7 @@ class DiffusionTrainer(BaseTrainer):
         return groups
 
 
-def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
+def _make_adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
     if config.name == "adamw":
         return AdamW(parameters, config)
     from gcore_trainer.torch.optimizer import make_adamw
@@ -322,11 +330,12 @@ def score_steps(
         for step in range(samples[0].num_steps):
             drawn, _ = drawn_at(denoiser, kernel, samples, step)
             [following] = stack_fields(samples, denoiser.device, "next_latents", step=step)
-            has_noise = bool((drawn.std > 0).all())
-            log_prob = drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan
+            log_prob = drawn.std.flatten() * torch.nan
+            if (drawn.std > 0).all():
+                log_prob = drawn.log_prob(following)
             means.append(drawn.mean.cpu())
             log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            pairs = zip(torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy(), strict=True)
-            scores.append([StepScores(image_means, image_log_probs) for image_means, image_log_probs in pairs])
+            by_image = map(StepScores, torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy())
+            scores.append(list(by_image))
     return scores

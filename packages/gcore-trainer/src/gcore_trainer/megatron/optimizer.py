@@ -82,10 +82,6 @@ class DistributedAdamW(AdamW):
             self._shards += _shards(part)
         self._set_step(0)
 
-    @property
-    def num_updates(self) -> int:
-        return self._num_updates
-
     def update(self, lr: float) -> float:
         with megatron_runtime(self._device):
             self._optimizer.prepare_grads()
@@ -97,7 +93,7 @@ class DistributedAdamW(AdamW):
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
-        self._num_updates += 1
+        self.num_updates += 1
         return grad_norm
 
     def tensors(self) -> dict[str, dict[str, Any]]:
@@ -135,7 +131,7 @@ class DistributedAdamW(AdamW):
         self._set_step(state["optimizer_step"])
 
     def _set_step(self, step: int) -> None:
-        self._num_updates = step
+        self.num_updates = step
         for part in self._optimizer.chained_optimizers:
             adam = part.optimizer
             if isinstance(adam, torch.optim.AdamW):

@@ -53,10 +53,12 @@ class TensorPiece:
         columns = self.shape[-1]
         while start < end:
             row, column = divmod(start, columns)
-            num_rows = (end - start) // columns if column == 0 else 0
-            width = columns if num_rows else min(columns - column, end - start)
-            yield self._box(row, column, max(1, num_rows), width)
-            start += max(1, num_rows) * width
+            num_rows = 1
+            width = min(columns - column, end - start)
+            if width == columns:
+                num_rows = (end - start) // columns
+            yield self._box(row, column, num_rows, width)
+            start += num_rows * width
 
     def _box(self, row: int, column: int, num_rows: int, width: int) -> "TensorPiece":
         start = self.start + row * self.shape[-1] + column

@@ -21,12 +21,14 @@ class LayerRouters:
     """The routers of this rank's layers. All layers have experts, or none."""
 
     def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
-        self.num_routers = architecture.num_layers if architecture.num_experts else 0
-        self._top_k: int = architecture.hf_config.num_experts_per_tok if self.num_routers else 0
+        self.num_routers = 0
+        self._top_k = 0
         self._is_sliced = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
         self._routers: dict[int, ReplayedRouter] = {}
-        if not self.num_routers:
+        if not architecture.num_experts:
             return
+        self.num_routers = architecture.num_layers
+        self._top_k = architecture.hf_config.num_experts_per_tok
         for layer in chain.from_iterable(stage.decoder.layers for stage in stages):
             router: TopKRouter = layer.mlp.router
             replayed = ReplayedRouter(router, num_experts=architecture.num_experts, top_k=self._top_k)
@@ -53,10 +55,12 @@ class LayerRouters:
         del args
         row: Row = kwargs["packed_seq_params"]
         index = int(layer.layer_number) - 1
-        routing_TK = None if row.routing is None else row.routing[:, index]
-        if routing_TK is not None and self._is_sliced:
-            tp_rank = parallel_state.get_tensor_model_parallel_rank()
-            routing_TK = routing_TK.chunk(parallel_state.get_tensor_model_parallel_world_size())[tp_rank]
+        routing_TK = None
+        if row.routing is not None:
+            routing_TK = row.routing[:, index]
+            if self._is_sliced:
+                tp_rank = parallel_state.get_tensor_model_parallel_rank()
+                routing_TK = routing_TK.chunk(parallel_state.get_tensor_model_parallel_world_size())[tp_rank]
         self._routers[index].imposed = routing_TK
 
     def _gather_stages(self, number: int, row: Row) -> torch.Tensor:

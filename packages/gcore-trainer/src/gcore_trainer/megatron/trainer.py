@@ -179,9 +179,9 @@ class MegatronTrainer(Trainer):
 
     def save_pretrained(self, path: str | Path) -> None:
         weights = self.export_weights()
-        is_classifier = self._has_value_head
         if dist.get_rank() == 0:
-            write_folder(Path(path), self._path, self._architecture.hf_config, weights, is_classifier=is_classifier)
+            hf_config = self._architecture.hf_config
+            write_folder(Path(path), self._path, hf_config, weights, is_classifier=self._has_value_head)
         else:
             deque(weights, maxlen=0)
         dist.barrier()

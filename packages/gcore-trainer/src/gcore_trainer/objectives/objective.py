@@ -188,16 +188,9 @@ def token_weights(
 
 
 def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -> None:
-    """Raise `BatchError` for a sample that lacks a field, which ``loss`` reads, or that fails `check_finite` in it."""
+    """Raise `BatchError` for a sample without a field that ``loss`` reads, or one that fails `check_finite_tokens`."""
     for field in fields:
         for sample in chain.from_iterable(micro_batches):
             if getattr(sample, field) is None:
                 raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
     check_finite_tokens(micro_batches, *fields)
-
-
-def check_finite(micro_batches: Sequence[Sequence[Any]], *fields: str) -> None:
-    """Check `Sample.check_finite` of every sample; an array that is None passes."""
-    for i, batch in enumerate(micro_batches):
-        for j, sample in enumerate(batch):
-            sample.check_finite(f"micro_batches[{i}][{j}]", *fields)

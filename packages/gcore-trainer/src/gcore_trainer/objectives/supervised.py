@@ -178,10 +178,7 @@ class DPOObjective(Objective[TokenScores]):
         parts = log_probs_N.split([s.response_ids.size for s in samples])
         for part, sample in zip(parts, samples, strict=True):
             counted = part[torch.tensor(sample.mask, device=part.device)]
-            if self._config.loss_type == "ipo":
-                values.append(counted.mean())
-            else:
-                values.append(counted.sum())
+            values.append(counted.mean() if self._config.loss_type == "ipo" else counted.sum())
         values_2P = torch.stack(values)
         return values_2P[0::2], values_2P[1::2]
 

@@ -125,7 +125,9 @@ def places_end_to_end(spans: Sequence[TokenSpan], *, device: torch.device, is_re
     parts: list[NDArray[np.int64]] = []
     for span in spans:
         part = span_index(span)
-        parts.append(part[::-1] if is_reversed else part)
+        if is_reversed:
+            part = part[::-1]
+        parts.append(part)
     index = on_device(np.concatenate(parts), device)
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
 
@@ -148,6 +150,26 @@ class VarlenLengths:
     is_causal: bool
     window: int | None
     """Latest keys that a query sees, its own included; None: all."""
+
+    @classmethod
+    def of(
+        cls,
+        num_queries: Sequence[int],
+        num_keys: Sequence[int],
+        device: torch.device,
+        *,
+        is_causal: bool,
+        window: int | None,
+    ) -> "VarlenLengths":
+        """Describe segments by their numbers of queries and of keys."""
+        return cls(
+            query_bounds=on_device(np.append(0, np.cumsum(num_queries)).astype(np.int32), device),
+            key_bounds=on_device(np.append(0, np.cumsum(num_keys)).astype(np.int32), device),
+            max_queries=max(num_queries),
+            max_keys=max(num_keys),
+            is_causal=is_causal,
+            window=window,
+        )
 
     @property
     def of_segments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -218,9 +240,10 @@ def block_gradients(
     scale = scoring.scale
     softcap = scoring.softcap
     if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
-        tensors = (grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ)
         options = _cpu_options(scoring, q_SHQD)
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, scoring.is_causal, **options)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, scoring.is_causal, **options
+        )
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
     grad_k_SKLD = torch.zeros_like(_promote(k_SKLD))
@@ -278,11 +301,21 @@ def varlen_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the segments' part of the gradients of queries, keys and values, in their shapes."""
-    tensors = (grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, lse_NH.T.contiguous())
     # The state of dropout, of which there is none: the kernel reads nothing of it.
     state = (torch.empty(2, dtype=torch.uint64, device=q_NHD.device), torch.empty(0, device=q_NHD.device))
     return _aten._flash_attention_backward(
-        *tensors, *lengths.of_segments, 0.0, lengths.is_causal, *state, scale=scale, **lengths.windows
+        grad_NHD,
+        q_NHD,
+        k_MKD,
+        v_MKD,
+        out_NHD,
+        lse_NH.T.contiguous(),
+        *lengths.of_segments,
+        0.0,
+        lengths.is_causal,
+        *state,
+        scale=scale,
+        **lengths.windows,
     )
 
 

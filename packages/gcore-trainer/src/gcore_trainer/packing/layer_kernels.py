@@ -174,13 +174,12 @@ class _Rotation(torch.autograd.Function):
 
 
 def rotate(
-    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor, unsqueeze_dim: int = 1
+    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions (RoPE, arXiv:2104.09864), as ``apply_rotary_pos_emb`` of transformers.
 
     Pairs are of the two halves of a head. Results are views [1, H, T, D] of memory that is [T, H, D].
     """
-    assert unsqueeze_dim == 1
     cos_TD = cos_1TD[0].contiguous()
     sin_TD = sin_1TD[0].contiguous()
     q_THD: Any = _Rotation.apply(q_1HTD[0].transpose(0, 1), cos_TD, sin_TD)

@@ -67,12 +67,12 @@ class PackedBatch:
 
     def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
         """Return the places [P + R - 1] of each sample's input tokens in the row."""
-        places: list[NDArray[np.int64]] = []
+        index: list[NDArray[np.int64]] = []
         for sample, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True):
             prompt_places = np.arange(last - sample.prompt_ids.size, last) + 1
             response_places = first + np.arange(sample.response_ids.size - 1)
-            places.append(np.concatenate([prompt_places, response_places]))
-        return places
+            index.append(np.concatenate([prompt_places, response_places]))
+        return index
 
 
 def pack(
@@ -136,9 +136,9 @@ def pack(
     last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
     response_lengths = np.array([s.response_ids.size for s in samples])
     ends = np.cumsum(response_lengths)
-    places = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
-    places[ends - response_lengths] = last_prompt_places
-    predict_index, target_place = np.unique(places, return_inverse=True)
+    sources = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
+    sources[ends - response_lengths] = last_prompt_places
+    predict_index, target_place = np.unique(sources, return_inverse=True)
     positions = np.arange(total) - np.repeat(starts - first_positions, lengths)
     return PackedBatch(
         input_ids=np.concatenate(pieces),

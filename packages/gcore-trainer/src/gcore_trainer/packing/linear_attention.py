@@ -61,8 +61,7 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)
     offset = 0
-    for length in sorted(by_length):
-        members = by_length[length]
+    for _, members in sorted(by_length.items()):
         rectangle = np.zeros((len(members), max(x.size for x in members)), np.int64)
         for row, sequence in zip(rectangle, members, strict=True):
             row[: sequence.size] = sequence

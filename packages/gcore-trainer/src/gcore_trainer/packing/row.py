@@ -55,24 +55,29 @@ class PackedPlan:
         self._divided = None if cp is None else DividedRow(batch, cp, device=device)
 
     def attend(
-        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute the attention output [1, T, H, D] of the T tokens that this process holds."""
         self.num_calls += 1
         q_THD, k_TKD, v_TKV = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         if self._divided is not None:
-            return self._divided.attend(q_THD, k_TKD, v_TKV, kind, self._attend)[None]
-        return self._attend(q_THD, k_TKD, v_TKV, kind)[None]
+            return self._divided.attend(q_THD, k_TKD, v_TKV, attention, self._attend)[None]
+        return self._attend(q_THD, k_TKD, v_TKV, attention)[None]
 
     def _attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute the attention output [T, H, V] of the whole row, with these heads."""
-        if kind.sliding_window is not None and kind.sliding_window >= self._longest:
-            kind = replace(kind, sliding_window=None)
-        if self._is_short and kind.sliding_window is None and kind.softcap is None and kind.sinks is None:
-            return self._short.attend(q_THD, k_TKD, v_TKV, kind.scale)
-        return self._long.attend(q_THD, k_TKD, v_TKV, kind)
+        if attention.sliding_window is not None and attention.sliding_window >= self._longest:
+            attention = replace(attention, sliding_window=None)
+        if (
+            self._is_short
+            and attention.sliding_window is None
+            and attention.softcap is None
+            and attention.sinks is None
+        ):
+            return self._short.attend(q_THD, k_TKD, v_TKV, attention.scale)
+        return self._long.attend(q_THD, k_TKD, v_TKV, attention)
 
     @cached_property
     def _short(self) -> "ShortRow":
@@ -177,7 +182,7 @@ class Row:
     """[n]."""
     cp: ContextParallel | None
     """The ranks that divide the row; None: this one has all of it."""
-    places: NDArray[np.int64]
+    row_index: NDArray[np.int64]
     """[T] where each of the T stands in the whole row."""
     target_index: NDArray[np.int64]
     """[n] which of the N response tokens each is; N itself is none of them."""
@@ -203,11 +208,11 @@ class Row:
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
         """Collect [P + R - 1, L, K] of each sample's tokens from the [T, L, K] of each rank."""
         row = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
-        row[on_device(self.places, row.device)] = routing_TLK
+        row[on_device(self.row_index, row.device)] = routing_TLK
         if self.cp is not None:
             row = sum_over_ranks(row, self.cp.ulysses, self.cp.ring)
         experts = row.cpu().numpy().astype(np.int16)
-        return [experts[places] for places in self.batch.input_places(self.samples)]
+        return [experts[index] for index in self.batch.input_places(self.samples)]
 
 
 def make_rows(
@@ -245,11 +250,11 @@ def make_rows(
         batches = pack_rows(math.lcm(longest, multiple_of))
     rows: list[Row] = []
     for samples, batch in zip(micro_batches, batches, strict=True):
-        places = np.arange(batch.input_ids.size)
+        row_index = np.arange(batch.input_ids.size)
         if cp is not None:
-            places = cp.places(batch.segment_lengths)
+            row_index = cp.places(batch.segment_lengths)
         index_of_place = np.full(batch.input_ids.size, -1)
-        index_of_place[places] = np.arange(places.size)
+        index_of_place[row_index] = np.arange(row_index.size)
         source_N = index_of_place[batch.predict_index[batch.target_place]]
         target_index = np.flatnonzero(source_N >= 0)
         source_index = source_N[target_index]
@@ -267,18 +272,18 @@ def make_rows(
             )
         routing = None
         if replay_routing and any(sample.routed_experts is not None for sample in samples):
-            routing = on_device(routing_of_row(samples, batch)[places], device)
+            routing = on_device(routing_of_row(samples, batch)[row_index], device)
         rows.append(
             Row(
                 samples=samples,
                 batch=batch,
-                input_ids=on_device(batch.input_ids[places][None], device),
-                positions=on_device(batch.positions[places][None], device),
+                input_ids=on_device(batch.input_ids[row_index][None], device),
+                positions=on_device(batch.positions[row_index][None], device),
                 plan=PackedPlan(batch, device=device, cp=cp),
                 source_index=on_device(source_index, device),
                 target_ids=on_device(target_ids, device),
                 cp=cp,
-                places=places,
+                row_index=row_index,
                 target_index=target_index,
                 routing=routing,
                 images=images,

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import (
     AttentionKind,
     Places,
@@ -33,7 +32,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.layout import Segment, Tile, TokenSpan, rounded_length, row_tiles
+from gcore_trainer.packing.layout import Segment, Tile, rounded_length, row_tiles
 from gcore_trainer.packing.whole_row import WholeRow
 
 NUM_PADDED = 64
@@ -92,8 +91,8 @@ class _Rectangle(TileCall):
         if is_padding is not None:
             # A query whose probabilities are 0 adds nothing.
             lse_SQH = lse_SQH.masked_fill(is_padding[..., None], torch.inf)
-        grad, q, k, v, out, lse = (x.transpose(1, 2) for x in (*tensors[:-1], lse_SQH))
-        grad_q, grad_k, grad_v = block_gradients(grad, q, k, v, out, lse, self._scoring(scoring))
+        grad, q, k, v, out, _ = (x.transpose(1, 2) for x in tensors)
+        grad_q, grad_k, grad_v = block_gradients(grad, q, k, v, out, lse_SQH.transpose(1, 2), self._scoring(scoring))
         return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
 
 
@@ -135,7 +134,7 @@ def make_calls(
         groups.setdefault((tile.seen, int(calls_of_query.max()), extents), []).append(tile)
         calls_of_query[:] = calls_of_query.max() + 1
     calls: list[TileCall] = []
-    for (seen, *_), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
+    for (seen, _, _), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
         options: dict[str, Any] = {"device": device, "is_reversed": seen == "from"}
         query_spans = [tile.queries for tile in members]
         key_spans = [tile.keys for tile in members]
@@ -144,8 +143,10 @@ def make_calls(
         if is_varlen:
             queries = places_end_to_end(query_spans, **options)
             keys = places_end_to_end(key_spans, **options)
+            num_queries = [span.length for span in query_spans]
+            num_keys = [span.length for span in key_spans]
             kernel_window = window if is_first else None
-            lengths = _lengths(query_spans, key_spans, device, is_causal=is_causal, window=kernel_window)
+            lengths = VarlenLengths.of(num_queries, num_keys, device, is_causal=is_causal, window=kernel_window)
             calls.append(_Varlen(queries=queries, keys=keys, is_first=is_first, lengths=lengths))
             continue
         queries = padded_places(query_spans, num_tokens=num_tokens, **options)
@@ -167,26 +168,6 @@ def _extents(tile: Tile) -> tuple[int, int]:
     if max(num_queries, num_keys) > NUM_PADDED:
         return num_queries, num_keys
     return rounded_length(num_queries), rounded_length(num_keys)
-
-
-def _lengths(
-    queries: Sequence[TokenSpan],
-    keys: Sequence[TokenSpan],
-    device: torch.device,
-    *,
-    is_causal: bool,
-    window: int | None,
-) -> VarlenLengths:
-    query_lengths = np.array([span.length for span in queries])
-    key_lengths = np.array([span.length for span in keys])
-    return VarlenLengths(
-        query_bounds=on_device(np.append(0, query_lengths.cumsum()).astype(np.int32), device),
-        key_bounds=on_device(np.append(0, key_lengths.cumsum()).astype(np.int32), device),
-        max_queries=int(query_lengths.max()),
-        max_keys=int(key_lengths.max()),
-        is_causal=is_causal,
-        window=window,
-    )
 
 
 class RowCalls:
@@ -259,8 +240,8 @@ def attend_calls(
 ) -> None:
     """Merge the attention to these keys into the output and log-sum-exp so far, which first calls replace."""
     for call in calls:
-        tensors = (call.queries.take(q_THD), call.keys.take(k_TKD), call.keys.take(v_TKV))
-        out_SQHV, lse_SQH = call.attend(*tensors, scoring)
+        q_SQHD = call.queries.take(q_THD)
+        out_SQHV, lse_SQH = call.attend(q_SQHD, call.keys.take(k_TKD), call.keys.take(v_TKV), scoring)
         if not call.is_first:
             so_far_SQH = call.queries.take(lse_TH)
             # In float32: output of narrow kernels is widened, and rounded once if the row's is narrow.
@@ -275,7 +256,7 @@ def attend_calls(
 def gradients_of_calls(
     calls: Sequence[TileCall],
     tensors: Sequence[torch.Tensor],
-    sums: _Gradients,
+    sums: Sequence[torch.Tensor],
     scoring: Scoring,
     *,
     is_first_of_keys: bool,
@@ -337,17 +318,15 @@ class RowAttention(torch.autograd.Function):
         query_dtype = lse_TH.dtype if merges_again(ctx.calls) else None
         num_tokens = q_THD.shape[0]
         rows = num_rows(ctx.calls, num_tokens)
-        grad_q_THD = q_THD.new_empty((rows, *q_THD.shape[1:]), dtype=query_dtype)
-        grad_k_TKD = k_TKD.new_empty((rows, *k_TKD.shape[1:]), dtype=key_dtype)
-        grad_v_TKV = v_TKV.new_empty((rows, *v_TKV.shape[1:]), dtype=key_dtype)
-        sums = (grad_q_THD, grad_k_TKD, grad_v_TKV)
+        inputs = (q_THD, k_TKD, v_TKV)
+        sums: list[torch.Tensor] = []
+        for x, dtype in zip(inputs, (query_dtype, key_dtype, key_dtype), strict=True):
+            sums.append(x.new_empty((rows, *x.shape[1:]), dtype=dtype))
         tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
         gradients_of_calls(ctx.calls, tensors, sums, ctx.scoring, is_first_of_keys=True)
-        grad_q_THD = grad_q_THD[:num_tokens].to(q_THD.dtype)
-        grad_k_TKD = grad_k_TKD[:num_tokens].to(k_TKD.dtype)
-        grad_v_TKV = grad_v_TKV[:num_tokens].to(v_TKV.dtype)
+        grads = [total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
         grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
-        return grad_q_THD, grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None
+        return *grads, grad_sinks_H, None, None
 
 
 def finish_row(

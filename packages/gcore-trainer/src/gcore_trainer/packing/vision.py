@@ -49,7 +49,7 @@ class Vision:
         positions_3T = np.repeat(batch.positions[None], 3, axis=0)
         seen: list[Images] = []
         patch_index: list[NDArray[np.int64]] = []
-        prompts: set[int] = set()
+        prompts: set[np.int64] = set()
         for sample, row_places, last in zip(
             samples, batch.input_places(samples), batch.last_prompt_places, strict=True
         ):
@@ -62,8 +62,8 @@ class Vision:
             positions_3P, offset = self._positions(sample.prompt_ids, is_image, sample.images.grid_thw)
             positions_3T[:, row_places[:prompt_length]] = positions_3P
             positions_3T[:, row_places[prompt_length:]] += offset
-            if int(last) not in prompts:
-                prompts.add(int(last))
+            if last not in prompts:
+                prompts.add(last)
                 seen.append(sample.images)
                 patch_index.append(row_places[:prompt_length][is_image])
         device = self._model.device

@@ -46,14 +46,7 @@ class WholeRow:
             num_queries.append(segment.length)
             num_keys.append(keys.size)
             index.append(keys)
-        self.lengths = VarlenLengths(
-            query_bounds=on_device(np.append(0, np.cumsum(num_queries)).astype(np.int32), device),
-            key_bounds=on_device(np.append(0, np.cumsum(num_keys)).astype(np.int32), device),
-            max_queries=max(num_queries),
-            max_keys=max(num_keys),
-            is_causal=True,
-            window=window,
-        )
+        self.lengths = VarlenLengths.of(num_queries, num_keys, device, is_causal=True, window=window)
         self.key_index: torch.Tensor | None = None
         """[M] index of each key in the row; None: the row's keys as they are."""
         if any(s.parent for s in segments):
@@ -63,12 +56,14 @@ class WholeRow:
     def is_small(segments: Sequence[Segment], *, num_heads: int, num_kv_heads: int) -> bool:
         """Return whether the copied keys are few next to the queries."""
         num_tokens = sum(s.length for s in segments)
-        num_keys = num_tokens + sum(s.parent.length for s in segments if s.parent)
+        num_keys = num_tokens + sum(s.prompt_length for s in segments)
         return num_keys * num_kv_heads <= _MOST_KEYS * num_tokens * num_heads
 
     def gather_keys(self, x_TKD: torch.Tensor) -> torch.Tensor:
         """Return the keys or values [M, K, D] of all segments."""
-        return x_TKD if self.key_index is None else x_TKD.index_select(0, self.key_index)
+        if self.key_index is None:
+            return x_TKD
+        return x_TKD.index_select(0, self.key_index)
 
     def sum_gradients(self, grad_MKD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Add up the gradients [T, K, D] of keys or values that several segments see, in float32."""

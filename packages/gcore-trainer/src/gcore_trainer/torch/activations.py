@@ -32,9 +32,10 @@ def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:
 
     Nothing in a layer is random, since models in training are in ``eval`` mode, without dropout.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     for layer in layers[: round(share * len(layers))]:
-        layer.forward = partial(checkpoint, layer.forward, **options)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+        )
 
 
 def offload_activations(module: torch.nn.Module, *, smallest_bytes: int = _SMALL) -> None:
@@ -60,13 +61,13 @@ def offload_activations(module: torch.nn.Module, *, smallest_bytes: int = _SMALL
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         return tensor.device, host.copy_(tensor, non_blocking=True)
 
-    def offloading(*args: Any, **kwargs: Any) -> Any:
+    def forward_offloaded(*args: Any, **kwargs: Any) -> Any:
         weights.clear()
         weights.update(_address(p) for p in module.parameters())
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
 
-    module.forward = offloading
+    module.forward = forward_offloaded
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -57,7 +57,7 @@ def _accumulating(model: nn.Module) -> list[nn.Linear]:
     for module in model.modules():
         is_checkpointed = isinstance(vars(module).get("forward"), partial)
         if is_checkpointed:
-            last.update(id(linear) for linear in _linear_layers(module)[-1:])
+            last.update(map(id, _linear_layers(module)[-1:]))
     return [m for m in _linear_layers(model) if m.weight.requires_grad and id(m) not in last]
 
 
@@ -200,7 +200,8 @@ def _rotations_agree(original: Forward, device: torch.device) -> bool:
     k = _random(1, 2, 5, _SIZE, device=device)
     # Angles of both halves differ, so that any other pairs give another result.
     angles = 9 * _random(1, 5, _SIZE, device=device)
-    tensors = (q, k, angles.cos(), angles.sin())
-    expected_q, expected_k = original(*tensors)
-    rotated_q, rotated_k = rotate(*tensors)
+    cos = angles.cos()
+    sin = angles.sin()
+    expected_q, expected_k = original(q, k, cos, sin)
+    rotated_q, rotated_k = rotate(q, k, cos, sin)
     return _close(expected_q, rotated_q) and _close(expected_k, rotated_k)

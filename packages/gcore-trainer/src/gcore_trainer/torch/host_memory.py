@@ -19,7 +19,9 @@ _ALIGNMENT = 64
 @torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of this rank's shard of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def first_row(parameter: torch.Tensor) -> int:
@@ -78,10 +80,11 @@ class OffloadArena:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a piece as a tensor of zeros, unless it was written to before `reset`."""
-        size_bytes = dtype.itemsize * torch.Size(shape).numel()
+        size = torch.Size(shape)
+        size_bytes = dtype.itemsize * size.numel()
         start = self._used
-        self._used = self._used + piece_bytes(size_bytes)
-        return self._bytes[start : start + size_bytes].view(dtype).view(*shape)
+        self._used += piece_bytes(size_bytes)
+        return self._bytes[start : start + size_bytes].view(dtype).view(size)
 
     def reset(self) -> None:
         """Give out the same memory again."""
@@ -132,20 +135,19 @@ class Sleeper:
             # A forward pass without a backward one leaves some parameters whole.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        parameters = list(self._module.parameters())
-        device = self._device = local(parameters[0]).device
-        tensors: list[torch.Tensor] = list(parameters)
+        tensors: list[torch.Tensor] = list(self._module.parameters())
+        device = self._device = local(tensors[0]).device
         for group in self._states().values():
             tensors.extend(group.values())
-        kept = _storages(tensors, device)
+        stored = _storages(tensors, device)
         discarded = _storages(chain.from_iterable(map(_gradients, tensors)), device)
-        needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
-        if self._arena is None or self._arena.size_bytes < needed:
+        size_bytes = sum(piece_bytes(storage.nbytes()) for storage in stored)
+        if self._arena is None or self._arena.size_bytes < size_bytes:
             self._arena = None
-            self._arena = OffloadArena(needed, device)
+            self._arena = OffloadArena(size_bytes, device)
         self._arena.reset()
         self._moved = [(storage, storage.nbytes()) for storage in discarded]
-        for storage in kept:
+        for storage in stored:
             copy = self._arena.take((storage.nbytes(),), torch.uint8)
             copy.copy_(bytes_of(storage, device), non_blocking=True)
             self._moved.append((storage, copy))

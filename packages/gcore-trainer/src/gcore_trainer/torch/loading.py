@@ -204,7 +204,7 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
     """Return samples of random tokens: several prompts, one of them shared."""
     config = model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), max_length]
-    longest = min((limit for limit in limits if limit), default=max(map(sum, _LENGTHS)))
+    longest = min(filter(None, limits), default=max(map(sum, _LENGTHS)))
     settings = {**vars(model.config), **vars(config)}
     special = {value for name, value in settings.items() if name.endswith("token_id") and isinstance(value, int)}
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
@@ -251,10 +251,7 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     def score_alone() -> list[torch.Tensor]:
         scores: list[torch.Tensor] = []
         for i, sample in enumerate(samples):
-            if routing:
-                packed.impose(routing[i])
-            else:
-                packed.impose(None)
+            packed.impose(routing[i] if routing else None)
             scores.append(packed.root(packed.alone, sample))
         return scores
 

@@ -33,8 +33,9 @@ def make_adamw(
         require("name", config.name, model is not None, "'adamw' or 'adamw_8bit' for this model")
         require("name", config.name, not offload, "'adamw' or 'adamw_8bit' with optimizer states in host memory")
         return MuonAdamW(parameters, config, matrices=hidden_matrices(parameters, model))
-    optimizer_class = MasterAdamW if config.name == "adamw" else AdamW8bit
-    return optimizer_class(parameters, config, offload=offload)
+    if config.name == "adamw_8bit":
+        return AdamW8bit(parameters, config, offload=offload)
+    return MasterAdamW(parameters, config, offload=offload)
 
 
 class MasterAdamW(AdamW):
@@ -75,7 +76,7 @@ class MasterAdamW(AdamW):
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
 
     def zero_grad(self) -> None:
-        _foreach("zero_", [_gradient(parameter) for parameter in self.parameters.values()])
+        _foreach("zero_", list(map(_gradient, self.parameters.values())))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -119,12 +120,12 @@ class MasterAdamW(AdamW):
     def _move_to_host(self, device: torch.device) -> None:
         """Move masters, moments and the masters' gradients into one block of host memory."""
         masters = self._masters.values()
-        states = [local(master) for master in masters]
+        states = list(map(local, masters))
         for group, tensors in self.stored_tensors().items():
             # The model's are views of the masters.
             if group != "model":
-                states += [local(tensor) for tensor in tensors.values()]
-        states += [_gradient(master) for master in masters]
+                states += map(local, tensors.values())
+        states += map(_gradient, masters)
         arena = OffloadArena(sum(piece_bytes(state.nbytes) for state in states), device)
         for state in states:
             piece = arena.take(state.shape, state.dtype)
@@ -156,13 +157,8 @@ class AdamW8bit(MasterAdamW):
     ) -> None:
         self._functional = quantised_kernels()
         self._config = config
-        self._num_updates = 0
         self._blocks: dict[str, dict[str, _Blocks]] = {}
         super().__init__(parameters, config, offload=offload)
-
-    @property
-    def num_updates(self) -> int:
-        return self._num_updates
 
     def stored_tensors(self) -> dict[str, dict[str, Any]]:
         model: dict[str, torch.Tensor] = {}
@@ -182,7 +178,7 @@ class AdamW8bit(MasterAdamW):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        self._num_updates = int(state["optimizer_step"])
+        self.num_updates = int(state["optimizer_step"])
         for name, master in self._masters.items():
             master.copy_(state["model"][name])
             for key in _MOMENTS:
@@ -191,7 +187,7 @@ class AdamW8bit(MasterAdamW):
                 else:
                     self._moment(name, key).copy_(state[key][name])
         for moments in self._optimizer.state.values():
-            moments["step"].fill_(float(self._num_updates))
+            moments["step"].fill_(float(self.num_updates))
         self._round()
 
     def _with_exact_moments(self) -> list[torch.nn.Parameter]:
@@ -218,7 +214,6 @@ class AdamW8bit(MasterAdamW):
 
     def _update_masters(self, lr: float) -> None:
         super()._update_masters(lr)
-        self._num_updates += 1
         config = self._config
         for name, moments in self._blocks.items():
             master = self._masters[name]
@@ -238,7 +233,7 @@ class AdamW8bit(MasterAdamW):
                     0.0,
                     0.0,
                     config.eps,
-                    self._num_updates,
+                    self.num_updates,
                     lr,
                     first.code,
                     second.code,
@@ -276,14 +271,9 @@ class MuonAdamW(MasterAdamW):
         self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[str]
     ) -> None:
         self._config = config
-        self._num_updates = 0
         self._matrices = [name for name in parameters if name in matrices]
         super().__init__(parameters, config)
         self._momentum = {name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices}
-
-    @property
-    def num_updates(self) -> int:
-        return self._num_updates
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` with Muon's moments among the first ones, and ``exp_avg_sq`` of AdamW's."""
@@ -299,17 +289,11 @@ class MuonAdamW(MasterAdamW):
 
     stored_tensors = tensors
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._num_updates = int(state["optimizer_step"])
-        super().load(state)
-
     def _with_exact_moments(self) -> list[torch.nn.Parameter]:
         return [master for name, master in self._masters.items() if name not in self._matrices]
 
     def _update_masters(self, lr: float) -> None:
         super()._update_masters(lr)
-        self._num_updates += 1
         rate = lr * (self._config.muon_lr or self._config.lr) / self._config.lr
         for name, momentum in self._momentum.items():
             master = self._masters[name]
@@ -318,8 +302,10 @@ class MuonAdamW(MasterAdamW):
             direction = gather_full_tensor(master.grad.lerp(momentum, _MUON_MOMENTUM))
             update = torch.nn.Parameter(torch.zeros_like(direction))
             update.grad = direction
-            settings: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
-            torch.optim.Muon([update], lr=rate, weight_decay=0.0, **settings).step()
+            muon = torch.optim.Muon(
+                [update], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+            )
+            muon.step()
             shard = local(master)
             first = first_row(master)
             shard.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + shard.shape[0]])
@@ -330,8 +316,8 @@ def hidden_matrices(parameters: Mapping[str, torch.nn.Parameter], model: Any) ->
     heads = (model.get_output_embeddings(), getattr(model, "score", None))
     outer: set[int] = set()
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) or any(module is head for head in heads):
-            outer.update(id(parameter) for parameter in module.parameters())
+        if isinstance(module, torch.nn.Embedding) or module in heads:
+            outer.update(map(id, module.parameters()))
     return {name for name, p in parameters.items() if p.ndim == 2 and id(p) not in outer}
 
 

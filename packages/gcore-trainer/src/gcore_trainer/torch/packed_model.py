@@ -155,13 +155,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._weights = weights
         self._max_length = max_length
         if weights is None:
-            self._probe(max_length)
+            self._probe()
         self.compute_dtype = compute_dtype or model.dtype
         if lora is not None:
             add_lora(model, lora, head=self.new_weights)
             if weights is not None:
                 weights.lora = lora
-        in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         for name, parameter in model.named_parameters():
             # Not the buffers: frequencies of rotary embeddings stay in float32.
             if not any(part in name for part in in_float32):
@@ -215,15 +215,15 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if weights is not None:
             weights.fill(self.model)
             with weights.checking(self):
-                self._probe(self._max_length)
+                self._probe()
             loading.fuse_on_cuda(self)
 
     @abstractmethod
     def alone(self, sample: Sample) -> torch.Tensor:
         """Return scores [R] of a sample by transformers' forward pass alone."""
 
-    def _probe(self, max_length: int | None) -> None:
-        loading.check_scores(self, max_length)
+    def _probe(self) -> None:
+        loading.check_scores(self, self._max_length)
         self.num_computed_tokens = 0
 
     def layers(self) -> list[torch.nn.Module]:
@@ -325,10 +325,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        scores: list[NDArray[np.float32]] = []
-        for samples in filled_up(micro_batches, num_passes or 0):
-            pass_scores = self._pass(samples, False, routing)[0]
-            scores.append(pass_scores.float().cpu().numpy())
+        passes = filled_up(micro_batches, num_passes or 0)
+        scores = [self._pass(samples, False, routing)[0].float().cpu().numpy() for samples in passes]
         return scores[: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
@@ -337,9 +335,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):
             router.recorded = None
-            router.imposed = None
-            if routing_TLK is not None:
-                router.imposed = routing_TLK[:, layer]
+            router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         inputs = {"position_ids": row.positions}

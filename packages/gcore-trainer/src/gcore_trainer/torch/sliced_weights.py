@@ -41,7 +41,7 @@ def make_model(
     """Make a folder's model on the meta device if its files have the parameters by name; else load all of it.
 
     Args:
-        kind: the class of packed model.
+        model_class: the class of packed model.
         attention: the ``attn_implementation``.
         dtype: data type of the model; parameters may be converted to another one before they are read.
         device: where parameters and buffers are to be.
@@ -260,10 +260,13 @@ def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     shard = torch.zeros(local(parameter).shape, dtype=parameter.dtype, device=device)
     if not isinstance(parameter, DTensor):
         return shard
-    mesh = parameter.device_mesh
-    placements = parameter.placements
     return DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 

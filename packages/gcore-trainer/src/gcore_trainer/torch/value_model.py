@@ -46,7 +46,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
             torch.nn.init.zeros_(packed.model.score.weight)
         return packed
 
-    def _probe(self, max_length: int | None) -> None:
+    def _probe(self) -> None:
         # The head of a new critic is zeros, and would hide every difference.
         # Of a sharded one, one rank has the row, and the others have none.
         weight = local(self.model.score.weight.data)
@@ -54,7 +54,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         size = weight.shape[-1]
         weight.copy_((torch.arange(size).sin() * size**-0.5).expand(weight.shape))
         try:
-            super()._probe(max_length)
+            super()._probe()
         finally:
             weight.copy_(saved)
 
