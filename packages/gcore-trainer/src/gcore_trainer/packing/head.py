@@ -91,8 +91,9 @@ def chunk_rows(num_tokens: int, vocab_size: int, device_type: str) -> int:
     max_rows = max_logits // vocab_size
     if max_rows <= _ROW_MULTIPLE:
         return max(1, max_rows)
-    num_chunks = -(-max(1, num_tokens) // (max_rows - max_rows % _ROW_MULTIPLE))
-    rows = -(-max(1, num_tokens) // num_chunks)
+    num_tokens = max(1, num_tokens)
+    num_chunks = -(-num_tokens // (max_rows - max_rows % _ROW_MULTIPLE))
+    rows = -(-num_tokens // num_chunks)
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 

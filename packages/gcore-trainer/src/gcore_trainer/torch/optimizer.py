@@ -302,10 +302,9 @@ class MuonAdamW(MasterAdamW):
             direction = gather_full_tensor(master.grad.lerp(momentum, _MUON_MOMENTUM))
             update = torch.nn.Parameter(torch.zeros_like(direction))
             update.grad = direction
-            muon = torch.optim.Muon(
+            torch.optim.Muon(
                 [update], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
-            )
-            muon.step()
+            ).step()
             shard = local(master)
             first = first_row(master)
             shard.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + shard.shape[0]])
