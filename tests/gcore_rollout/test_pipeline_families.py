@@ -46,10 +46,10 @@ from gcore_trainer import (
     NoiseProcess,
     OptimizerConfig,
 )
-from gcore_trainer.adamw import whole
+from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.objectives import model_timesteps
-from gcore_trainer.diffusion.sample import stacked
+from gcore_trainer.diffusion.sample import stack_fields
 
 # InstructPix2Pix warns that an image is repeated for all that are made of it.
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed:FutureWarning")
@@ -101,10 +101,10 @@ def process_of(engine: DiffusersEngine) -> NoiseProcess:
 
 def outputs_and_gradients(denoiser: Denoiser, samples: list[DiffusionSample]) -> list[torch.Tensor]:
     """Return a model's outputs at the first recorded step, and the gradient of their mean square, as one vector."""
-    latents, timesteps = stacked(samples, denoiser.device, "latents", "timesteps", step=0)
+    latents, timesteps = stack_fields(samples, denoiser.device, "latents", "timesteps", step=0)
     outputs = denoiser(latents, timesteps, Conditioned.of(samples, denoiser.device))
     outputs.square().mean().backward()
-    gradients = [whole(p.grad).flatten() for p in denoiser.parameters().values() if p.grad is not None]
+    gradients = [gather_full_tensor(p.grad).flatten() for p in denoiser.parameters().values() if p.grad is not None]
     return [outputs.detach(), torch.cat(gradients)]
 
 

@@ -27,7 +27,7 @@ from gcore_trainer import (
     TorchTrainer,
     compile_layers,
 )
-from gcore_trainer.adamw import whole
+from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.torch import optimizer as optimizers
 from gcore_trainer.torch.activations import offload_activations
 from gcore_trainer.torch.host_memory import local
@@ -120,7 +120,7 @@ def train_with_naps(
     with mock.patch.object(optimizers, "_SMALLEST", 300):
         trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload)
     if optimizer.name == "adamw_8bit":
-        assert len(trainer._optimizer.kept()["values"]) > 10  # pyright: ignore[reportPrivateUsage]  # what is in memory
+        assert len(trainer._optimizer.stored_tensors()["values"]) > 10  # pyright: ignore[reportPrivateUsage]  # what is in memory
     metrics: list[dict[str, float]] = []
     held = 0
     for replicas in steps:
@@ -170,5 +170,5 @@ def gradients_of(
         finally:
             setattr(torch.distributed, name, reduce_scatter)
         gradients = {n: p.grad for n, p in packed.named_parameters().items() if p.grad is not None}
-        found.append(({n: whole(g).clone() for n, g in gradients.items()}, count))
+        found.append(({n: gather_full_tensor(g).clone() for n, g in gradients.items()}, count))
     return found

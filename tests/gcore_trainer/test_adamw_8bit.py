@@ -67,7 +67,7 @@ def test_twenty_updates_follow_those_of_exact_moments(qwen2: Path, options: dict
     wanted, found = losses(exact, range(20)), losses(rounded, range(20))
     assert found == pytest.approx(wanted, rel=5e-3)
     assert found != wanted
-    kept = quantized(rounded).kept()
+    kept = quantized(rounded).stored_tensors()
     for name in exact.state()["model"].keys() & {key.partition(" ")[2] for key in kept["values"]}:
         tensor = exact.state()["model"][name]
         moved, wanted_move = kept["model"][name] - initial[name], tensor - initial[name]
@@ -92,7 +92,7 @@ def test_one_update_is_that_of_adamw() -> None:
 def test_bytes_of_a_parameter(dtype: torch.dtype, most: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype))
     adamw = AdamW8bit({"weight": parameter}, CONFIG)
-    tensors = [parameter, parameter.grad, *(t for group in adamw.kept().values() for t in group.values())]
+    tensors = [parameter, parameter.grad, *(t for group in adamw.stored_tensors().values() for t in group.values())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     assert most - 0.02 < sum(storages.values()) / parameter.numel() < most
 
@@ -108,7 +108,7 @@ def test_a_state_continues(qwen2: Path, options: dict[str, Any], offload: bool) 
     second = make_trainer(qwen2, offload=offload, **options)
     losses(second, range(7, 8))
     second.load_state(saved)
-    mine, yours = quantized(first).kept(), quantized(second).kept()
+    mine, yours = quantized(first).stored_tensors(), quantized(second).stored_tensors()
     assert mine["values"]
     for name, tensor in mine["values"].items():
         assert torch.equal(yours["values"][name], tensor), name
@@ -134,7 +134,7 @@ def test_states_go_from_exact_to_8_bits_and_back(qwen2: Path) -> None:
 def test_host_memory_changes_nothing(qwen2: Path) -> None:
     plain, offloaded = make_trainer(qwen2, **BF16), make_trainer(qwen2, offload=True, **BF16)
     assert losses(offloaded, range(3)) == losses(plain, range(3))
-    kept = quantized(offloaded).kept()
+    kept = quantized(offloaded).stored_tensors()
     assert len({t.untyped_storage().data_ptr() for group in kept.values() for t in group.values()}) == 1
 
 
@@ -142,7 +142,7 @@ def test_a_trainer_that_slept_continues_to_the_bit(qwen2: Path) -> None:
     rested, other = make_trainer(qwen2), make_trainer(qwen2)
     for step in range(3):
         rested.sleep()
-        kept = quantized(rested).kept()
+        kept = quantized(rested).stored_tensors()
         assert not sum(t.untyped_storage().nbytes() for group in kept.values() for t in group.values())
         rested.wake()
         assert losses(rested, range(step, step + 1)) == losses(other, range(step, step + 1))
@@ -161,12 +161,12 @@ def test_blocks_survive_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
         parameter.grad[512:1024] = 0
         adamw._step(1e-3)  # pyright: ignore[reportPrivateUsage]  # without clipping
     state = copy.deepcopy(adamw.tensors())
-    kept = copy.deepcopy(adamw.kept())
+    kept = copy.deepcopy(adamw.stored_tensors())
     adamw.load({**state, "optimizer_step": 3})
     for name, tensor in kept["values"].items():
         # The values of blocks with a scale of 0 are any.
         is_used = (kept["scales"][name] > 0).repeat_interleave(256)[:5001]
-        assert torch.equal(adamw.kept()["values"][name][is_used], tensor[is_used]), name
+        assert torch.equal(adamw.stored_tensors()["values"][name][is_used], tensor[is_used]), name
     torch.testing.assert_close(adamw.tensors(), state, rtol=1e-6, atol=0)
 
 
@@ -177,7 +177,7 @@ def test_an_update_on_cuda_accepts_its_arguments(monkeypatch: pytest.MonkeyPatch
         parameter = torch.nn.Parameter(torch.empty(128, 64, dtype=torch.bfloat16, device="cuda"))
         adamw = AdamW8bit({"weight": parameter}, CONFIG)
         adamw._step(1e-3)  # pyright: ignore[reportPrivateUsage]  # the norm of a fake tensor has no value
-        kept = adamw.kept()
+        kept = adamw.stored_tensors()
         assert {t.device.type for group in kept.values() for t in group.values()} == {"cuda"}
         assert adamw.tensors()["exp_avg"]["weight"].device.type == "cpu"
 

@@ -19,7 +19,7 @@ from gcore_trainer import ConfigError, LoRAConfig, ParallelConfig, UnsupportedMo
 from gcore_trainer.megatron.adapters import check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.megatron.pieces import TensorPiece
 
 QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
 
@@ -192,7 +192,7 @@ def test_without_the_extra_the_error_holds_the_install_command(monkeypatch: pyte
 def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(shape: tuple[int, ...], cuts: list[int]) -> None:
     first = 5
     offset = tuple(range(3, 3 + len(shape)))
-    piece = Piece(
+    piece = TensorPiece(
         name="w",
         global_shape=tuple(o + s for o, s in zip(offset, shape, strict=True)),
         offset=offset,
@@ -203,7 +203,7 @@ def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(shape: tuple[int
     whole = torch.full(piece.global_shape, -1)
     bounds = [0, *sorted(cuts), 60]
     for start, end in pairwise(bounds):
-        boxes = list(piece.within(start, end))
+        boxes = list(piece.split_range(start, end))
         assert len(boxes) <= 3
         for box in boxes:
             target = whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]

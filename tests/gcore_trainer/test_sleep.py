@@ -19,7 +19,7 @@ from gcore_trainer import (
     TorchTrainer,
     TrainerError,
 )
-from gcore_trainer.torch.host_memory import Arena, Sleeper, bytes_of, local, piece_bytes
+from gcore_trainer.torch.host_memory import OffloadArena, Sleeper, bytes_of, local, piece_bytes
 
 GROUPS = [Group(12, [20, 1, 9]), Group(3, [25])]
 
@@ -101,7 +101,7 @@ def test_shared_memory_moves_once() -> None:
 
 def test_an_arena_gives_aligned_pieces() -> None:
     sizes = [(3, torch.bfloat16), (5, torch.float32)]
-    arena = Arena(sum(piece_bytes(n * dtype.itemsize) for n, dtype in sizes), torch.device("cpu"))
+    arena = OffloadArena(sum(piece_bytes(n * dtype.itemsize) for n, dtype in sizes), torch.device("cpu"))
     pieces = [arena.take((n,), dtype) for n, dtype in sizes]
     assert [piece.tolist() for piece in pieces] == [[0] * 3, [0] * 5]
     assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
@@ -129,7 +129,7 @@ class FakeCudart:
 def test_pages_for_a_gpu_are_pinned_until_no_tensor_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    arena = Arena(10_000, torch.device("cuda"))
+    arena = OffloadArena(10_000, torch.device("cuda"))
     piece = arena.take((5,), torch.float32)
     assert cudart.pinned == {piece.data_ptr(): 10_000}
     del arena
@@ -143,7 +143,7 @@ def test_pages_for_a_gpu_are_pinned_until_no_tensor_uses_them(monkeypatch: pytes
 def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
     with pytest.raises(TrainerError, match=r"cannot pin 3\.0 GiB of host memory \(cudaHostRegister: error 2\)"):
-        Arena(3 << 30, torch.device("cuda"))
+        OffloadArena(3 << 30, torch.device("cuda"))
 
 
 def test_storages_of_cuda_tensors_can_be_freed() -> None:

@@ -12,7 +12,7 @@ from trainer_oracles import Group, groups, make_samples
 
 from gcore_trainer import pack
 from gcore_trainer.packing.block_attention import AttentionKind, has_varlen_kernel
-from gcore_trainer.packing.layout import Span, Tile, causal_tiles, earlier_tiles, row_tiles
+from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles, row_tiles
 from gcore_trainer.packing.row import ShortRow
 from gcore_trainer.packing.tiles import RowAttention, RowCalls, scoring_of
 
@@ -51,7 +51,7 @@ def test_a_row_is_cut_exactly(lengths: list[Group], share_prefix: bool, window: 
 
 @given(num_queries=st.integers(1, 30), num_keys=st.integers(1, 30), gap=st.integers(0, 30), window=windows)
 def test_earlier_keys_are_cut_exactly(num_queries: int, num_keys: int, gap: int, window: int | None) -> None:
-    queries, keys = Span(num_keys, num_queries), Span(0, num_keys)
+    queries, keys = TokenSpan(num_keys, num_queries), TokenSpan(0, num_keys)
     tiles = list(earlier_tiles(queries, keys, num_keys + gap, window))
     distance = num_keys + gap + np.arange(num_queries)[:, None] - np.arange(num_keys)
     expected = distance < (window or 1000)
@@ -60,7 +60,7 @@ def test_earlier_keys_are_cut_exactly(num_queries: int, num_keys: int, gap: int,
 
 def test_work_under_a_window_is_that_of_the_window() -> None:
     window, length = 128, 1 << 15
-    tiles = causal_tiles(Span(0, length), window)
+    tiles = causal_tiles(TokenSpan(0, length), window)
     scores = sum(t.queries.length * t.keys.length / (1 if t.seen == "all" else 2) for t in tiles)
     assert scores < length * window
     samples = make_samples([Group(4096, [40] * 64)], seed=0)

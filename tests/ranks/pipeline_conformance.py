@@ -19,7 +19,7 @@ from gcore_rollout import DDIM, FlowSDE, ImageRequest, ImageSample, ImageSamplin
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import Denoiser, DiffusionSample, LoRAConfig
 from gcore_trainer.diffusion.objectives import drawn_at
-from gcore_trainer.diffusion.sample import stacked
+from gcore_trainer.diffusion.sample import stack_fields
 
 _NUM_STEPS = 3
 HEADER = "| family | | guidance | makes | scheduler | largest \\|ratio - 1\\| |\n|---|---|---|---|---|---|"
@@ -124,7 +124,7 @@ def ratios(denoiser: Denoiser, kernel: Kernel, samples: list[DiffusionSample]) -
     """Return the ratios [K, B] of the trainer's density of each recorded step to the engine's."""
     found: list[torch.Tensor] = []
     for step in range(samples[0].num_steps):
-        following, old_log_probs = stacked(samples, denoiser.device, "next_latents", "old_log_probs", step=step)
+        following, old_log_probs = stack_fields(samples, denoiser.device, "next_latents", "old_log_probs", step=step)
         drawn, _ = drawn_at(denoiser, kernel, samples, step)
         found.append(torch.exp(drawn.log_prob(following) - old_log_probs))
     return torch.stack(found)

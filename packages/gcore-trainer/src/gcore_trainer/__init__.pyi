@@ -4,9 +4,9 @@ from .advantages.distillation import (
 )
 from .advantages.estimator import (
     AdaptiveKLController as AdaptiveKLController,
+    AdvantageCollectives as AdvantageCollectives,
     AdvantageEstimator as AdvantageEstimator,
     AdvantagesAndReturns as AdvantagesAndReturns,
-    Collectives as Collectives,
     FixedKLController as FixedKLController,
     ScoredGroup as ScoredGroup,
     add_advantages as add_advantages,

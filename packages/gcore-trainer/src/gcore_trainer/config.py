@@ -80,7 +80,7 @@ def has_dual_clip(loss_mode: str) -> bool:
 
 
 class Bound(NamedTuple):
-    """A check of a setting, and what it accepts in words."""
+    """A check of a setting, with a text that says which values it accepts."""
 
     holds: Callable[[Any], bool]
     accepted: str
@@ -114,7 +114,7 @@ _Length = Annotated[int | None, Bound(lambda v: v is None or v >= 1, "1 or more"
 
 
 class Checked:
-    """A dataclass of settings, each within what its type says: a ``Literal``, or ``Annotated`` with a `Bound`."""
+    """A dataclass that checks its settings against their types: a ``Literal``, or ``Annotated`` with a `Bound`."""
 
     def __post_init__(self) -> None:
         for name, bound in _bounds(type(self)):
@@ -122,18 +122,25 @@ class Checked:
 
 
 @cache
-def _bounds(kind: Any) -> list[tuple[str, Bound]]:
-    found: list[tuple[str, Bound]] = []
-    for field in fields(kind):
-        found += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
-        for literal in (own for own in (field.type, *get_args(field.type)) if get_origin(own) is Literal):
-            names, others = get_args(literal), set(get_args(field.type)) & {bool, NoneType}
-            accepted = (
-                f"one of {', '.join(names)}" + ", true, false" * (bool in others) + ", or none" * (NoneType in others)
-            )
-            choices = [*names, *[True, False] * (bool in others), *[None] * (NoneType in others)]
-            found.append((field.name, Bound(choices.__contains__, accepted)))
-    return found
+def _bounds(config_class: Any) -> list[tuple[str, Bound]]:
+    """Return the name of each bounded field, with its bound."""
+    bounds: list[tuple[str, Bound]] = []
+    for field in fields(config_class):
+        bounds += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
+        members = get_args(field.type)
+        for member in (field.type, *members):
+            if get_origin(member) is not Literal:
+                continue
+            choices: list[Any] = list(get_args(member))
+            accepted = f"one of {', '.join(choices)}"
+            if bool in members:
+                choices += [True, False]
+                accepted += ", true, false"
+            if NoneType in members:
+                choices.append(None)
+                accepted += ", or none"
+            bounds.append((field.name, Bound(choices.__contains__, accepted)))
+    return bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +170,8 @@ class OptimizerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        total, warmup = self.total_training_steps, self.lr_warmup_steps
+        total = self.total_training_steps
+        warmup = self.lr_warmup_steps
         accepted = f"more than lr_warmup_steps={warmup}, or 0 where it is not known yet"
         require("total_training_steps", total, total == 0 or total > warmup, accepted)
 
@@ -239,12 +247,17 @@ class RolloutCorrectionConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weighs, limit, least = self.rollout_is is not None, self.rollout_is_threshold, self.rollout_is_threshold_lower
-        rule, upper, lower = self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower
+        has_weights = self.rollout_is is not None
+        limit = self.rollout_is_threshold
+        least = self.rollout_is_threshold_lower
+        is_valid = least is None or (has_weights and 0 < least <= limit)
         accepted = f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is"
-        require("rollout_is_threshold_lower", least, least is None or (weighs and 0 < least <= limit), accepted)
+        require("rollout_is_threshold_lower", least, is_valid, accepted)
         normalize = self.rollout_is_batch_normalize
-        require("rollout_is_batch_normalize", normalize, weighs or not normalize, "a rollout_is with it")
+        require("rollout_is_batch_normalize", normalize, has_weights or not normalize, "a rollout_is with it")
+        rule = self.rollout_rs
+        upper = self.rollout_rs_threshold
+        lower = self.rollout_rs_threshold_lower
         if rule is None:
             require("rollout_rs_threshold", upper, upper is None, "none without a rollout_rs")
             require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
@@ -333,13 +346,15 @@ class RewardModelConfig(Checked):
     """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
 
-_TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_CP = "context_parallel_size"
 _VPP = "virtual_pipeline_model_parallel_size"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Sizes under verl's and Megatron's names; what they leave of the world is data parallel."""
+    """Sizes under verl's and Megatron's names; the data-parallel size follows from the world size."""
 
     tensor_model_parallel_size: Count = 1
     """Ranks that divide each layer's matrices (megatron)."""
@@ -363,7 +378,9 @@ class ParallelConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        cp, ulysses, vpp = (getattr(self, name) for name in (_CP, "ulysses_sequence_parallel_size", _VPP))
+        cp = self.context_parallel_size
+        ulysses = self.ulysses_sequence_parallel_size
+        vpp = self.virtual_pipeline_model_parallel_size
         require("ulysses_sequence_parallel_size", ulysses, cp % ulysses == 0, f"a divisor of {_CP}={cp}")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError(f"sequence_parallel is true; expected {_TP} above 1")
@@ -382,12 +399,17 @@ class ParallelConfig(Checked):
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of groups of ranks that work on different samples; `ConfigError` if there is a rest."""
-        num_ranks, shards = self.model_parallel_size, self.fsdp_size
+        num_ranks = self.model_parallel_size
+        shards = self.fsdp_size
         require("fsdp_size", shards, world_size % (shards or 1) == 0, f"0, or a divisor of {world_size} ranks")
         if world_size % num_ranks:
-            sizes = " x ".join(f"{n}={getattr(self, n)}" for n in (_TP, _PP, _CP) if getattr(self, n) > 1)
+            sizes: list[str] = []
+            for name in (_TP, _PP, _CP):
+                size = getattr(self, name)
+                if size > 1:
+                    sizes.append(f"{name}={size}")
             raise ConfigError(
-                f"{sizes} is {num_ranks}; expected a divisor of the world of {world_size} ranks: "
+                f"{' x '.join(sizes)} is {num_ranks}; expected a divisor of the world of {world_size} ranks: "
                 f"{num_ranks * max(1, world_size // num_ranks)} ranks would fit"
             )
         return world_size // num_ranks

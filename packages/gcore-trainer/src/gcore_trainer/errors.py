@@ -6,7 +6,7 @@ class TrainerError(Exception):
 
 
 class ConfigError(TrainerError, ValueError):
-    """A setting outside what it may be."""
+    """A setting has a value that is not accepted."""
 
 
 class BatchError(TrainerError, ValueError):

@@ -22,7 +22,8 @@ from gcore_trainer.lora_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, L
 
 TRAINED = "default"
 """Name of the adapters that are trained."""
-A_OF, B_OF = f".lora_A.{TRAINED}.weight", f".lora_B.{TRAINED}.weight"
+A_OF = f".lora_A.{TRAINED}.weight"
+B_OF = f".lora_B.{TRAINED}.weight"
 """Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"(?P<layer>.*\.lora_[AB])\.(?P<set>\w+)\.weight")
@@ -31,10 +32,10 @@ _PLAIN_ADAPTER = re.compile(r"(.*\.lora_[AB])\.weight")
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
-def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed: int = 0) -> None:
+def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> None:
     """Add adapters to the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
 
-    They start as `initial_value` says.
+    Initial values are those of `initial_value`.
 
     Args:
         head: beginnings of the names of a new head's tensors, which are trained whole.
@@ -51,18 +52,21 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise MissingExtraError("peft", "lora") from None
-    names, targets = config.target_modules, list(config.target_modules)
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = config.target_modules
+    targets = list(names)
+    output = None
+    if hasattr(model, "get_output_embeddings"):
+        output = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if output is not None and module is output:
+        if module is output:
             _refuse_head(config, name)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
-        targets = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not output and not f"{name}.".startswith(head)
-        ]
+        targets = []
+        for name, module in model.named_modules():
+            is_head = module is output or f"{name}.".startswith(head)
+            if isinstance(module, torch.nn.Linear) and not is_head:
+                targets.append(name)
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora
     )
@@ -82,11 +86,12 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed
             parameter.requires_grad_()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start = read_adapters(config)
-    check_start(start, {name: tuple(p.shape) for name, p in trained.items() if config.path}, config)
+    if config.path:
+        check_start(start, {name: tuple(p.shape) for name, p in trained.items()}, config)
     with torch.no_grad():
         for name, parameter in trained.items():
             if start or name.endswith(A_OF):
-                parameter.copy_(initial_value(name, parameter.shape, start, seed=seed))
+                parameter.copy_(initial_value(name, parameter.shape, start))
 
 
 def _refuse_head(config: LoRAConfig, head: str) -> None:
@@ -100,14 +105,9 @@ def _refuse_head(config: LoRAConfig, head: str) -> None:
 
 
 def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
-    """Return the adapters that training starts from, by the names of parameters; none if they are new ones."""
+    """Return the adapters that training starts from, by the names of parameters; an empty dict if they are new."""
     if not config.path:
         return {}
-
-    def own(name: str) -> str:
-        name = name.removeprefix(PREFIX)
-        return _PLAIN_ADAPTER.sub(rf"\1.{TRAINED}.weight", name)
-
     file = Path(config.path) / ADAPTER_WEIGHTS
     try:
         if file.is_file():
@@ -116,37 +116,43 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
             from gcore_trainer.diffusion.lora_file import read_lora_file
 
             _, tensors = read_lora_file(config.path)
-        return {own(name): tensor for name, tensor in tensors.items()}
     except SafetensorError as error:
         raise ConfigError(f"path is {config.path!r}; expected adapters that load: {file.name}: {error}") from None
+    adapters: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        full_name = _PLAIN_ADAPTER.sub(rf"\1.{TRAINED}.weight", name.removeprefix(PREFIX))
+        adapters[full_name] = tensor
+    return adapters
 
 
 def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], config: LoRAConfig) -> None:
-    """Raise `ConfigError` unless the adapters in a folder are those of a model: layer by layer, and of its sizes.
+    """Raise `ConfigError` unless the adapters in a folder fit a model in layers and sizes.
 
     Args:
-        shapes: of the model's adapters, by name; those of a shape of () are not compared.
+        shapes: of the model's adapters, by name; a shape of () is not compared.
     """
     where = f"path is {config.path!r}; expected adapters of this model"
-    if extra := sorted(start.keys() - shapes.keys()):
+    extra = sorted(start.keys() - shapes.keys())
+    if extra:
         raise ConfigError(f"{where}, which has no layer for {len(extra)} of its tensors, such as {extra[0]}")
-    if missing := sorted(shapes.keys() - start.keys()):
+    missing = sorted(shapes.keys() - start.keys())
+    if missing:
         raise ConfigError(f"{where}, for {len(missing)} of whose tensors there is none, such as {missing[0]}")
     for name, shape in shapes.items():
         if shape and tuple(start[name].shape) != shape:
             raise ConfigError(f"{where}, where {name} has shape {shape}, and not {tuple(start[name].shape)}")
 
 
-def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor], *, seed: int = 0) -> torch.Tensor:
-    """Return the first value of a whole tensor of an adapter, in float32: of ``start``, if that holds any.
+def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the initial value of an adapter's full tensor, in float32: from ``start`` unless that is empty.
 
-    Of new adapters A is `initial_a`'s and B is 0, so that the model computes what it did.
+    A new adapter has A of `initial_a` and B = 0, so that the model's output is unchanged.
     """
     if start:
         return start[name].float()
     if name.endswith(A_OF):
-        return initial_a(name.removesuffix(A_OF), *shape, seed=seed)
-    return torch.zeros(*shape)
+        return initial_a(name.removesuffix(A_OF), *shape)
+    return torch.zeros(tuple(shape))
 
 
 def save_adapters(
@@ -158,7 +164,7 @@ def save_adapters(
     modules: Iterable[str] = (),
     has_value_head: bool = False,
 ) -> None:
-    """Write adapters as ``peft.PeftModel.from_pretrained`` loads them onto the model that they are trained on.
+    """Write adapters in the format that ``peft.PeftModel.from_pretrained`` loads onto their base model.
 
     Args:
         adapters: whole tensors, by the names of the parameters of transformers' model.
@@ -166,12 +172,12 @@ def save_adapters(
         modules: names of the model's modules, among which the last parts of the adapted ones' may not be enough.
         has_value_head: they are of a sequence classifier, whose head is among the tensors.
     """
-    layers = sorted({name.partition(".lora_")[0] for name in adapters if ".lora_" in name})
     names = list(config.target_modules)
     if config.target_modules == ("all-linear",):
+        layers = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
         lasts = {layer.rpartition(".")[2] for layer in layers}
-        others = {name.rpartition(".")[2] for name in {*modules}.difference(layers)}
-        names = layers if lasts & others else sorted(lasts)
+        other_lasts = {name.rpartition(".")[2] for name in modules if name not in layers}
+        names = sorted(layers if lasts & other_lasts else lasts)
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_value_head else "CAUSAL_LM",
@@ -186,7 +192,7 @@ def save_adapters(
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + name.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for name, t in adapters.items()}
+    tensors = {PREFIX + n.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for n, t in adapters.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -213,17 +219,17 @@ class AdapterSets:
             layer.scaling[name] = layer.scaling[TRAINED]
 
     @contextmanager
-    def used(self, name: str | None) -> Generator[None]:
+    def use(self, name: str | None) -> Generator[None]:
         """Compute with one set inside the block, or with the frozen weights alone; afterwards with the trained one."""
         with self._lock:
-            self._use(name)
+            self._activate(name)
             try:
                 yield
             finally:
                 # Checkpointed activations are computed again outside the block.
-                self._use(TRAINED)
+                self._activate(TRAINED)
 
-    def _use(self, name: str | None) -> None:
+    def _activate(self, name: str | None) -> None:
         for layer in self._layers:
             # Its public setter would change which parameters are trained.
             layer._active_adapter = [] if name is None else [name]  # pyright: ignore[reportPrivateUsage]
@@ -231,13 +237,14 @@ class AdapterSets:
 
 def adapters_named(parameters: Mapping[str, TensorT], name: str | None) -> dict[str, TensorT]:
     """Return a model's parameters with one set of its adapters alone, or none, under the names of the trained set."""
-    found: dict[str, TensorT] = {}
-    for full, parameter in parameters.items():
-        if not (adapter := _ADAPTER.fullmatch(full)):
-            found[full] = parameter
+    selected: dict[str, TensorT] = {}
+    for full_name, parameter in parameters.items():
+        adapter = _ADAPTER.fullmatch(full_name)
+        if adapter is None:
+            selected[full_name] = parameter
         elif adapter["set"] == name:
-            found[f"{adapter['layer']}.{TRAINED}.weight"] = parameter
-    return found
+            selected[f"{adapter['layer']}.{TRAINED}.weight"] = parameter
+    return selected
 
 
 def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torch.Tensor:
@@ -259,9 +266,9 @@ class LoRAWeights:
     """
 
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    """Names and whole tensors of the model, its adapters among them or not."""
+    """Names and full tensors of the model, with or without its adapters."""
     adapters: Callable[[], Mapping[str, torch.Tensor]]
-    """Names and whole tensors of the adapters."""
+    """Names and full tensors of the adapters."""
     config: LoRAConfig
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -288,10 +295,11 @@ def merge_lora(
         if name.endswith((A_OF, B_OF)):
             continue
         plain = name.replace(_BASE, ".")
-        layer, _, kind = plain.rpartition(".")
-        if kind == "weight" and layer + A_OF in adapters:
+        layer, _, parameter_name = plain.rpartition(".")
+        if parameter_name == "weight" and layer + A_OF in adapters:
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            a, b = (adapters[layer + end].to(tensor.device, wide) for end in (A_OF, B_OF))
+            a = adapters[layer + A_OF].to(tensor.device, wide)
+            b = adapters[layer + B_OF].to(tensor.device, wide)
             yield plain, (tensor.to(wide) + config.scaling * (b @ a)).to(tensor.dtype)
         else:
             yield plain, tensor

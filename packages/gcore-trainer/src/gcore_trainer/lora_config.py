@@ -1,4 +1,4 @@
-"""Settings of low-rank adapters, and those of adapters in a folder of peft."""
+"""Settings of low-rank adapters, and the reading of settings from a folder of peft."""
 
 import json
 import math
@@ -44,13 +44,15 @@ class LoRAConfig(Checked):
     @property
     def scaling(self) -> float:
         """Factor of an adapter's output."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        if self.use_rslora:
+            return self.alpha / math.sqrt(self.rank)
+        return self.alpha / self.rank
 
 
 def read_lora_config(path: str | Path) -> LoRAConfig:
-    """Return the settings of the adapters in a folder of peft, from its ``adapter_config.json``.
+    """Read the settings of the adapters in a folder of peft from its ``adapter_config.json``.
 
-    A dropout is left out: adapters are trained without.
+    A dropout is ignored: adapters are trained without.
 
     Raises:
         ConfigError: the folder has no adapters, or some that compute something else.
@@ -60,21 +62,23 @@ def read_lora_config(path: str | Path) -> LoRAConfig:
         if not (folder / name).is_file():
             raise ConfigError(f"path is {str(path)!r}; expected a folder of peft, with {name}")
     try:
-        found = json.loads((folder / ADAPTER_CONFIG).read_text())
-        rank, alpha, targets = found["r"], found["lora_alpha"], found["target_modules"]
+        settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+        rank = settings["r"]
+        alpha = settings["lora_alpha"]
+        targets = settings["target_modules"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} is no LoRA's: {type(error).__name__}: {error}") from None
-    check_settings(found, str(folder / ADAPTER_CONFIG))
+    check_settings(settings, str(folder / ADAPTER_CONFIG))
     if int(alpha) != alpha:
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha is {alpha}; expected a whole number")
     names = tuple(sorted(targets)) if isinstance(targets, list) else ()
-    if not names or found.get("layers_to_transform") or found.get("exclude_modules"):
+    if not names or settings.get("layers_to_transform") or settings.get("exclude_modules"):
         names = _layers(folder / ADAPTER_WEIGHTS)
     return LoRAConfig(
         rank=rank,
         alpha=int(alpha),
         target_modules=names,
-        use_rslora=bool(found.get("use_rslora")),
+        use_rslora=bool(settings.get("use_rslora")),
         path=str(path),
     )
 
@@ -83,7 +87,8 @@ def check_settings(settings: Mapping[str, Any], where: str) -> None:
     """Raise `ConfigError` for settings of peft with which adapters compute something else; ``where`` names the file."""
     for name, accepted in _PLAIN.items():
         value = settings.get(name, accepted[0])
-        if (sorted(value) if isinstance(value, list) else value) not in accepted:
+        compared = sorted(value) if isinstance(value, list) else value
+        if compared not in accepted:
             raise ConfigError(f"{where}: {name} is {value!r}; expected {accepted[0]!r}")
 
 
@@ -92,5 +97,5 @@ def _layers(file: Path) -> tuple[str, ...]:
     from safetensors import safe_open
 
     with safe_open(file, framework="np") as opened:
-        found = {name.partition(".lora_")[0] for name in opened.keys() if ".lora_" in name}  # noqa: SIM118 - not a dict
-    return tuple(sorted(name.removeprefix(PREFIX) for name in found))
+        layers = {name.partition(".lora_")[0] for name in opened.keys() if ".lora_" in name}  # noqa: SIM118 - not a dict
+    return tuple(sorted(name.removeprefix(PREFIX) for name in layers))

@@ -1,4 +1,4 @@
-"""Settings of the Megatron-Core backend; to read them it need not be installed."""
+"""Settings of the Megatron-Core backend, which can be read without Megatron-Core."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ Switch = bool | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig(Checked):
-    """Settings of how Megatron-Core computes, none of which changes what is computed.
+    """Performance settings of Megatron-Core; results stay the same up to rounding.
 
     Other fusions of Megatron-Core are off. Of masked softmax and cross-entropy there is nothing to fuse: attention and
     the head are this package's. Biases, of which only some queries, keys and values have any, are added in the linear

@@ -1,4 +1,4 @@
-"""Samples of language models, from an engine's answer to the loss, and micro-batches of them."""
+"""Samples of language models, from an engine's answer to the loss, and their micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | N
         is_bad &= mask
     if is_bad.any():
         first = np.argwhere(is_bad)[0].tolist()
-        place = "".join(f"[{i}]" for i in first)
+        index = "".join(f"[{i}]" for i in first)
         raise BatchError(
-            f"{field}{place} is {values[tuple(first)]}; expected a finite float32 at every entry that counts "
+            f"{field}{index} is {values[tuple(first)]}; expected a finite float32 at every entry that counts "
             f"({int(is_bad.sum())} of {is_bad.size} are not)"
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """Images of a prompt, as transformers' image processors of the Qwen-VL kind give them, one after the other."""
+    """Images of a prompt, concatenated as by transformers' image processors of the Qwen-VL models."""
 
     pixel_values: NDArray[np.float32]
     """[patches, features]."""
@@ -79,7 +79,7 @@ class Sample:
     response_ids: NDArray[np.int64]
     """[R], R >= 1."""
     response_mask: NDArray[np.bool_] | None = None
-    """Tokens the policy wrote (True) against those it was given; None: all of them."""
+    """True for tokens that the policy wrote, False for tokens of the environment; None: the policy wrote all."""
     advantages: NDArray[np.float32] | None = None
     old_log_probs: NDArray[np.float32] | None = None
     """Under the policy before the step's first update; None: this is the first update, the ratio starts at 1."""
@@ -128,15 +128,26 @@ class Sample:
     @property
     def prompt_key(self) -> bytes:
         """Equal for equal prompts with equal images."""
-        return self.prompt_ids.tobytes() + (b"" if self.images is None else self.images.digest)
+        if self.images is None:
+            return self.prompt_ids.tobytes()
+        return self.prompt_ids.tobytes() + self.images.digest
+
+    @property
+    def policy_log_probs(self) -> NDArray[np.float32] | None:
+        """[R] under the policy before the step's first update: the trainer's if computed, else the engine's."""
+        if self.old_log_probs is None:
+            return self.rollout_log_probs
+        return self.old_log_probs
 
     @property
     def mask(self) -> NDArray[np.bool_]:
         """[R] response tokens that count; not to be written to."""
-        return _all_count(self.response_ids.size) if self.response_mask is None else self.response_mask
+        if self.response_mask is None:
+            return _all_count(self.response_ids.size)
+        return self.response_mask
 
     def check_finite(self, name: str, *fields: str) -> None:
-        """Apply `require_finite` to per-token arrays, at the tokens that count; one that is None passes."""
+        """Apply `require_finite` to per-token arrays, at the tokens that count; None passes."""
         for field in fields:
             values: NDArray[np.float32] | None = getattr(self, field)
             if values is not None:
@@ -161,14 +172,15 @@ NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.
 
 def filled_up(micro_batches: Sequence[MicroBatch], num_passes: int) -> list[MicroBatch]:
     """Return ``num_passes`` micro-batches: these, and then `NOTHING`."""
-    return [*micro_batches, *[NOTHING] * (num_passes - len(micro_batches))]
+    return list(micro_batches) + [NOTHING] * (num_passes - len(micro_batches))
 
 
 def by_sample(
     values: Sequence[NDArray[np.float32]], micro_batches: Sequence[MicroBatch]
 ) -> list[list[NDArray[np.float32]]]:
     """Split the [N] values of each micro-batch into the [R] of each sample."""
-    return [
-        np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
-        for v, batch in zip(values, micro_batches, strict=True)
-    ]
+    by_batch: list[list[NDArray[np.float32]]] = []
+    for batch_values, batch in zip(values, micro_batches, strict=True):
+        ends = np.cumsum([sample.response_ids.size for sample in batch])
+        by_batch.append(np.split(batch_values, ends[:-1]))
+    return by_batch

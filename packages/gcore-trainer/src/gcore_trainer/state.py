@@ -1,4 +1,4 @@
-"""The check that a state fits the trainer that is to continue from it."""
+"""Check that a saved state fits a trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,16 @@ import torch
 from gcore_trainer.errors import StateError
 
 
-def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise `StateError` if names or shapes of a trainer's state differ from those of the trainer's own."""
-    if difference := sorted(state.keys() ^ own.keys()):
+def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise `StateError` if names or shapes of a saved state differ from the ``expected`` state of the trainer."""
+    difference = sorted(state.keys() ^ expected.keys())
+    if difference:
         raise StateError(f"state does not match this trainer's: names on one side only: {difference}")
-    for group, tensors in own.items():
+    for group, tensors in expected.items():
         if not isinstance(tensors, dict):
             continue
-        if difference := sorted(state[group].keys() ^ tensors.keys()):
+        difference = sorted(state[group].keys() ^ tensors.keys())
+        if difference:
             raise StateError(f"{group} does not match the model: names on one side only: {difference[:3]}")
         for name, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor) and state[group][name].shape != tensor.shape:

@@ -1,4 +1,4 @@
-"""Trainers: what those of all models and backends share, and the torch backend of language models."""
+"""The common part of all trainers, and the torch backend of language models."""
 
 import logging
 import math
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_trainer.adamw import AdamW, whole
+from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
 from gcore_trainer.lora import LoRAWeights, save_adapters
 from gcore_trainer.objectives.objective import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
-from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
+from gcore_trainer.sample import NOTHING, MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.state import check_state
 
 T = TypeVar("T")
@@ -36,8 +36,11 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self.size = dist.get_world_size(group) if group else 1
-        self.rank = dist.get_rank(group) if group else 0
+        self.size = 1
+        self.rank = 0
+        if group is not None:
+            self.size = dist.get_world_size(group)
+            self.rank = dist.get_rank(group)
 
     def gather(self, value: T) -> list[T]:
         """Return every replica's value, by rank."""
@@ -48,13 +51,13 @@ class Replicas:
         return values
 
     def gather_or_raise(self, compute: Callable[[], T]) -> list[T]:
-        """Return what every replica computes; if one raises an error, all do, so that none waits for another."""
+        """Gather what every replica computes; if one raises an error, all do, so that none waits for another."""
         try:
-            own = compute()
+            value = compute()
         except TrainerError as error:
             self.gather((None, error))
             raise
-        everyones = self.gather((own, None))
+        everyones = self.gather((value, None))
         for rank, (_, error) in enumerate(everyones):
             if error is not None:
                 raise type(error)(f"data-parallel rank {rank}: {error}")
@@ -62,14 +65,15 @@ class Replicas:
 
 
 class BaseTrainer:
-    """One rank's part of a model in training: its steps' learning rate, skipped steps, and the state.
+    """One rank's part of a model in training: learning rate, skipped steps and state.
 
     All ranks call the same methods in the same order. The ranks of one data-parallel replica (those that divide its
     layers, matrices or tokens) pass the same samples and get the same results; different replicas pass different ones.
     """
 
     def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas) -> None:
-        scheduler, total = config.lr_scheduler_type, config.total_training_steps
+        scheduler = config.lr_scheduler_type
+        total = config.total_training_steps
         is_known = scheduler == "constant" or total > 0
         require("total_training_steps", total, is_known, f"1 or more for lr_scheduler_type {scheduler!r}")
         self._config = config
@@ -77,7 +81,7 @@ class BaseTrainer:
         self._objective = objective
         self._replicas = replicas
         self.step = 0
-        """Steps taken so far, those skipped for their gradient included."""
+        """Steps taken so far, including skipped steps."""
         self._nonfinite_steps = 0
         self.data_parallel_rank = replicas.rank
         """The replica that this rank belongs to."""
@@ -90,20 +94,22 @@ class BaseTrainer:
         for part in self._replicas.gather(sums):
             add_sums(total, part)
         lr = learning_rate(self._config, self.step)
-        grad_norm, limit = self._optimizer.update(lr), MAX_NONFINITE_STEPS
-        self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
-        if count := self._nonfinite_steps:
-            skipped = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
-            _logger.warning(skipped, self.step, grad_norm, count, limit)
-            if count >= limit:
-                times = f"{count} steps in a row"
-                raise NonFiniteGradientError(f"the gradient norm was {grad_norm} in {times}: try a lower lr")
+        grad_norm = self._optimizer.update(lr)
+        count = 0
+        if not np.isfinite(grad_norm):
+            count = self._nonfinite_steps + 1
+        self._nonfinite_steps = count
+        if count:
+            message = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
+            _logger.warning(message, self.step, grad_norm, count, MAX_NONFINITE_STEPS)
+        if count >= MAX_NONFINITE_STEPS:
+            raise NonFiniteGradientError(f"the gradient norm was {grad_norm} in {count} steps in a row: try a lower lr")
         self.step += 1
-        own = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}
-        return self._objective.metrics(total) | own
+        metrics = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(count)}
+        return self._objective.metrics(total) | metrics
 
     def state(self) -> dict[str, Any]:
-        """Return all that a resumed trainer needs, under the same names in every backend and layout.
+        """Return the state of a trainer, under the same names in every backend and layout.
 
         ``model``, ``exp_avg`` and ``exp_avg_sq`` map Hugging Face names to what this rank has of the tensor: a live
         tensor, a live `DTensor`, or a list of `TensorPart`. The rest are plain numbers.
@@ -117,7 +123,7 @@ class BaseTrainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `state`, or one that was loaded in its place, by copying into this trainer's tensors.
+        """Copy a state of the form of `state` into this trainer's tensors.
 
         Raises:
             StateError: names or shapes differ; nothing was changed.
@@ -147,8 +153,10 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
         return config.lr
     span = max(1, config.total_training_steps - config.lr_warmup_steps)
     progress = min(1.0, (step - config.lr_warmup_steps) / span)
-    left = 1.0 - progress if config.lr_scheduler_type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+    remaining = 1.0 - progress
+    if config.lr_scheduler_type == "cosine":
+        remaining = (1.0 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 
 class Trainer(BaseTrainer, ABC):
@@ -165,7 +173,7 @@ class Trainer(BaseTrainer, ABC):
         """Free the device's memory until `wake`, as `Sleeper` does; other calls meanwhile raise `TrainerError`."""
         from gcore_trainer.torch.host_memory import Sleeper
 
-        self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.kept)
+        self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.stored_tensors)
         self._sleeper.sleep()
 
     def wake(self) -> None:
@@ -199,22 +207,27 @@ class Trainer(BaseTrainer, ABC):
             NonFiniteGradientError: too many skipped steps in a row.
         """
         self._check_awake()
-        learned = ([s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches)
-        kept = [batch for batch in learned if batch]
+        samples: list[Sample] = []
+        learned: list[MicroBatch] = []
+        for batch in micro_batches:
+            samples.extend(batch)
+            with_gradient = [s for s in batch if not self._objective.has_no_gradient(s)]
+            if with_gradient:
+                learned.append(with_gradient)
 
-        def checked() -> tuple[BatchTotals, int]:
+        def check_batches() -> tuple[BatchTotals, int]:
             self._objective.check(micro_batches)
-            return self._objective.totals([s for batch in micro_batches for s in batch]), len(kept)
+            return self._objective.totals(samples), len(learned)
 
-        everyones = self._replicas.gather_or_raise(checked)
-        totals = sum((t for t, _ in everyones), BatchTotals(num_sequences=0, num_tokens=0))
+        replica_totals, num_batches = zip(*self._replicas.gather_or_raise(check_batches), strict=True)
+        totals = sum(replica_totals, BatchTotals(num_sequences=0, num_tokens=0))
         if not totals.num_sequences:
             raise BatchError("micro_batches holds no sample; expected at least one in any replica")
-        return self._update(self._backward(kept, max(n for _, n in everyones), totals))
+        return self._update(self._backward(learned, max(num_batches), totals))
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches."""
-        return self._predicted(micro_batches, "tokens")
+        return self._predict_by_sample(micro_batches, "tokens")
 
     def log_probs_and_routing(
         self, micro_batches: Sequence[MicroBatch]
@@ -223,14 +236,15 @@ class Trainer(BaseTrainer, ABC):
         if not self.num_routers:
             raise TrainerError("the model has no routers whose choice of experts could be recorded")
         routing: Routing = []
-        log_probs = self._predicted(micro_batches, "tokens", routing)
-        return [list(zip(*pair, strict=True)) for pair in zip(log_probs, routing, strict=False)]
+        log_probs = self._predict_by_sample(micro_batches, "tokens", routing)
+        pairs = zip(log_probs, routing, strict=False)
+        return [list(zip(scores, experts, strict=True)) for scores, experts in pairs]
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the values [R] of the states before each sample's response tokens, under the present critic."""
-        return self._predicted(micro_batches, "values")
+        return self._predict_by_sample(micro_batches, "values")
 
-    def _predicted(
+    def _predict_by_sample(
         self, micro_batches: Sequence[MicroBatch], scores: str, routing: Routing | None = None
     ) -> list[list[NDArray[np.float32]]]:
         self._check_awake()
@@ -246,12 +260,12 @@ class Trainer(BaseTrainer, ABC):
         return self._objective.partial_loss(scores, samples, totals)
 
     def _module_names(self) -> dict[str, str]:
-        """Return names of parameters of transformers' model by those in a Hugging Face folder, where they differ."""
+        """Return parameter names of transformers' model by those of a Hugging Face folder, where they differ."""
         return {}
 
     @abstractmethod
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return names and whole tensors but a tied head, for all ranks to iterate over; adapters: `LoRAWeights`."""
+        """Return names and full tensors without a tied head, for all ranks to iterate over; adapters: `LoRAWeights`."""
 
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
@@ -269,7 +283,7 @@ class Trainer(BaseTrainer, ABC):
                 {self._module_names().get(name, name): tensor for name, tensor in adapters.items()},
                 weights.config,
                 base=self._base,
-                modules=(name for name, _ in self._module.named_modules()),
+                modules=dict(self._module.named_modules()),
                 has_value_head=self._objective.scores == "values",
             )
 
@@ -307,46 +321,58 @@ class TorchTrainer(Trainer):
                 f"objective is {type(objective).__name__}; expected one that reads {packed.scores}, which the model "
                 f"gives, and not {objective.scores}"
             )
-        self._model, self._module, self._parallel = packed, packed.model, parallel
+        self._model = packed
+        self._module = packed.model
+        self._parallel = parallel
         self._base = packed.model.name_or_path
+        group = None
         if parallel is not None:
+            group = parallel.replicas
             parallel.shard(packed)
         self._parameters = packed.named_parameters()
         adamw = packed.optimizer(optimizer, offload=offload)
-        replicas = Replicas(parallel.replicas if parallel else None)
-        super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=replicas)
+        super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(group))
         self.num_routers = packed.num_routers
         packed.model.eval()  # dropout would make every ratio to the sampling policy noise
 
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         self._check_awake()
-        if (lora := self._model.lora) is None:
-            return self._whole(self._parameters)
-        masters = self._optimizer.kept()["model"]
-        return LoRAWeights(lambda: self._whole(self._parameters), lambda: dict(self._whole(masters)), lora)
+        lora = self._model.lora
+        if lora is None:
+            return self._gather_tensors(self._parameters)
+        masters = self._optimizer.stored_tensors()["model"]
+        return LoRAWeights(
+            lambda: self._gather_tensors(self._parameters), lambda: dict(self._gather_tensors(masters)), lora
+        )
 
     def _module_names(self) -> dict[str, str]:
-        return dict(zip(self._parameters, (name for name, _ in self._module.named_parameters()), strict=True))
+        return dict(zip(self._parameters, dict(self._module.named_parameters()), strict=True))
 
-    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(t.detach().to(self._parameters[name].device))) for name, t in tensors.items())
+    def _gather_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            yield name, gather_full_tensor(tensor.detach().to(self._parameters[name].device))
 
     def save_pretrained(self, path: str | Path) -> None:
         self._check_awake()
         if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
             deque(self.export_weights(), maxlen=0)
         else:
-            is_own = self._parallel is None and self._model.lora is None
-            self._model.save_pretrained(path, None if is_own else self.export_weights())
+            weights = None
+            if self._parallel is not None or self._model.lora is not None:
+                weights = self.export_weights()
+            self._model.save_pretrained(path, weights)
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         tokens_before = self._model.num_computed_tokens
         self._optimizer.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks; the parts of the loss are to be added.
-        scale = self._parallel.world_size if self._parallel else 1
-        passes = filled_up(micro_batches, num_passes)
-        for samples in self._parallel.syncing(self._model, passes) if self._parallel else passes:
+        scale = 1
+        passes: Iterable[MicroBatch] = filled_up(micro_batches, num_passes)
+        if self._parallel is not None:
+            scale = self._parallel.world_size
+            passes = self._parallel.syncing(self._model, passes)
+        for samples in passes:
             scores = self._model.score(samples, entropy_grad=self._objective.entropy_grad)
             loss, parts = self._partial_loss(scores, samples, totals)
             torch.autograd.backward(loss * scale)

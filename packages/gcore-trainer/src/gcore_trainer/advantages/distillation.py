@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import Collectives, statistics
+from gcore_trainer.advantages.estimator import AdvantageCollectives, statistics
 from gcore_trainer.errors import BatchError
 from gcore_trainer.sample import Sample, require_finite
 
@@ -39,7 +39,7 @@ def distillation_advantages(
 async def add_distillation(
     samples: Sequence[Sequence[Sample]],
     teacher_log_probs: Sequence[Sequence[NDArray[np.floating] | None]],
-    group: Collectives,
+    group: AdvantageCollectives,
     *,
     coef: float = 1.0,
 ) -> dict[str, float]:
@@ -56,18 +56,22 @@ async def add_distillation(
     Raises:
         BatchError: a sample has no advantages or log-probs, or a number that counts is not finite.
     """
-    kl_sum, num_tokens, num_taught = 0.0, 0, 0
-    for own, taught in zip(samples, teacher_log_probs, strict=True):
-        for sample, teacher in zip(own, taught, strict=True):
-            log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+    kl_sum = 0.0
+    num_tokens = 0
+    num_taught = 0
+    everyone: list[Sample] = []
+    for group_samples, group_log_probs in zip(samples, teacher_log_probs, strict=True):
+        everyone.extend(group_samples)
+        for sample, teacher in zip(group_samples, group_log_probs, strict=True):
+            log_probs = sample.policy_log_probs
             if sample.advantages is None or log_probs is None:
                 raise BatchError("advantages or log-probs is None; expected arrays for every sample of distillation")
             if teacher is not None:
                 further = distillation_advantages(log_probs, teacher, sample.mask)
                 sample.advantages = (sample.advantages + coef * further).astype(np.float32)
                 kl_sum -= float(further.sum())
-                num_tokens, num_taught = num_tokens + int(sample.mask.sum()), num_taught + 1
-    everyone = [s for own in samples for s in own]
+                num_tokens += int(sample.mask.sum())
+                num_taught += 1
     parts = await group.all_gather((kl_sum, num_tokens, num_taught, len(everyone)))
     kl, tokens, taught, total = (sum(column) for column in zip(*parts, strict=True))
     metrics = {"distillation/reverse_kl": kl / max(tokens, 1), "distillation/taught": taught / max(total, 1)}

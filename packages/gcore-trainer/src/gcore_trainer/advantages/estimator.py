@@ -1,9 +1,10 @@
-"""From a batch's rewards to advantages: the interface of an estimator, whitening, KL controllers, and their use."""
+"""Advantages of a batch from its rewards: the interface of an estimator, whitening and KL controllers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,9 +76,12 @@ class AdvantageEstimator:
         for field, is_needed in (("values", self.needs_critic), ("greedy_score", self.needs_greedy)):
             if is_needed and getattr(group, field) is None:
                 raise BatchError(f"{field} is None; expected a value, which the advantage estimator needs")
-        found = self.function(group, config)
-        has_returns = isinstance(found, AdvantagesAndReturns)
-        advantages, returns = (found.advantages, found.returns) if has_returns else (found, None)
+        advantages: Any = self.function(group, config)
+        returns: Any = None
+        has_returns = isinstance(advantages, AdvantagesAndReturns)
+        if has_returns:
+            returns = advantages.returns
+            advantages = advantages.advantages
         if has_returns != self.needs_critic:
             raise BatchError(
                 f"returns is {returns}; expected {'returns' if self.needs_critic else 'None'} for an advantage "
@@ -85,13 +89,16 @@ class AdvantageEstimator:
             )
         expected = [mask.shape for mask in group.masks]
         for field, arrays in (("advantages", advantages), ("returns", returns)):
-            if arrays is not None and (shapes := [np.shape(a) for a in arrays]) != expected:
+            if arrays is None:
+                continue
+            shapes = [np.shape(array) for array in arrays]
+            if shapes != expected:
                 raise BatchError(f"{field} has shapes {shapes}; expected those of the responses, {expected}")
         return advantages, returns
 
 
 def advantage_estimator(**needs: Any) -> Callable[[_Function], AdvantageEstimator]:
-    """Make an `AdvantageEstimator` with these needs, its fields, of a function that it calls."""
+    """Make an `AdvantageEstimator` of the decorated function; ``needs`` are its other fields."""
     return lambda function: AdvantageEstimator(function=function, **needs)
 
 
@@ -102,8 +109,10 @@ def get_advantage_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ConfigError: there is no such estimator, no such file, or the file does not import.
     """
-    found = _ESTIMATORS.load(name)
-    return found if isinstance(found, AdvantageEstimator) else AdvantageEstimator(function=found)
+    estimator = _ESTIMATORS.load(name)
+    if not isinstance(estimator, AdvantageEstimator):
+        estimator = AdvantageEstimator(function=estimator)
+    return estimator
 
 
 def advantage_estimators() -> dict[str, AdvantageEstimator]:
@@ -122,15 +131,21 @@ def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
 def whitening_moments(
     values: Sequence[NDArray[np.floating]], masks: Sequence[NDArray[np.bool_]]
 ) -> NDArray[np.float64]:
-    """Return count, sum and sum of squares of the tokens in the masks, shape [3]; those of parts of a batch add up.
+    """Return count, sum and sum of squares of the tokens in the masks, shape [3]; parts of a batch add up.
 
     Raises:
         BatchError: the value of a token in a mask is not finite.
     """
+    count = 0
+    total = 0.0
+    squares = 0.0
     for i, (v, m) in enumerate(zip(values, masks, strict=True)):
         require_finite(f"values[{i}]", v, m)
-    counted = [v[m].astype(np.float64) for v, m in zip(values, masks, strict=True)]
-    return np.array([sum(f(v) for v in counted) for f in (np.size, np.sum, lambda v: np.square(v).sum())], np.float64)
+        counted = v[m].astype(np.float64)
+        count += counted.size
+        total += counted.sum()
+        squares += np.square(counted).sum()
+    return np.array([count, total, squares], np.float64)
 
 
 def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -145,7 +160,9 @@ def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray
     """
     count, total, squares = batch.tolist()
     mean = total / max(count, 1.0)
-    variance = max(squares - count * mean * mean, 0.0) / (count - 1.0) if count > 1 else 1.0
+    variance = 1.0
+    if count > 1:
+        variance = max(squares - count * mean * mean, 0.0) / (count - 1.0)
     return np.where(mask, (values - mean) / np.sqrt(variance + 1e-8), 0.0).astype(np.float32)
 
 
@@ -208,8 +225,8 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * n_steps / self._horizon
 
 
-class Collectives(Protocol):
-    """Exchange between the processes that hold parts of a batch; all of them make the same calls."""
+class AdvantageCollectives(Protocol):
+    """Exchange between the processes that hold parts of a batch; all processes make the same calls."""
 
     async def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank."""
@@ -221,21 +238,26 @@ def check_finite_tokens(
     *fields: str,
     named: Callable[[int, int], str] = "micro_batches[{}][{}]".format,
 ) -> None:
-    """Check `Sample.check_finite` of every sample, which is done one by one only if a number of all is not finite.
+    """Check `Sample.check_finite` of every sample, one by one only if any number is not finite.
 
     Args:
-        named: called with the place of a batch and of a sample in it; returns the sample's name in an error.
+        named: called with the indices of a batch and of a sample in it; returns the sample's name in an error.
 
     Raises:
         BatchError: a number of a token that counts is not finite.
     """
-    samples = [sample for batch in batches for sample in batch]
     suspects: list[str] = []
     for field in fields:
-        arrays = [values for sample in samples if (values := getattr(sample, field)) is not None]
+        arrays: list[NDArray[np.float32]] = []
+        for sample in chain.from_iterable(batches):
+            values = getattr(sample, field)
+            if values is not None:
+                arrays.append(values)
         if arrays and not (np.abs(np.concatenate(arrays)) <= LARGEST).all():
             suspects.append(field)
-    for i, batch in enumerate(batches if suspects else ()):
+    if not suspects:
+        return
+    for i, batch in enumerate(batches):
         for j, sample in enumerate(batch):
             sample.check_finite(named(i, j), *suspects)
 
@@ -246,7 +268,7 @@ async def add_advantages(
     greedy_scores: Sequence[float | None],
     estimator: AdvantageEstimator,
     config: AdvantageConfig,
-    group: Collectives,
+    group: AdvantageCollectives,
 ) -> dict[str, float]:
     """Set the advantages of samples, and returns if the estimator needs a critic; they are whitened if it says so.
 
@@ -261,29 +283,36 @@ async def add_advantages(
         BatchError: a group lacks something that the estimator needs, or a number that counts is not finite.
     """
     everyone: list[Any] = []
-    for own, own_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
-        values = [s.values for s in own if s.values is not None] or None
-        masks = [s.mask for s in own]
-        scored = ScoredGroup(rewards=own_rewards, masks=masks, values=values, greedy_score=greedy_score)
+    scores: list[NDArray[np.float64]] = []
+    for group_samples, group_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
+        values = [s.values for s in group_samples if s.values is not None] or None
+        masks = [s.mask for s in group_samples]
+        scored = ScoredGroup(rewards=group_rewards, masks=masks, values=values, greedy_score=greedy_score)
         advantages, returns = estimator(scored, config)
-        for sample, sample_advantages in zip(own, advantages, strict=True):
+        for sample, sample_advantages in zip(group_samples, advantages, strict=True):
             sample.advantages = sample_advantages.astype(np.float32)
-        for sample, sample_returns in zip(own, returns or (), strict=returns is not None):
+        for sample, sample_returns in zip(group_samples, returns or (), strict=returns is not None):
             sample.returns = sample_returns.astype(np.float32)
-        everyone.extend(own)
-    metrics = await statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
+        everyone.extend(group_samples)
+        scores.append(scored.scores)
+    metrics = await statistics("critic/rewards", scores, group)
     if estimator.whiten:
         moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
         batch = sum(await group.all_gather(moments), np.zeros(3))
         for sample in everyone:
             sample.advantages = whiten(sample.advantages, sample.mask, batch)
-    for field in ("values", "returns", "advantages") if estimator.needs_critic else ("advantages",):
+    fields = ["advantages"]
+    if estimator.needs_critic:
+        fields = ["values", "returns", "advantages"]
+    for field in fields:
         counted = [getattr(s, field)[s.mask] for s in everyone]
         metrics |= await statistics(f"critic/{field}", counted, group)
     return metrics
 
 
-async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: Collectives) -> dict[str, float]:
+async def rollout_mismatch(
+    differences: Sequence[NDArray[np.floating]], group: AdvantageCollectives
+) -> dict[str, float]:
     """Return metrics of an engine's log-probs against the trainer's, of the tokens of all processes.
 
     ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
@@ -295,10 +324,10 @@ async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: C
         differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
     """
     joined = np.concatenate([np.zeros(0), *differences])
-    log_ratio = np.where(np.isnan(joined), MAX_LOG_RATIO, joined).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = np.nan_to_num(joined, nan=MAX_LOG_RATIO).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     size = np.abs(log_ratio)
-    own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
-    counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
+    part = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
+    counts, sums, highest, k3 = zip(*await group.all_gather(part), strict=True)
     if not sum(counts):
         return {"training/rollout_probs_diff_valid": 0.0}
     return {
@@ -309,11 +338,13 @@ async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: C
     }
 
 
-async def statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
+async def statistics(name: str, values: Sequence[NDArray[Any]], group: AdvantageCollectives) -> dict[str, float]:
     """Return mean, maximum and minimum of the numbers of all processes, as metrics; none without any number."""
-    own = np.concatenate([*values, np.zeros(0)])
-    part = (own.size, float(own.sum()), float(own.max()), float(own.min())) if own.size else None
-    parts = [p for p in await group.all_gather(part) if p is not None]
+    joined = np.concatenate([*values, np.zeros(0)])
+    part = None
+    if joined.size:
+        part = (joined.size, float(joined.sum()), float(joined.max()), float(joined.min()))
+    parts = list(filter(None, await group.all_gather(part)))
     if not parts:
         return {}
     count, total, highest, lowest = zip(*parts, strict=True)

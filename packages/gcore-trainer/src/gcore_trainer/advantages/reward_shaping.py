@@ -1,12 +1,13 @@
-"""Length and KL penalties, which are added to a response's score before advantages are computed."""
+"""Length and KL penalties on a response's score, before advantages are computed."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import Collectives, FixedKLController
+from gcore_trainer.advantages.estimator import AdvantageCollectives, FixedKLController
 from gcore_trainer.config import NOT_NEGATIVE, RewardKL
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
@@ -68,7 +69,7 @@ def kl_rewards(
     coef: float,
     kind: RewardKL = "k1",
 ) -> NDArray[np.float64]:
-    """Compute the rewards of one response's tokens, with the KL divergence to a reference policy in them.
+    """Compute the rewards of one response's tokens, including the KL penalty to a reference policy.
 
     -coef * KL_t at every token, and the score on the last one: arXiv 1909.08593, eq. 2, and arXiv 2009.01325,
     section 3.4, where ``kind`` is k1.
@@ -93,18 +94,22 @@ def kl_rewards(
 
 def policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return a sample's log-probs [R] under the policy before its update, and under the reference policy."""
-    log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+    log_probs = sample.policy_log_probs
     assert log_probs is not None
     assert sample.ref_log_probs is not None
     return log_probs, sample.ref_log_probs
 
 
 async def follow_divergence(
-    samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: Collectives
+    samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: AdvantageCollectives
 ) -> dict[str, float]:
     """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names."""
-    own = [float(kl_estimates(*policy_and_reference(s), s.mask, kind)[s.mask].mean()) for s in samples if s.mask.any()]
-    everyones = [value for part in await group.all_gather(own) for value in part]
+    divergences: list[float] = []
+    for sample in samples:
+        if sample.mask.any():
+            estimates = kl_estimates(*policy_and_reference(sample), sample.mask, kind)
+            divergences.append(float(estimates[sample.mask].mean()))
+    everyones = list(chain.from_iterable(await group.all_gather(divergences)))
     mean = float(np.mean(everyones)) if everyones else 0.0
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": kl.value}
     kl.update(mean, len(everyones))

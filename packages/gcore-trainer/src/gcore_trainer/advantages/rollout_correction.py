@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, Collectives
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, AdvantageCollectives
 from gcore_trainer.config import RolloutCorrectionConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
@@ -55,11 +55,15 @@ def rollout_correction(
         weights_N, weight_metrics = _weights(tokens, config)
         metrics |= weight_metrics
         if config.rollout_is_batch_normalize:
-            total, count = (tokens.moments(weights_N, config) if batch is None else batch).tolist()
-            factor = total / count if total > 1e-8 * count else 1.0
+            if batch is None:
+                batch = tokens.moments(weights_N, config)
+            total, count = batch.tolist()
+            factor = 1.0
+            if total > 1e-8 * count:
+                factor = total / count
             metrics["rollout_is_batch_norm_factor"] = factor
             weights_N = weights_N / factor
-        weights = tokens.scattered(weights_N.astype(np.float32), masks)
+        weights = tokens.scatter(weights_N.astype(np.float32), masks)
     kept_N = np.ones(tokens.log_ratio.size, np.bool_)
     if config.rollout_rs is not None:
         within_N, rejection_metrics = _within_thresholds(tokens, config)
@@ -74,19 +78,24 @@ def rollout_correction(
     if config.rollout_rs is not None or config.rollout_token_veto_threshold is not None:
         metrics["rollout_rs_masked_fraction"] = 1 - kept_N.mean()
         metrics["rollout_rs_seq_masked_fraction"] = (tokens.sums(~kept_N) > 0).mean()
-    named = {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
-    return weights, tokens.scattered(kept_N, masks), named
+    prefixed = {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+    return weights, tokens.scatter(kept_N, masks), prefixed
 
 
 async def add_rollout_correction(
-    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: Collectives
+    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: AdvantageCollectives
 ) -> dict[str, float]:
     """Set weights and masks against the mismatch of engine and trainer; return metrics of the whole batch.
 
     Args:
         samples: of each prompt of this process, with ``old_log_probs``.
     """
-    counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
+    counted: list[Sample] = []
+    for group_samples in samples:
+        for sample in group_samples:
+            sample.rollout_is_weights = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+            if sample.old_log_probs is not None and sample.mask.any():
+                counted.append(sample)
     columns: dict[str, Any] = {
         "old_log_probs": [s.old_log_probs for s in counted],
         "rollout_log_probs": [s.rollout_log_probs for s in counted],
@@ -94,29 +103,34 @@ async def add_rollout_correction(
     }
     batch = None
     if config.rollout_is_batch_normalize:
-        own = weight_moments(**columns, config=config) if counted else np.zeros(2)
-        batch = sum(await group.all_gather(own), np.zeros(2))
-    weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch) if counted else (None, [], {})
-    for part in samples:
-        for sample in part:
-            sample.rollout_is_weights = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
-    for sample, sample_weights in zip(counted, weights or (), strict=weights is not None):
-        sample.rollout_is_weights = sample_weights
-    for sample, mask in zip(counted, masks, strict=True):
-        sample.response_mask = mask
-    return _combined(await group.all_gather((len(counted), metrics)))
+        moments = weight_moments(**columns, config=config) if counted else np.zeros(2)
+        batch = sum(await group.all_gather(moments), np.zeros(2))
+    metrics: dict[str, float] = {}
+    if counted:
+        weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch)
+        for sample, sample_weights in zip(counted, weights or (), strict=weights is not None):
+            sample.rollout_is_weights = sample_weights
+        for sample, mask in zip(counted, masks, strict=True):
+            sample.response_mask = mask
+    return _combine_metrics(await group.all_gather((len(counted), metrics)))
 
 
-def _combined(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+def _combine_metrics(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """Combine the metrics of parts of a batch, given each one's number of samples."""
+    counts: dict[str, list[int]] = {}
+    values: dict[str, list[float]] = {}
+    for count, metrics in parts:
+        for name, value in metrics.items():
+            counts.setdefault(name, []).append(count)
+            values.setdefault(name, []).append(value)
     combined: dict[str, float] = {}
-    for name in sorted({name for _, metrics in parts for name in metrics}):
-        found = [(count, metrics[name]) for count, metrics in parts if name in metrics]
-        counts, values = zip(*found, strict=True)
-        if name.endswith(("_max", "_min")):
-            combined[name] = (max if name.endswith("_max") else min)(values)
+    for name in sorted(values):
+        if name.endswith("_max"):
+            combined[name] = max(values[name])
+        elif name.endswith("_min"):
+            combined[name] = min(values[name])
         else:
-            combined[name] = float(np.average(values, weights=counts))
+            combined[name] = float(np.average(values[name], weights=counts[name]))
     return combined
 
 
@@ -126,7 +140,9 @@ def weight_moments(
     masks: Sequence[NDArray[np.bool_]],
     config: RolloutCorrectionConfig,
 ) -> _Array:
-    """Return sum and count of the weights, shape [2]; those of parts of a batch add up. A sequence may count as one.
+    """Return sum and count of the weights, shape [2]; parts of a batch add up.
+
+    With sequence weights a sequence counts once.
 
     Errors are those of `rollout_correction`, and a `ConfigError` without ``rollout_is``.
     """
@@ -159,12 +175,8 @@ class _Tokens:
         counts = np.array([mask.sum() for mask in masks], np.int64)
         if not counts.any():
             raise BatchError(f"masks of {len(masks)} samples have no token that counts; expected at least one")
-        joined: list[_Array] = []
-        for field, arrays in (("old_log_probs", old_log_probs), ("rollout_log_probs", rollout_log_probs)):
-            for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
-                require_finite(f"{field}[{i}]", array, mask)
-            joined.append(np.concatenate([a[m] for a, m in zip(arrays, masks, strict=True)]).astype(np.float64))
-        old, rollout = joined
+        old = _join("old_log_probs", old_log_probs, masks)
+        rollout = _join("rollout_log_probs", rollout_log_probs, masks)
         return cls(log_ratio=old - rollout, old=old, rollout=rollout, counts=counts[counts > 0])
 
     @property
@@ -189,7 +201,7 @@ class _Tokens:
         """Repeat each sequence's value at its tokens: [N]."""
         return np.repeat(values_S, self.counts)
 
-    def scattered(self, values_N: NDArray[_Scalar], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[_Scalar]]:
+    def scatter(self, values_N: NDArray[_Scalar], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[_Scalar]]:
         """Distribute to samples: [R_i] of each, 0 outside its mask."""
         results = [np.zeros(mask.shape, values_N.dtype) for mask in masks]
         ends = np.cumsum([mask.sum() for mask in masks])
@@ -198,21 +210,40 @@ class _Tokens:
         return results
 
 
+def _join(field: str, arrays: Sequence[_Floats], masks: Sequence[NDArray[np.bool_]]) -> _Array:
+    """Return the numbers of the tokens that count, end to end; `BatchError` if one is not finite."""
+    parts: list[_Floats] = []
+    for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
+        require_finite(f"{field}[{i}]", array, mask)
+        parts.append(array[mask])
+    return np.concatenate(parts).astype(np.float64)
+
+
 def _ratios(log_ratio: _Array) -> _Array:
     return np.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, dict[str, Any]]:
     """Return the weights [N] before any normalisation, and their metrics."""
-    upper, lower = config.rollout_is_threshold, config.rollout_is_threshold_lower
+    upper = config.rollout_is_threshold
+    lower = config.rollout_is_threshold_lower
     is_sequence = config.rollout_is == "sequence"
-    raw_N = _ratios(tokens.spread(tokens.sums(tokens.log_ratio)) if is_sequence else tokens.log_ratio)
+    log_ratio_N = tokens.log_ratio
+    if is_sequence:
+        log_ratio_N = tokens.spread(tokens.sums(log_ratio_N))
+    raw_N = _ratios(log_ratio_N)
     weights_N = np.minimum(raw_N, upper)
     if lower is not None:
         weights_N = np.where((raw_N >= lower) & (raw_N <= upper), raw_N, 0.0)
-    raw = raw_N[tokens.starts] if is_sequence else raw_N  # one a sequence, where all its tokens share it
-    extremes = raw if is_sequence else weights_N
-    mean, weights_S = weights_N.mean(), tokens.means(weights_N)
+    raw = raw_N
+    extremes = weights_N
+    if is_sequence:
+        # All tokens of a sequence share its weight.
+        raw = raw_N[tokens.starts]
+        extremes = raw
+    lowest = 1 / upper if lower is None else lower
+    mean = weights_N.mean()
+    weights_S = tokens.means(weights_N)
     metrics = {
         "rollout_is_mean": mean,
         "rollout_is_max": extremes.max(),
@@ -220,7 +251,7 @@ def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, 
         "rollout_is_std": weights_N.std(),
         "rollout_is_eff_sample_size": mean**2 / max(np.square(weights_N).mean(), 1e-16),
         "rollout_is_ratio_fraction_high": (raw > upper).mean(),
-        "rollout_is_ratio_fraction_low": (raw < (1 / upper if lower is None else lower)).mean(),
+        "rollout_is_ratio_fraction_low": (raw < lowest).mean(),
         "rollout_is_seq_mean": weights_S.mean(),
         "rollout_is_seq_max": weights_S.max(),
         "rollout_is_seq_min": weights_S.min(),
@@ -244,20 +275,33 @@ def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tupl
     reduction = {"seq_sum": tokens.sums, "seq_mean": tokens.means, "seq_max": tokens.maxima}
     if level != "token":
         statistic = reduction[level](statistic)
-    upper, lower = config.rollout_rs_threshold, config.rollout_rs_threshold_lower
+    upper = config.rollout_rs_threshold
+    lower = config.rollout_rs_threshold_lower
     assert upper is not None
     if estimator == "k1":
-        within = (statistic >= math.log(1 / upper if lower is None else lower)) & (statistic <= math.log(upper))
+        if lower is None:
+            lower = 1 / upper
+        within = (statistic >= math.log(lower)) & (statistic <= math.log(upper))
     else:
         within = statistic <= upper
-    statistic_N, within_N = (x if level == "token" else tokens.spread(x) for x in (statistic, within))
-    metrics = {"mean": statistic_N.mean(), "max": statistic.max(), "min": statistic.min()}
-    return within_N.astype(np.bool_), {f"rollout_rs_{config.rollout_rs}_{name}": v for name, v in metrics.items()}
+    statistic_N = statistic
+    within_N = within
+    if level != "token":
+        statistic_N = tokens.spread(statistic)
+        within_N = tokens.spread(within)
+    name = f"rollout_rs_{config.rollout_rs}"
+    metrics = {
+        f"{name}_mean": statistic_N.mean(),
+        f"{name}_max": statistic.max(),
+        f"{name}_min": statistic.min(),
+    }
+    return within_N.astype(np.bool_), metrics
 
 
 def _divergence_metrics(tokens: _Tokens) -> dict[str, Any]:
     """Measure the mismatch of the policies: KL(rollout || old), perplexities, and chi-squared of the ratios."""
-    old_S, rollout_S = -tokens.means(tokens.old), -tokens.means(tokens.rollout)
+    old_S = -tokens.means(tokens.old)
+    rollout_S = -tokens.means(tokens.rollout)
     difference_S = old_S - rollout_S
     ratio_N = _ratios(tokens.log_ratio)
     return {

@@ -1,4 +1,4 @@
-"""The ranks that divide a packed row: their process groups, the places that each holds, and attention over the row.
+"""The ranks that divide a packed row: process groups, the tokens of each rank, and attention over the row.
 
 Ranks are ring-major: rank = ring_rank * ulysses_size + ulysses_rank. With R ring ranks every segment is cut in 2R equal
 chunks, and ring rank r holds chunks r and 2R - 1 - r of each: an early chunk sees few tokens and a late one many, so
@@ -11,6 +11,7 @@ dimension.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class ContextParallel:
 
     @property
     def padding(self) -> tuple[int, int]:
-        """Multiples that the row's length must be of and, if above 1, those of segments, which then share nothing."""
+        """Divisors of the row's length and of segments' lengths; segments share no prompt if theirs is above 1."""
         if self.ring_size == 1:
             return self.ulysses_size, 1
         return math.lcm(2 * self.ring_size, self.size), 2 * self.ring_size
@@ -71,7 +72,7 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
     The world ranks of each group are ascending: consecutive ``ulysses_size`` of them exchange heads.
     """
     world_size = dist.get_world_size()
-    if sorted(rank for ranks in cp_groups for rank in ranks) != list(range(world_size)):
+    if sorted(chain.from_iterable(cp_groups)) != list(range(world_size)):
         raise ConfigError(f"cp_groups is {cp_groups}; expected each of the {world_size} ranks once")
     for ranks in cp_groups:
         # torch orders a group's ranks by their number, whatever order was given.
@@ -81,22 +82,28 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
             raise ConfigError(
                 f"ulysses_size is {ulysses_size}; expected a divisor of {len(ranks)}, the ranks of {ranks}"
             )
-    ulysses = [ranks[i : i + ulysses_size] for ranks in cp_groups for i in range(0, len(ranks), ulysses_size)]
-    ring = [ranks[i::ulysses_size] for ranks in cp_groups for i in range(ulysses_size)]
-    own = next(ranks for ranks in cp_groups if dist.get_rank() in ranks)
+    ulysses: list[list[int]] = []
+    ring: list[list[int]] = []
+    for ranks in cp_groups:
+        ulysses += [ranks[i : i + ulysses_size] for i in range(0, len(ranks), ulysses_size)]
+        ring += [ranks[i::ulysses_size] for i in range(ulysses_size)]
+    group = next(ranks for ranks in cp_groups if dist.get_rank() in ranks)
     return ContextParallel(
-        ring_size=len(own) // ulysses_size,
+        ring_size=len(group) // ulysses_size,
         ulysses_size=ulysses_size,
-        rank=own.index(dist.get_rank()),
-        ring=_own_group(ring),
-        ulysses=_own_group(ulysses),
+        rank=group.index(dist.get_rank()),
+        ring=_make_groups(ring),
+        ulysses=_make_groups(ulysses),
     )
 
 
-def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+def _make_groups(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    """Make a process group of each list of two or more ranks; return this rank's."""
     divided = [ranks for ranks in all_ranks if len(ranks) > 1]
-    own: Any = dist.new_subgroups_by_enumeration(divided)[0] if divided else None
-    return own
+    if not divided:
+        return None
+    group: Any = dist.new_subgroups_by_enumeration(divided)[0]
+    return group
 
 
 def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank: int) -> NDArray[np.int64]:
@@ -111,14 +118,16 @@ def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank
     order = np.argsort(segment_lengths, kind="stable")
     starts = (np.cumsum(segment_lengths) - segment_lengths)[order]
     chunk_lengths = segment_lengths[order] // (2 * ring_size)
-    chunk_starts = np.stack([starts + i * chunk_lengths for i in (ring_rank, 2 * ring_size - 1 - ring_rank)], axis=1)
+    early = starts + ring_rank * chunk_lengths
+    late = starts + (2 * ring_size - 1 - ring_rank) * chunk_lengths
+    chunk_starts = np.stack([early, late], axis=1)
     lengths = np.repeat(chunk_lengths, 2)
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(chunk_starts.ravel() - (ends - lengths), lengths)
 
 
 class DividedRow:
-    """Attention over a row from and to the tokens that each rank of a context-parallel group holds."""
+    """Attention over a row whose tokens the ranks of a context-parallel group divide."""
 
     def __init__(self, batch: PackedBatch, cp: ContextParallel, *, device: torch.device) -> None:
         self._cp = cp
@@ -135,7 +144,7 @@ class DividedRow:
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        kind: AttentionKind,
+        attention: AttentionKind,
         attend_whole: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """Compute [T, H, D] of this rank's tokens; ``attend_whole`` computes it of a whole row with some heads."""
@@ -145,25 +154,29 @@ class DividedRow:
                 f"attention was called with {q_THD.shape[0]} tokens; expected the {self._num_tokens} of this rank"
             )
         if cp.ulysses is not None:
-            size, num_heads = cp.ulysses_size, q_THD.shape[1]
-            k_TKD, v_TKD = (_repeated(x, num_query_heads=num_heads, size=size) for x in (k_TKD, v_TKD))
+            size = cp.ulysses_size
+            num_heads = q_THD.shape[1]
+            k_TKD = _repeat_heads(k_TKD, num_query_heads=num_heads, size=size)
+            v_TKD = _repeat_heads(v_TKD, num_query_heads=num_heads, size=size)
             q_THD, k_TKD, v_TKD = _scatter_heads([q_THD, k_TKD, v_TKD], cp.ulysses)
-            if kind.sinks is not None:
-                kind = replace(kind, sinks=kind.sinks.unflatten(0, (size, -1))[cp.rank % size])
+            if attention.sinks is not None:
+                attention = replace(attention, sinks=attention.sinks.unflatten(0, (size, -1))[cp.rank % size])
         attend = attend_whole if self._ring is None else self._ring.attend
-        out_THD = attend(q_THD, k_TKD, v_TKD, kind)
-        return out_THD if cp.ulysses is None else _gather_heads(out_THD, cp.ulysses)
+        out_THD = attend(q_THD, k_TKD, v_TKD, attention)
+        if cp.ulysses is None:
+            return out_THD
+        return _gather_heads(out_THD, cp.ulysses)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
         ctx.group = group
-        return _exchanged(parts, group)
+        return _exchange(parts, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _exchanged(grad_outputs[0], ctx.group)
+        return None, _exchange(grad_outputs[0], ctx.group)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -187,7 +200,8 @@ def _scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> lis
     message = torch.cat([part.flatten(2) for part in parts], dim=-1)
     received = _AllToAll.apply(group, message).flatten(0, 1)
     widths = [part.shape[2] * part.shape[3] for part in parts]
-    return [x.unflatten(-1, part.shape[2:]) for x, part in zip(received.split(widths, dim=-1), parts, strict=True)]
+    shares = received.split(widths, dim=-1)
+    return [share.unflatten(-1, part.shape[2:]) for share, part in zip(shares, parts, strict=True)]
 
 
 def _gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -196,7 +210,7 @@ def _gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return received.transpose(0, 1).flatten(1, 2)
 
 
-def _repeated(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) -> torch.Tensor:
+def _repeat_heads(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) -> torch.Tensor:
     """Repeat key-value heads until `size` ranks divide them, each head next to its query heads."""
     if num_query_heads % size:
         raise ConfigError(
@@ -219,7 +233,7 @@ def sum_over_ranks(values_N: torch.Tensor, *groups: dist.ProcessGroup | None) ->
     return values_N
 
 
-def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)

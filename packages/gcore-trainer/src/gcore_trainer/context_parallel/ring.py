@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
-from gcore_trainer.packing.layout import Span, Tile, causal_tiles, earlier_tiles
-from gcore_trainer.packing.tiles import Call, attend_calls, finished, gradients_of_calls, make_calls, scoring_of
+from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles
+from gcore_trainer.packing.tiles import TileCall, attend_calls, finish_row, gradients_of_calls, make_calls, scoring_of
 
 
 class EqualSegments(NamedTuple):
@@ -36,7 +36,8 @@ def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> lis
     """Return the segments of every ring rank's shard, in order."""
     result: list[EqualSegments] = []
     start = 0
-    for length, count in zip(*np.unique(segment_lengths, return_counts=True), strict=True):
+    lengths, counts = np.unique(segment_lengths, return_counts=True)
+    for length, count in zip(lengths, counts, strict=True):
         result.append(EqualSegments(start, int(count), int(length) // (2 * ring_size)))
         start += int(length * count) // ring_size
     return result
@@ -51,25 +52,31 @@ class RingRow:
     def __init__(self, segments: list[EqualSegments], group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.group = group
         self.num_tokens = sum(s.num_segments * 2 * s.chunk_length for s in segments)
-        self._segments, self._device = segments, device
-        self._calls: dict[tuple[int, int | None, bool], list[Call]] = {}
+        self._segments = segments
+        self._device = device
+        self._calls: dict[tuple[int, int | None, bool], list[TileCall]] = {}
 
     def attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute [T, H, V] of this rank, of the queries' dtype; partial results are merged in float32 at least."""
-        return _RingAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, self, kind, scoring_of(kind, q_THD.shape[-1]))
+        return _RingAttention.apply(
+            q_THD, k_TKD, v_TKV, attention.sinks, self, attention, scoring_of(attention, q_THD.shape[-1])
+        )
 
     def num_rows(self, window: int | None) -> int:
         """Return the number of rows that calls write: one more than tokens where segments may be padded."""
         return self.num_tokens + (len(self._segments) > 1 or window is not None)
 
-    def calls(self, source: int, window: int | None, *, is_varlen: bool) -> list[Call]:
+    def calls(self, source: int, window: int | None, *, is_varlen: bool) -> list[TileCall]:
         """Return the kernel calls of this rank with the keys and values of rank ``source``."""
         key = (source, window, is_varlen)
         if key not in self._calls:
-            rank, size = self.group.rank(), self.group.size()
-            tiles = [t for s in self._segments for t in _tiles(s, rank, source=source, size=size, window=window)]
+            rank = self.group.rank()
+            size = self.group.size()
+            tiles: list[Tile] = []
+            for segments in self._segments:
+                tiles.extend(_tiles(segments, rank, source=source, size=size, window=window))
             self._calls[key] = make_calls(tiles, num_tokens=self.num_tokens, device=self._device, is_varlen=is_varlen)
         return self._calls[key]
 
@@ -83,21 +90,22 @@ class _RingAttention(torch.autograd.Function):
         v_TKV: torch.Tensor,
         sinks_H: torch.Tensor | None,
         row: RingRow,
-        kind: AttentionKind,
+        attention: AttentionKind,
         scoring: Scoring,
     ) -> torch.Tensor:
         group = row.group
-        rank, size = group.rank(), group.size()
-        options: dict[str, Any] = {"window": kind.sliding_window}
-        options["is_varlen"] = has_varlen_kernel(q_THD, v_TKV, kind.softcap)
-        own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
+        rank = group.rank()
+        size = group.size()
+        is_varlen = has_varlen_kernel(q_THD, v_TKV, attention.softcap)
+        options = {"window": attention.sliding_window, "is_varlen": is_varlen}
+        local_kv = torch.cat([k_TKD, v_TKV], dim=-1)
         head_dims = (k_TKD.shape[2], v_TKV.shape[2])
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         # A rank meets its own keys first, of which every query sees its own.
-        shape_TH = row.num_rows(kind.sliding_window), q_THD.shape[1]
+        shape_TH = row.num_rows(attention.sliding_window), q_THD.shape[1]
         out_THV = q_THD.new_empty((*shape_TH, head_dims[1]), dtype=wide)
         lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
-        kv = own_kv
+        kv = local_kv
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
             k_TKD, v_TKV = kv.split(head_dims, dim=-1)
@@ -105,9 +113,12 @@ class _RingAttention(torch.autograd.Function):
             attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
             if passing is not None:
                 kv = passing.wait()
-        out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
-        ctx.save_for_backward(q_THD, own_kv, sinks_H, out_THV, lse_TH)
-        ctx.row, ctx.options, ctx.head_dims, ctx.scoring = row, options, head_dims, scoring
+        out_THV, lse_TH = finish_row(out_THV, lse_TH, q_THD, sinks_H)
+        ctx.save_for_backward(q_THD, local_kv, sinks_H, out_THV, lse_TH)
+        ctx.row = row
+        ctx.options = options
+        ctx.head_dims = head_dims
+        ctx.scoring = scoring
         return out_THV
 
     @staticmethod
@@ -118,7 +129,8 @@ class _RingAttention(torch.autograd.Function):
         grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
         row: RingRow = ctx.row
         group = row.group
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
         q_THD, kv, sinks_H, out_THV, lse_TH = ctx.saved_tensors
         num_rows = row.num_rows(ctx.options["window"])
         grad_q_THD = q_THD.new_empty((num_rows, *q_THD.shape[1:]), dtype=lse_TH.dtype)
@@ -128,10 +140,12 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(kv, group) if step < size - 1 else None
             whole_grad_kv = kv.new_zeros((num_rows, *kv.shape[1:]), dtype=lse_TH.dtype)
             grad_kv = whole_grad_kv[: row.num_tokens]
-            tensors = (grad_THV, q_THD, *kv.split(ctx.head_dims, dim=-1), out_THV, lse_TH)
-            sums = (grad_q_THD, *whole_grad_kv.split(ctx.head_dims, dim=-1))
+            k_TKD, v_TKV = kv.split(ctx.head_dims, dim=-1)
+            tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
+            sum_k, sum_v = whole_grad_kv.split(ctx.head_dims, dim=-1)
+            sums = (grad_q_THD, sum_k, sum_v)
             calls = row.calls((rank - step) % size, **ctx.options)
-            gradients_of_calls(calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=False)
+            gradients_of_calls(calls, tensors, sums, ctx.scoring, is_first_of_keys=False)
             if passing_grad is not None:
                 grad_kv += passing_grad.wait()
             passing_grad = _Passing(grad_kv, group)
@@ -147,7 +161,8 @@ class _Passing:
     """A tensor on its way to the next rank of a ring, while the previous one's arrives."""
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
         self._sent = tensor  # must live until it has left
         self._received = torch.empty_like(tensor)
         self._works = dist.batch_isend_irecv(
@@ -165,18 +180,19 @@ class _Passing:
 
 
 def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window: int | None) -> Iterator[Tile]:
-    """Yield what this rank computes with the keys of rank `source`, chunks `source` and 2R - 1 - `source`."""
+    """Yield the tiles of this rank's queries with the keys of rank `source`: chunks `source` and 2R - 1 - `source`."""
     length = segments.chunk_length
     for start in range(segments.start, segments.start + segments.num_segments * 2 * length, 2 * length):
-        early, late = Span(start, length), Span(start + length, length)
-        whole = Span(start, 2 * length)
+        early = TokenSpan(start, length)
+        late = TokenSpan(start + length, length)
+        both_chunks = TokenSpan(start, 2 * length)
         if window is None or window >= 2 * size * length:
             if source == rank:
-                yield Tile(whole, whole, "until")
+                yield Tile(both_chunks, both_chunks, "until")
             elif source < rank:
-                yield Tile(whole, early, "all")
+                yield Tile(both_chunks, early, "all")
             else:
-                yield Tile(late, whole, "all")
+                yield Tile(late, both_chunks, "all")
             continue
         for queries, query_chunk in ((early, rank), (late, 2 * size - 1 - rank)):
             for keys, key_chunk in ((early, source), (late, 2 * size - 1 - source)):

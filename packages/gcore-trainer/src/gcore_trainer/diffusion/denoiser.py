@@ -5,7 +5,6 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from gcore_trainer.adamw import whole
+from gcore_trainer.adamw import gather_full_tensor
 from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import TRAINED, AdapterSets, LoRAWeights, adapters_named, add_lora
@@ -38,8 +37,8 @@ class Denoiser:
     """A transformer or UNet of diffusers that gives velocities or noise.
 
     Args:
-        compute_dtype: of its passes; its parameters stay in float32.
-        lora: adapters to be trained in its place.
+        compute_dtype: dtype of passes; parameters stay in float32.
+        lora: adapters to train in place of the parameters.
         gradient_checkpointing: whether activations are computed again in the backward pass; auto: for models of a
             billion parameters or more on CUDA.
     """
@@ -57,16 +56,18 @@ class Denoiser:
         self._compute_dtype = compute_dtype
         self.device: torch.device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
-        self._latents, *others = parameters
-        self._timesteps = next((name for name in ("timesteps", "t") if name in others), "timestep")
+        self._latents = next(iter(parameters))
+        self._timesteps = next((name for name in ("timesteps", "t") if name in parameters), "timestep")
         # Z-Image's model takes and gives a list of images, each [C, frames, H, W].
         self._is_of_lists = str(parameters[self._latents].annotation).startswith("list")
         if is_checkpointed(gradient_checkpointing, model, self.device):
             model.enable_gradient_checkpointing()
-        self._adapters = self._adapter = None
+        self._adapters: AdapterSets | None = None
+        self._adapter: str | None = None
         if lora is not None:
             add_lora(model, lora)
-            self._adapters, self._adapter = AdapterSets(model), TRAINED
+            self._adapters = AdapterSets(model)
+            self._adapter = TRAINED
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
         self._sleeper = Sleeper(model)
@@ -87,29 +88,33 @@ class Denoiser:
             component: name of the model, if the pipeline has two.
             variant: of the weights, as in ``diffusion_pytorch_model.fp16.safetensors``.
         """
-        name, kind = pipeline_component(path, component)
-        load = getattr(diffusers, kind).from_pretrained
+        name, class_name = pipeline_component(path, component)
+        load = getattr(diffusers, class_name).from_pretrained
         model = load(Path(path) / name, dtype=torch.float32, variant=variant, local_files_only=True)
         return cls(model.to(device), **options)
 
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
-        """Return what a pipeline's scheduler was given for latents [B, ...] and timesteps [B], [B, ...] in float32."""
+        """Predict the scheduler's input [B, ...] in float32 from latents [B, ...] and timesteps [B]."""
         if conditions.guidance_scale is not None:
-            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+            latents = torch.cat([latents, latents])
+            timesteps = torch.cat([timesteps, timesteps])
         if len(conditions.calls) == 1:
             [(_, arguments)] = conditions.calls
-            return conditions.combined(self._called(latents, timesteps, arguments))
-        places = [place for rows, _ in conditions.calls for place in rows]
-        outputs = [self._called(latents[rows], timesteps[rows], given) for rows, given in conditions.calls]
-        return conditions.combined(torch.cat(outputs)[np.argsort(places)])
+            return conditions.combine(self._call_model(latents, timesteps, arguments))
+        order: list[int] = []
+        outputs: list[torch.Tensor] = []
+        for rows, arguments in conditions.calls:
+            order.extend(rows)
+            outputs.append(self._call_model(latents[rows], timesteps[rows], arguments))
+        return conditions.combine(torch.cat(outputs)[np.argsort(order)])
 
-    def _called(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def _call_model(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         dtype = self._compute_dtype
-        given, others = with_appended(latents, arguments)
+        inputs, options = with_appended(latents, arguments)
         if self._is_of_lists:
-            given = [each.unsqueeze(1) for each in given]
-        arguments = {self._latents: given, self._timesteps: timesteps, **others}
-        adapters = nullcontext() if self._adapters is None else self._adapters.used(self._adapter)
+            inputs = [image.unsqueeze(1) for image in inputs]
+        arguments = {self._latents: inputs, self._timesteps: timesteps, **options}
+        adapters = nullcontext() if self._adapters is None else self._adapters.use(self._adapter)
         with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
@@ -118,18 +123,20 @@ class Denoiser:
         return output[tuple(map(slice, latents.shape))].float()
 
     def initial(self) -> "Denoiser":
-        """Return the initial policy: the model without its adapters, or with a copy of those that it starts from.
+        """Return the initial policy: the model without adapters, or with a copy of the adapters that it starts from.
 
         Without adapters, see `copied`.
         """
         if self.lora is None:
             return self.copied()
-        return self.copied("initial") if self.lora.path else self._with_adapter(None)
+        if self.lora.path:
+            return self.copied("initial")
+        return self._with_adapter(None)
 
     def copied(self, name: str = "old") -> "Denoiser":
-        """Return another one with the same weights, of which none is trained; the frozen ones are shared.
+        """Return a copy whose weights are not trained; frozen weights are shared.
 
-        ``name`` is that of its adapters, if there are any.
+        ``name`` names the copy's adapters, if there are any.
         """
         if self._adapters is not None:
             self._adapters.copy(name)
@@ -158,9 +165,9 @@ class Denoiser:
         shard_modules([*self._blocks, self.model], mesh, dtype=dtype)
 
     def compile(self, *, backend: str | None = None) -> None:
-        """Compile the blocks, which the first passes do; results change by rounding errors.
+        """Compile the blocks in the first passes; results change by rounding errors.
 
-        Copies and shards are made before: they would call the blocks of this model.
+        Copy and shard the model before: a copy made later would call the blocks of this model.
 
         Args:
             backend: of torch.compile; None: Inductor, or on a CPU without a C++ compiler one that makes nothing faster.
@@ -174,37 +181,45 @@ class Denoiser:
 
     @property
     def _blocks(self) -> list[torch.nn.Module]:
-        return [*chain(*(part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)))]
+        blocks: list[torch.nn.Module] = []
+        for part in self.model.children():
+            if isinstance(part, torch.nn.ModuleList):
+                blocks.extend(part)
+        return blocks
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return parameters by diffusers' names, adapters by peft's; of a sharded model this rank's shards."""
         for module in self.model.modules():
-            # A forward pass without a backward one leaves some whole.
+            # A forward pass without a backward one leaves some parameters gathered.
             if isinstance(module, FSDPModule):
                 module.reshard()
         return adapters_named(dict(self.model.named_parameters()), self._adapter)
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return those of `parameters` that are trained."""
+        """Return the trained ones of `parameters`."""
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
     def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return diffusers' names and whole tensors, on every rank; ``trained`` replaces the model's own.
+        """Return diffusers' names and full tensors, on every rank; ``trained`` replaces the model's own.
 
         See `Trainer.export_weights`.
         """
-        own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
+        replaced: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
 
-        def named() -> Iterator[tuple[str, torch.Tensor]]:
-            return ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
+        def gather_parameters() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in self.parameters().items():
+                yield name, gather_full_tensor(replaced.get(name, parameter.detach()))
+
+        def gather_adapters() -> dict[str, torch.Tensor]:
+            return {name: gather_full_tensor(tensor) for name, tensor in replaced.items()}
 
         if self.lora is not None:
-            return LoRAWeights(named, lambda: {name: whole(tensor) for name, tensor in own.items()}, self.lora)
-        return named()
+            return LoRAWeights(gather_parameters, gather_adapters, self.lora)
+        return gather_parameters()
 
 
 def pipeline_component(path: str | Path, component: str = "") -> tuple[str, str]:
-    """Return name and class of the model in a pipeline's folder, of this name if the pipeline has two.
+    """Return the name and class of the model in a pipeline's folder; ``component`` chooses among two.
 
     Raises:
         UnsupportedModelError: the folder is no pipeline's, or it has no such model.

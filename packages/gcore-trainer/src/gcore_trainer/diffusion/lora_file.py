@@ -31,7 +31,7 @@ def read_component_lora_config(path: str | Path, component: str) -> LoRAConfig:
 
 
 def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
-    """Return the settings of the adapters in a file of diffusers, and their matrices by peft's names of them.
+    """Read the settings of the adapters in a file of diffusers, and their matrices under peft's names.
 
     The scale is that of the file's alphas, or of the settings of peft in its header; without either it is 1.
 
@@ -42,7 +42,9 @@ def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRA
     Raises:
         ConfigError: there is no such file, or it holds more than adapters of this model, all of one rank and scale.
     """
-    file = Path(path) if Path(path).is_file() else Path(path) / FILE_NAME
+    file = Path(path)
+    if not file.is_file():
+        file /= FILE_NAME
     if not file.is_file():
         raise ConfigError(
             f"path is {str(path)!r}; expected adapters of diffusers, a safetensors file or a folder with {FILE_NAME}, "
@@ -51,9 +53,7 @@ def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRA
     metadata, tensors = _load(file)
     if component is None:
         component = next(iter(tensors), "").partition(".")[0]
-    settings: dict[str, Any] = {}
-    for name, value in metadata.items():
-        settings[name.removeprefix(f"{component}.")] = value
+    settings = {name.removeprefix(f"{component}."): value for name, value in metadata.items()}
     check_settings(settings, str(file))
     matrices: dict[str, torch.Tensor] = {}
     alphas: set[float] = set()

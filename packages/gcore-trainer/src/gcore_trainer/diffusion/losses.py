@@ -86,7 +86,7 @@ def clipped_step_loss(
     max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
     eq. 6, clipped as its section 4.2 says) and Flow-GRPO (arXiv 2505.05470, eq. 5).
     """
-    return _clipped(log_probs - old_log_probs, advantages, clip_ratio)
+    return _clip_ratio(log_probs - old_log_probs, advantages, clip_ratio)
 
 
 def guard_step_loss(
@@ -113,8 +113,8 @@ def guard_step_loss(
     """
     noise = (next_latents - old_means) / column(std, means)
     log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
-    found = _clipped(log_ratio, advantages, clip_ratio)
-    return replace(found, loss=found.loss / -dt)
+    policy = _clip_ratio(log_ratio, advantages, clip_ratio)
+    return replace(policy, loss=policy.loss / -dt)
 
 
 def gaussian_kl(means: torch.Tensor, ref_means: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def diffusion_dpo_loss(
     return -logsigmoid(margins), margins > 0
 
 
-def _clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> PolicyLoss:
+def _clip_ratio(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> PolicyLoss:
     # An infinite ratio has a gradient of NaN, even where the clip leaves it out.
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     return clipped_surrogate(ratio, advantages, low=clip_ratio, high=clip_ratio)

@@ -1,4 +1,4 @@
-"""Objectives of diffusion trainers: their parts of a batch's loss add up, over passes, micro-batches and ranks."""
+"""Objectives of diffusion trainers: parts of a batch's loss add up over passes, micro-batches and ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stacked
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stack_fields
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import PartialLoss
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Gaussian(Protocol):
-    """The distribution that the next latents are drawn from."""
+    """The distribution of the next latents."""
 
     @property
     def mean(self) -> torch.Tensor: ...
@@ -72,7 +72,7 @@ class DiffusionObjective(ABC):
         return self.num_timesteps
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
-        """Return what these images add to the batch's denominator, in each pass."""
+        """Return the images' share of the batch's denominator, in each pass."""
         return len(samples)
 
     @abstractmethod
@@ -84,7 +84,7 @@ class DiffusionObjective(ABC):
         """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Make metrics of the batch's sums."""
+        """Compute metrics from the batch's sums."""
         return sums
 
 
@@ -99,13 +99,15 @@ class DenoisingPolicyObjective(DiffusionObjective):
         self._config = config
         self._kernel = kernel
         self.reads = ("latents", "next_latents", "old_log_probs", "levels", "next_levels", "timesteps", "advantage")
-        self.reads += ("old_means",) * (config.loss_mode == "guard") + ("ref_means",) * bool(config.kl_loss_coef)
+        if config.loss_mode == "guard":
+            self.reads += ("old_means",)
+        if config.kl_loss_coef:
+            self.reads += ("ref_means",)
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
-        if len({s.num_steps for s in samples}) != 1 or not samples[0].num_steps:
-            raise BatchError(
-                f"latents have {sorted({s.num_steps for s in samples})} steps; expected one number above 0"
-            )
+        num_steps = {s.num_steps for s in samples}
+        if len(num_steps) != 1 or not samples[0].num_steps:
+            raise BatchError(f"latents have {sorted(num_steps)} steps; expected one number above 0")
         super().check(samples)
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
@@ -113,25 +115,26 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
-        following, old_log_probs = stacked(samples, device, "next_latents", "old_log_probs", step=index)
-        [advantages] = stacked(samples, device, "advantage")
+        following, old_log_probs = stack_fields(samples, device, "next_latents", "old_log_probs", step=index)
+        [advantages] = stack_fields(samples, device, "advantage")
         drawn, dt = drawn_at(models.policy, self._kernel, samples, index)
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
-            [old_means] = stacked(samples, device, "old_means", step=index)
-            given = following, drawn.mean, old_means, drawn.std.flatten(), dt, advantages
-            found = guard_step_loss(*given, clip_ratio=self._config.clip_ratio)
+            [old_means] = stack_fields(samples, device, "old_means", step=index)
+            std = drawn.std.flatten()
+            clip_ratio = self._config.clip_ratio
+            policy = guard_step_loss(following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio)
         else:
-            found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
-        loss = found.loss.sum() / total
+            policy = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
+        loss = policy.loss.sum() / total
         sums = {
             "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": found.clipped.sum() / total,
+            "actor/pg_clipfrac": policy.clipped.sum() / total,
             "actor/ppo_kl": (old_log_probs - log_probs.detach()).sum() / total,
-            "actor/ratio_dev": (found.ratio.detach() - 1).abs().sum() / total,
+            "actor/ratio_dev": (policy.ratio.detach() - 1).abs().sum() / total,
         }
         if self._config.kl_loss_coef:
-            [ref_means] = stacked(samples, device, "ref_means", step=index)
+            [ref_means] = stack_fields(samples, device, "ref_means", step=index)
             std = drawn.std.flatten()
             if self._config.kl_loss_type == "flow_grpo":
                 std = std / (-dt).sqrt()
@@ -158,8 +161,9 @@ class NFTObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
-        device, bound = models.policy.device, self._config.adv_clip_max
-        clean, advantages = stacked(samples, device, "clean_latents", "advantage")
+        device = models.policy.device
+        bound = self._config.adv_clip_max
+        clean, advantages = stack_fields(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
         noised = self._process.noised(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
@@ -171,8 +175,8 @@ class NFTObjective(DiffusionObjective):
                 reference = models.reference(noised, timesteps, conditions)
         velocity = models.policy(noised, timesteps, conditions)
         optimality = (advantages.clamp(-bound, bound) / bound / 2 + 0.5).clamp(0, 1)
-        found = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
-        loss = bound * found.sum() / total
+        losses = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
+        loss = bound * losses.sum() / total
         sums = {"actor/pg_loss": loss.detach()}
         if reference is not None:
             kl_loss = ((velocity - reference) ** 2).flatten(1).mean(1).sum() / total
@@ -205,25 +209,27 @@ class DiffusionDPOObjective(DiffusionObjective):
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.reference is not None
         device = models.policy.device
-        [clean] = stacked(samples, device, "clean_latents")
-        # Both of a pair get one noise.
-        level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
+        [clean] = stack_fields(samples, device, "clean_latents")
+        # Both images of a pair get the chosen one's noise.
+        seeded = [samples[i - i % 2] for i in range(len(samples))]
+        level, noise = drawn_noise(seeded, index, clean)
         noised = self._process.noised(clean, noise, level)
         timesteps = model_timesteps(samples, self._process.timesteps(level))
-        target, conditions = self._process.target(clean, noise, level), Conditioned.of(samples, device)
+        target = self._process.target(clean, noise, level)
+        conditions = Conditioned.of(samples, device)
 
         def errors(model: "Denoiser") -> torch.Tensor:
             return ((model(noised, timesteps, conditions) - target) ** 2).flatten(1).mean(1)
 
         with torch.no_grad():
             ref_errors = errors(models.reference)
-        found, is_right = diffusion_dpo_loss(errors(models.policy), ref_errors, beta=self._config.beta)
-        loss = found.sum() / total
+        losses, is_right = diffusion_dpo_loss(errors(models.policy), ref_errors, beta=self._config.beta)
+        loss = losses.sum() / total
         return loss, {"actor/dpo_loss": loss.detach(), "actor/dpo_accuracy": is_right.sum() / total}
 
 
 class RewardGradientObjective(DiffusionObjective):
-    """A differentiable reward's own gradient, through the last steps of sampling: DRaFT-K (arXiv 2309.17400).
+    """The gradient of a differentiable reward, through the last steps of sampling: DRaFT-K (arXiv 2309.17400).
 
     The recorded steps, which are to be a sampler's last ones without noise, are made again, with their gradient, from
     the latents before the first of them. Metrics: ``actor/reward``.
@@ -245,7 +251,7 @@ class RewardGradientObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index
-        [latents] = stacked(samples, models.policy.device, "latents", step=0)
+        [latents] = stack_fields(samples, models.policy.device, "latents", step=0)
         for step in range(samples[0].num_steps):
             drawn, _ = drawn_at(models.policy, self._kernel, samples, step, latents)
             latents = drawn.mean
@@ -261,16 +267,18 @@ def drawn_at(
     latents: torch.Tensor | None = None,
 ) -> tuple[Gaussian, torch.Tensor]:
     """Return a model's distribution at a recorded step, from other ``latents`` if given, and dt [B] of the step."""
-    levels, next_levels, timesteps = stacked(samples, model.device, "levels", "next_levels", "timesteps", step=step)
+    levels, next_levels, timesteps = stack_fields(
+        samples, model.device, "levels", "next_levels", "timesteps", step=step
+    )
     if latents is None:
-        [latents] = stacked(samples, model.device, "latents", step=step)
+        [latents] = stack_fields(samples, model.device, "latents", step=step)
     output = model(latents, timesteps, Conditioned.of(samples, model.device))
     return kernel(output, latents, levels, next_levels), next_levels - levels
 
 
 def model_timesteps(samples: Sequence[DiffusionSample], timesteps: torch.Tensor) -> torch.Tensor:
     """Return the timesteps [B] that the sampler gave its model for timesteps [B] in training."""
-    [maps] = stacked(samples, timesteps.device, "timestep_map")
+    [maps] = stack_fields(samples, timesteps.device, "timestep_map")
     return maps[:, 0] * timesteps + maps[:, 1]
 
 

@@ -58,39 +58,51 @@ class DiffusionSample:
     timesteps: NDArray[np.float32] | None = None
     """[K] the timesteps that are passed to the model."""
     noise_seed: int = 0
-    """Seed of what an objective draws for this image."""
+    """Seed of the random numbers that an objective draws for this image."""
     prompt: str = ""
     """The prompt, for rewards that are differentiated."""
 
     def __post_init__(self) -> None:
-        for name in _PER_STEP if self.latents is not None else ():
+        for name in _PER_STEP:
             value = getattr(self, name)
-            if value is not None and len(value) != self.num_steps:
+            if self.latents is not None and value is not None and len(value) != self.num_steps:
                 raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {self.num_steps}")
 
     @property
     def num_steps(self) -> int:
         """K."""
-        return 0 if self.latents is None else len(self.latents)
+        if self.latents is None:
+            return 0
+        return len(self.latents)
 
     def check_finite(self, name: str, *names: str) -> None:
         """Raise `BatchError` if the named arrays or the conditions, of image ``name``, hold NaN or infinities."""
         arrays = {field: getattr(self, field) for field in names}
         for field_name in ("conditions", "negative_conditions", "shared_conditions"):
-            given = getattr(self, field_name) or {}
-            arrays |= {
-                f"{field_name}[{key!r}]": v for key, v in given.items() if isinstance(v, np.ndarray | np.generic)
-            }
+            conditions = getattr(self, field_name) or {}
+            for key, value in conditions.items():
+                if isinstance(value, np.ndarray | np.generic):
+                    arrays[f"{field_name}[{key!r}]"] = value
         for label, value in arrays.items():
-            if value is None or (array := np.asarray(value)).dtype.kind in "biuSU":
+            if value is None:
                 continue
-            # NumPy alone does not know bfloat16.
-            require_finite(f"{name}.{label}", array if array.dtype.kind == "f" else array.astype(np.float32))
+            array = np.asarray(value)
+            if array.dtype.kind in "biuSU":
+                continue
+            if array.dtype.kind != "f":
+                # NumPy alone does not know bfloat16.
+                array = array.astype(np.float32)
+            require_finite(f"{name}.{label}", array)
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
         """Keep only these steps, in this order."""
-        indices, arrays = list(steps), {name: getattr(self, name) for name in _PER_STEP}
-        return replace(self, **{name: array[indices] for name, array in arrays.items() if array is not None})
+        indices = list(steps)
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in _PER_STEP:
+            array = getattr(self, name)
+            if array is not None:
+                arrays[name] = array[indices]
+        return replace(self, **arrays)
 
 
 DiffusionMicroBatch = list[DiffusionSample]
@@ -109,14 +121,20 @@ class StepScores(NamedTuple):
 def require_fields(samples: Sequence[DiffusionSample], names: Sequence[str]) -> None:
     """Raise `BatchError` for an image that lacks one of these fields."""
     for name in names:
-        if any(getattr(s, name) is None for s in samples):
-            raise BatchError(f"{name} is None: the objective needs it for every image")
+        for sample in samples:
+            if getattr(sample, name) is None:
+                raise BatchError(f"{name} is None: the objective needs it for every image")
 
 
-def stacked(
+def stack_fields(
     samples: Sequence[DiffusionSample], device: torch.device, *names: str, step: int | None = None
 ) -> list[torch.Tensor]:
-    """Stack fields of samples, which all have them, to [B, ...], at one step if they have an entry for each."""
+    """Stack fields of samples to [B, ...]; with a ``step``, that step's entry of each field."""
     require_fields(samples, names)
-    columns = [[getattr(s, name) if step is None else getattr(s, name)[step] for s in samples] for name in names]
-    return [torch.from_numpy(np.stack(column).astype(np.float32)).to(device) for column in columns]
+    tensors: list[torch.Tensor] = []
+    for name in names:
+        column = [getattr(sample, name) for sample in samples]
+        if step is not None:
+            column = [values[step] for values in column]
+        tensors.append(torch.from_numpy(np.stack(column).astype(np.float32)).to(device))
+    return tensors

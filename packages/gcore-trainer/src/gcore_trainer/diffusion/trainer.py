@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,10 +15,10 @@ from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.lora_file import FILE_NAME
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stack_fields
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
-from gcore_trainer.objectives.objective import add_sums, check_finite
+from gcore_trainer.objectives.objective import add_sums
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import BaseTrainer, Replicas
@@ -36,7 +37,8 @@ class MovingAverage:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         BELOW_ONE.require("ema_decay", decay)
-        self._parameters, self._decay = dict(parameters), decay
+        self._parameters = dict(parameters)
+        self._decay = decay
         self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -55,8 +57,7 @@ class DiffusionTrainer(BaseTrainer):
         reference: the initial policy, where the objective asks it in training or its scores are needed; it may share
             the policy's weights, see `Denoiser.initial`.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
-        old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
-            updates.
+        old_decay: growth per update and bound of the EMA decay of a separate sampling policy.
         parallel: the ranks among which images are divided, and parameters unless its ``fsdp_size`` is 1; None: this
             process is alone.
 
@@ -77,23 +78,28 @@ class DiffusionTrainer(BaseTrainer):
     ) -> None:
         if objective.needs_reference and reference is None:
             raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
-        self._world_size = parallel.world_size if parallel else 1
-        self._is_sharded = parallel is not None and parallel.num_shards > 1
-        self._is_first = parallel is None or parallel.mesh.get_rank() == 0
         old = denoiser.copied() if objective.needs_old else None
         self._models = Models(policy=denoiser, old=old, reference=reference)
-        if parallel is not None and self._is_sharded:
-            for model in (denoiser, *self._others):
-                model.shard(parallel.mesh)
+        group = None
+        self._world_size = 1
+        self._is_sharded = False
+        self._is_first = True
+        if parallel is not None:
+            group = parallel.replicas
+            self._world_size = parallel.world_size
+            self._is_sharded = parallel.num_shards > 1
+            self._is_first = parallel.mesh.get_rank() == 0
+            if self._is_sharded:
+                for model in self._all_models():
+                    model.shard(parallel.mesh)
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = _adamw(parameters, optimizer)
-        replicas = Replicas(parallel.replicas if parallel else None)
-        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
-        self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
+        self._adamw = _make_adamw(parameters, optimizer)
+        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group))
+        self._ema = None if ema_decay is None else MovingAverage(parameters, ema_decay)
         self._old_decay = old_decay
-        self._sleeper = Sleeper(denoiser.model, self._kept)
+        self._sleeper = Sleeper(denoiser.model, self._stored_tensors)
 
     def sleep(self) -> None:
         """Free the device's memory of all models, averages, gradients and optimizer states until `wake`.
@@ -101,29 +107,34 @@ class DiffusionTrainer(BaseTrainer):
         Values move to (pinned) host memory; gradients are 0 afterwards. See `Sleeper`.
         """
         self._sleeper.sleep()
-        for model in self._others:
+        for model in self._all_models()[1:]:
             model.sleep()
 
     def wake(self) -> None:
         """Undo `sleep`, if this trainer is asleep."""
         self._sleeper.wake()
-        for model in self._others:
+        for model in self._all_models()[1:]:
             model.wake()
 
     def compile(self, *, backend: str | None = None) -> None:
         """Compile the blocks of all models; see `Denoiser.compile`."""
-        for model in (self._models.policy, *self._others):
+        for model in self._all_models():
             model.compile(backend=backend)
 
-    @property
-    def _others(self) -> list[Denoiser]:
-        """The models besides the policy that have weights of their own."""
-        own, found = self._models.policy.model, (self._models.old, self._models.reference)
-        return [model for model in found if model is not None and model.model is not own]
+    def _all_models(self) -> list[Denoiser]:
+        """Return the policy, and then the other models that have weights of their own."""
+        policy = self._models.policy
+        models = [policy]
+        further = (self._models.old, self._models.reference)
+        models += [model for model in further if model is not None and model.model is not policy.model]
+        return models
 
-    def _kept(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Return the tensors besides the models', by groups and names."""
-        return {**self._adamw.kept(), "ema": self._ema.tensors if self._ema is not None else {}}
+    def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the tensors of the optimizer and the average, by groups and names."""
+        groups: dict[str, Mapping[str, torch.Tensor]] = dict(self._adamw.stored_tensors())
+        if self._ema is not None:
+            groups["ema"] = self._ema.tensors
+        return groups
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
@@ -141,25 +152,35 @@ class DiffusionTrainer(BaseTrainer):
         """
         self._sleeper.check_awake()
 
-        def checked() -> tuple[int, int, int, set[int]]:
-            samples = [s for batch in micro_batches for s in batch]
+        def check_batches() -> tuple[int, int, int, set[int]]:
+            samples = list(chain.from_iterable(micro_batches))
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
-            check_finite(micro_batches, *self._objective.reads)
+            for i, batch in enumerate(micro_batches):
+                for j, sample in enumerate(batch):
+                    sample.check_finite(f"micro_batches[{i}][{j}]", *self._objective.reads)
             calls = {num_calls(batch) for batch in micro_batches}
             return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
-        everyones = self._replicas.gather_or_raise(checked)
-        passes = {count for _, count, *_ in everyones}
+        weight = 0
+        num_batches = len(micro_batches)
+        passes: set[int] = set()
+        calls: set[int] = set()
+        for replica_weight, replica_passes, replica_batches, replica_calls in self._replicas.gather_or_raise(
+            check_batches
+        ):
+            weight += replica_weight
+            passes.add(replica_passes)
+            calls |= replica_calls
+            if self._is_sharded:
+                num_batches = max(num_batches, replica_batches)
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
         if self._is_sharded:
-            _require_one({count for *_, counts in everyones for count in counts})
-        total = sum(weight for weight, *_ in everyones) * num_passes
-        num_batches = max(count for _, _, count, _ in everyones) if self._is_sharded else len(micro_batches)
-        sums = self._backward(micro_batches, num_batches, num_passes, total)
+            _require_one(calls)
+        sums = self._backward(micro_batches, num_batches, num_passes, weight * num_passes)
         metrics = self._update(sums)
         if self._ema is not None:
             self._ema.update(self.step)
@@ -195,9 +216,10 @@ class DiffusionTrainer(BaseTrainer):
             # A divided model's collectives need all ranks: one that has no more micro-batches computes for nothing.
             is_real = i < len(micro_batches)
             batch = micro_batches[i] if is_real else micro_batches[0]
+            factor = scale if is_real else 0.0
             for index in range(num_passes):
                 loss, parts = self._objective.partial_loss(index, self._models, batch, total)
-                torch.autograd.backward(loss * (scale if is_real else 0.0))
+                torch.autograd.backward(loss * factor)
                 if is_real:
                     add_sums(sums, parts)
         if self._world_size > 1 and not self._is_sharded:
@@ -205,7 +227,7 @@ class DiffusionTrainer(BaseTrainer):
         return {name: value.item() for name, value in sums.items()}
 
     def export_weights(self, *, averaged: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return diffusers' names and whole tensors of the policy that samples; see `Trainer.export_weights`.
+        """Return diffusers' names and full tensors of the policy that samples; see `Trainer.export_weights`.
 
         Raises:
             ConfigError: there is no such average.
@@ -220,10 +242,9 @@ class DiffusionTrainer(BaseTrainer):
             deque(self.export_weights(averaged=averaged), maxlen=0)
             return
         weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
-        own = self._models.policy.model
-        model = type(own).from_config(copy.deepcopy(dict(own.config)))
-        buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
-        model.load_state_dict({**weights, **buffers})
+        policy = self._models.policy.model
+        model = type(policy).from_config(copy.deepcopy(dict(policy.config)))
+        model.load_state_dict(model.state_dict() | weights)
         model.save_pretrained(path)
 
     def save_lora(self, path: str | Path, component: str, *, averaged: bool = False) -> None:
@@ -240,23 +261,28 @@ class DiffusionTrainer(BaseTrainer):
         weights = self.export_weights(averaged=averaged)
         if not isinstance(weights, LoRAWeights):
             raise ConfigError("lora is None: the model has no adapters to save")
-        scale, tensors = weights.config.scaling, dict[str, torch.Tensor]()
+        scale = weights.config.scaling
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in weights.adapters().items():
-            scaled = tensor * scale if name.endswith(B_OF) else tensor
-            tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()
+            if name.endswith(B_OF):
+                tensor = tensor * scale
+            plain_name = name.replace(f".{TRAINED}.", ".")
+            tensors[f"{component}.{plain_name}"] = tensor.cpu().contiguous()
         if self._is_first:
             Path(path).mkdir(parents=True, exist_ok=True)
             save_file(tensors, Path(path) / FILE_NAME, {"format": "pt"})
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
-        groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
+        groups: dict[str, dict[str, torch.Tensor]] = {}
+        if self._ema is not None:
+            groups["ema"] = dict(self._ema.tensors)
         if self._models.old is not None:
             old = self._models.old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
         return groups
 
 
-def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
+def _make_adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
     if config.name == "adamw":
         return AdamW(parameters, config)
     from gcore_trainer.torch.optimizer import make_adamw
@@ -285,26 +311,31 @@ def score_steps(
     ``replicas`` are those among which a sharded model is divided; all of them call this, one may have no micro-batch.
     """
     replicas = replicas or Replicas()
-    everyones = replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
-    counts = [count for count, _ in everyones]
+    counts: list[int] = []
+    calls: set[int] = set()
+    for count, replica_calls in replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches})):
+        counts.append(count)
+        calls |= replica_calls
     if replicas.size > 1 and any(counts):
-        _require_one({calls for _, own in everyones for calls in own})
+        _require_one(calls)
     stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
     if 0 in counts:
         # A sharded model's collectives need all ranks: one without images computes with another's for nothing.
         stand_in = next(filter(None, replicas.gather(stand_in[:1])), [])
-    found: list[list[StepScores]] = []
+    scores: list[list[StepScores]] = []
     for i in range(max(counts)):
         samples = micro_batches[i] if i < len(micro_batches) else stand_in
         means: list[torch.Tensor] = []
         log_probs: list[torch.Tensor] = []
         for step in range(samples[0].num_steps):
             drawn, _ = drawn_at(denoiser, kernel, samples, step)
-            [following] = stacked(samples, denoiser.device, "next_latents", step=step)
-            has_noise = bool((drawn.std > 0).all())
+            [following] = stack_fields(samples, denoiser.device, "next_latents", step=step)
+            log_prob = drawn.std.flatten() * torch.nan
+            if (drawn.std > 0).all():
+                log_prob = drawn.log_prob(following)
             means.append(drawn.mean.cpu())
-            log_probs.append((drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan).cpu())
+            log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            columns = (torch.stack(rows, dim=1).numpy() for rows in (means, log_probs))
-            found.append([StepScores(*own) for own in zip(*columns, strict=True)])
-    return found
+            by_image = map(StepScores, torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy())
+            scores.append(list(by_image))
+    return scores

@@ -1,6 +1,7 @@
-"""Low-rank adapters of Megatron-Core's linear layers: one for each Hugging Face layer that is fused in them."""
+"""Low-rank adapters of Megatron-Core's linear layers: one for each Hugging Face layer that is fused into them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,35 +21,38 @@ from gcore_trainer.lora import A_OF, B_OF, check_start, initial_value, read_adap
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.model import HiddenStatesGPT
-from gcore_trainer.megatron.pieces import Piece, adapter_pieces
+from gcore_trainer.megatron.pieces import TensorPiece, adapter_pieces
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-Pieces = dict[torch.nn.Parameter, list[Piece]]
+Pieces = dict[torch.nn.Parameter, list[TensorPiece]]
 
 
 def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[str]:
-    """Return Hugging Face names of the layers of the whole model that get an adapter; experts get none."""
-    kinds = _ATTENTION if architecture.num_experts else _ATTENTION + _MLP
-    layers = [f"model.layers.{i}.{kind}" for i in range(architecture.num_layers) for kind in kinds]
+    """Return the Hugging Face names of all layers that get an adapter; experts get none."""
+    modules = _ATTENTION if architecture.num_experts else _ATTENTION + _MLP
+    layers: list[str] = []
+    for i in range(architecture.num_layers):
+        layers += [f"model.layers.{i}.{module}" for module in modules]
     if config.target_modules == ("all-linear",):
         return frozenset(layers)
     targets: set[str] = set()
     for name in config.target_modules:
-        found = {layer for layer in layers if f".{layer}".endswith(f".{name}")}
-        if not found:
-            accepted = ", ".join(kind.partition(".")[2] for kind in kinds)
+        matches = {layer for layer in layers if f".{layer}".endswith(f".{name}")}
+        if not matches:
+            accepted = ", ".join(module.partition(".")[2] for module in modules)
             raise ConfigError(
                 f"target_modules is {config.target_modules}; expected all-linear alone or some of {accepted}: no layer "
                 f"is named {name!r}"
             )
-        targets |= found
+        targets |= matches
     return frozenset(targets)
 
 
 def check_targets(targets: frozenset[str], architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Raise `ConfigError` where a rank has a part of the queries, keys and values of a group, and they get adapters."""
-    tp, groups = parallel.tensor_model_parallel_size, architecture.num_query_groups
+    """Raise `ConfigError` if adapted queries, keys and values of one group are divided among ranks."""
+    tp = parallel.tensor_model_parallel_size
+    groups = architecture.num_query_groups
     if tp > groups and any(name.endswith(_ATTENTION[:3]) for name in targets):
         raise ConfigError(
             f"tensor_model_parallel_size is {tp} with adapters of queries, keys or values; expected at most {groups}, "
@@ -58,15 +62,17 @@ def check_targets(targets: frozenset[str], architecture: Architecture, parallel:
 
 def add_adapters(
     stages: Sequence[HiddenStatesGPT],
-    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]],
+    pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]],
     targets: frozenset[str],
     config: LoRAConfig,
 ) -> Pieces:
     """Add adapters to linear layers as `add_lora` does; return the pieces of their parameters, which alone learn."""
     adapters: Pieces = {}
     start = read_adapters(config)
-    # Shapes are compared where a rank takes its part.
-    check_start(start, {layer + end: () for layer in targets for end in (A_OF, B_OF) if config.path}, config)
+    if config.path:
+        # Shapes are compared where a rank takes its part.
+        names = chain.from_iterable((layer + A_OF, layer + B_OF) for layer in targets)
+        check_start(start, dict.fromkeys(names, ()), config)
     for stage in stages:
         stage.requires_grad_(requires_grad=False)
         if stage.pre_process:
@@ -94,7 +100,7 @@ class AdaptedLinear(torch.nn.Module):
     def __init__(
         self,
         base: ColumnParallelLinear | RowParallelLinear,
-        weight: Sequence[Piece],
+        weight: Sequence[TensorPiece],
         targets: frozenset[str],
         config: LoRAConfig,
         start: Mapping[str, torch.Tensor],
@@ -108,36 +114,38 @@ class AdaptedLinear(torch.nn.Module):
         """Pieces of the adapters' parameters."""
         self._config = config
         self._sequence_parallel: bool = base.sequence_parallel
-        adapters = {layer: pair for layer, pair in adapter_pieces(weight, config.rank).items() if layer in targets}
-        number_of = {layer: i for i, layer in enumerate(adapters)}
-        self._blocks = [(number_of.get(p.name.removesuffix(".weight")), p.shape[0]) for p in weight]
-        """Number of the adapter, if any, and number of rows of each block of the output."""
-        for piece_of_a, piece_of_b in adapters.values():
+        number_of: dict[str, int] = {}
+        for layer, (piece_of_a, piece_of_b) in adapter_pieces(weight, config.rank).items():
+            if layer not in targets:
+                continue
+            number_of[layer] = len(number_of)
             shapes = {p.name: p.global_shape for p in (piece_of_a, piece_of_b)}
             if start:
                 check_start({name: start[name] for name in shapes}, shapes, config)
-            a, b = (
-                torch.nn.Parameter(initial_value(p.name, p.global_shape, start)[p.box].to(base.weight).contiguous())
-                for p in (piece_of_a, piece_of_b)
-            )
-            divided, whole = (a, b) if isinstance(base, RowParallelLinear) else (b, a)
-            # Gradient norms count what is divided on every rank, and the rest on one.
+            a = _initial_parameter(piece_of_a, start, base.weight)
+            b = _initial_parameter(piece_of_b, start, base.weight)
+            divided, replicated = (a, b) if isinstance(base, RowParallelLinear) else (b, a)
+            # Gradient norms count a divided parameter on every rank, and a replicated one on a single rank.
             divided.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
-            # It sees a slice of the tokens: its gradient is a part, and Megatron-Core adds the parts up.
-            whole.sequence_parallel = self._sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+            # With sequence parallelism each rank has a partial gradient; Megatron-Core sums them.
+            replicated.sequence_parallel = self._sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
             self.lora_A.append(a)
             self.lora_B.append(b)
-            self.pieces |= {a: [piece_of_a], b: [piece_of_b]}
+            self.pieces[a] = [piece_of_a]
+            self.pieces[b] = [piece_of_b]
+        self._blocks = [(number_of.get(piece.name.removesuffix(".weight")), piece.shape[0]) for piece in weight]
+        """Number of the adapter, if any, and number of rows of each block of the output."""
 
     def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
+        """Return output [T, 1, O] without the bias, and the bias, divided like the outputs of the base layer."""
         output_T1O, bias = self.base(input_T1I)
-        hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._config.scaling
-        updates = [linear(h, b) for h, b in zip(hidden.split(self._config.rank, dim=-1), self.lora_B, strict=True)]
-        return output_T1O + self._placed(updates, output_T1O), bias
+        hidden = self._gather_hidden(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._config.scaling
+        parts = hidden.split(self._config.rank, dim=-1)
+        updates = [linear(part, b) for part, b in zip(parts, self.lora_B, strict=True)]
+        return output_T1O + self._join_updates(updates, output_T1O), bias
 
-    def _whole(self, hidden_T1R: torch.Tensor) -> torch.Tensor:
-        """Return A x of what B is applied to on this rank, from A x of what this rank has of x."""
+    def _gather_hidden(self, hidden_T1R: torch.Tensor) -> torch.Tensor:
+        """Return the A x that B of this rank is applied to, from A x of this rank's part of x."""
         group: Any = self.base.tp_group
         if isinstance(self.base, RowParallelLinear):
             if self._sequence_parallel:
@@ -147,12 +155,26 @@ class AdaptedLinear(torch.nn.Module):
             return gather_from_sequence_parallel_region(hidden_T1R, group=group)
         return copy_to_tensor_model_parallel_region(hidden_T1R, group=group)
 
-    def _placed(self, updates: Sequence[torch.Tensor], output_T1O: torch.Tensor) -> torch.Tensor:
-        """Each layer's rows where the fused output has them, [T, 1, O]."""
-        rows = [iter(u.split([n for i, n in self._blocks if i == k], dim=-1)) for k, u in enumerate(updates)]
-        zeros = output_T1O.new_zeros(()).expand
-        blocks = [zeros(*output_T1O.shape[:-1], n) if i is None else next(rows[i]) for i, n in self._blocks]
+    def _join_updates(self, updates: Sequence[torch.Tensor], output_T1O: torch.Tensor) -> torch.Tensor:
+        """Join the layers' rows in the order of the fused output, [T, 1, O]."""
+        rows: list[Iterator[torch.Tensor]] = []
+        for number, update in enumerate(updates):
+            sizes = [num_rows for i, num_rows in self._blocks if i == number]
+            rows.append(iter(update.split(sizes, dim=-1)))
+        blocks: list[torch.Tensor] = []
+        for number, num_rows in self._blocks:
+            if number is None:
+                blocks.append(output_T1O.new_zeros(()).expand(*output_T1O.shape[:-1], num_rows))
+            else:
+                blocks.append(next(rows[number]))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+
+
+def _initial_parameter(
+    piece: TensorPiece, start: Mapping[str, torch.Tensor], weight: torch.Tensor
+) -> torch.nn.Parameter:
+    value = initial_value(piece.name, piece.global_shape, start)
+    return torch.nn.Parameter(value[piece.box].to(weight).contiguous())
 
 
 def _require_grad(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

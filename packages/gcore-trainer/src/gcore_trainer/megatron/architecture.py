@@ -23,7 +23,7 @@ _NEUTRAL: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "quantization_config": None,
 }
-"""Settings of those architectures that are not converted, each with the value at which there is nothing to convert."""
+"""Settings of those architectures that are not converted, each with the only value that is accepted."""
 
 
 class Architecture:
@@ -34,11 +34,13 @@ class Architecture:
         if model_type not in MODEL_TYPES:
             raise UnsupportedModelError(f"model_type is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
         for name, neutral in _NEUTRAL.items():
-            if (value := getattr(hf_config, name, neutral)) not in (neutral, None):
+            value = getattr(hf_config, name, neutral)
+            if value not in (neutral, None):
                 raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}; expected {neutral!r}")
-        if others := sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}):
+        unsupported = sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"})
+        if unsupported:
             raise UnsupportedModelError(
-                f"layer_types of {model_type!r} has {', '.join(others)}; expected full_attention only: the torch "
+                f"layer_types of {model_type!r} has {', '.join(unsupported)}; expected full_attention only: the torch "
                 "backend computes sliding_attention"
             )
         rope = hf_config.rope_parameters
@@ -46,7 +48,8 @@ class Architecture:
             raise UnsupportedModelError(
                 f"rope_type of {model_type!r} is {rope['rope_type']!r}; expected one of {', '.join(_ROPE_TYPES)}"
             )
-        if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        share = rope.get("partial_rotary_factor", 1.0)
+        if share != 1.0:
             raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}; expected 1.0")
         self.hf_config = hf_config
         self.num_layers: int = hf_config.num_hidden_layers
@@ -65,15 +68,18 @@ class Architecture:
         """Raise `ConfigError` for a layout that does not divide the world or the model."""
         shards = parallel.fsdp_size
         require("fsdp_size", shards, shards == 0, "0 for the megatron backend, or the torch backend")
-        pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        pp = parallel.pipeline_model_parallel_size
+        vpp = parallel.virtual_pipeline_model_parallel_size
+        tp = parallel.tensor_model_parallel_size
+        ep = parallel.expert_model_parallel_size
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
-        virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
+        pipeline = f"pipeline_model_parallel_size={pp}"
+        if vpp > 1:
+            pipeline += f" x virtual_pipeline_model_parallel_size={vpp}"
         _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)
         groups = self.num_query_groups
         if groups % tp and tp % groups:
-            accepted = sorted({*_divisors(groups, self.num_heads), *range(groups, self.num_heads + 1, groups)})
-            accepted = [n for n in accepted if self.num_heads % n == 0]
+            accepted = [n for n in _divisors(self.num_heads) if groups % n == 0 or n % groups == 0]
             raise ConfigError(
                 f"tensor_model_parallel_size={tp} neither divides {groups} key-value heads nor is a multiple of them; "
                 f"expected one of {accepted}"
@@ -81,7 +87,7 @@ class Architecture:
         # Above the number of key-value heads ranks have rows of them, gather the products, and take what they need.
         rows = (self.num_heads + 2 * groups) * self.head_dim
         _require_divides("tensor_model_parallel_size", tp, "rows of queries, keys and values", rows)
-        _require_divides(f"pipeline_model_parallel_size={pp}{virtual}", pp * vpp, "layers", self.num_layers)
+        _require_divides(pipeline, pp * vpp, "layers", self.num_layers)
         if not self.num_experts:
             if ep > 1:
                 raise ConfigError(f"expert_model_parallel_size is {ep}; expected 1 for a model without experts")
@@ -129,7 +135,7 @@ def sizes_of(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParallel:
-    """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
+    """Return the context-parallel groups, made by the first trainer of this process; all ranks call this together.
 
     Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
     """
@@ -142,13 +148,14 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
         return joined[1]
     parallel_state.initialize_model_parallel(**sizes_of(parallel), create_gloo_process_groups=False)
     # No random number is drawn, but sequence parallelism and recomputation switch between generators all the same.
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices):
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     context_parallel = ContextParallel()
     if parallel.context_parallel_size > 1:
         groups: list[Any] = [None] * dist.get_world_size()
-        own: Any = parallel_state.get_context_parallel_group()
-        dist.all_gather_object(groups, dist.get_process_group_ranks(own))
+        context_group: Any = parallel_state.get_context_parallel_group()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(context_group))
         unique = sorted({tuple(ranks) for ranks in groups})
         context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
     joined = parallel, context_parallel

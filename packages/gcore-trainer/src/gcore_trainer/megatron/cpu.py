@@ -1,4 +1,4 @@
-"""The context in which Megatron-Core is called: on CPU over gloo, stand-ins for what it takes from CUDA.
+"""The context in which Megatron-Core is called: on CPU over gloo it has stand-ins for CUDA's functions.
 
 Megatron-Core reaches its device through functions of ``torch.cuda``, and through the word "cuda" in calls that make
 tensors. On CPU, both are redirected: the functions for the process, the word for the thread. On CUDA neither is; there,
@@ -78,17 +78,17 @@ class _CudaToCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not given:
+        if func is torch.Tensor.type and len(args) == 1 and not keywords:
             # Optimizers and clipping accept only what calls itself torch.cuda.FloatTensor or torch.cuda.BFloat16Tensor.
             return func(*args).replace("torch.", "torch.cuda.")
-        if str(given.get("device")).startswith("cuda"):
-            given["device"] = "cpu"
+        if str(keywords.get("device")).startswith("cuda"):
+            keywords["device"] = "cpu"
         # It needs an accelerator.
-        given.pop("pin_memory", None)
-        return func(*args, **given)
+        keywords.pop("pin_memory", None)
+        return func(*args, **keywords)
 
 
 class _Stream(torch.cpu.Stream):

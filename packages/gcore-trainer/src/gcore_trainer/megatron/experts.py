@@ -10,7 +10,7 @@ from torch.nn import functional
 
 # E: experts of this rank, N: tokens sent to them, D: hidden size, F: size of an expert.
 ALIGNMENT_BYTES = 16
-"""Rows of what is multiplied are multiples of it."""
+"""Rows of the factors of a grouped product are multiples of it."""
 
 
 class GroupedExperts(torch.nn.Module):
@@ -22,7 +22,8 @@ class GroupedExperts(torch.nn.Module):
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
         super().__init__()
         assert pg_collection.expt_tp.size() == 1, "single experts are not divided"
-        ffn, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        ffn = config.moe_ffn_hidden_size
+        hidden = config.hidden_size
         assert ffn is not None
         self._is_fused = config.bias_activation_fusion
         self.weight1 = _weight(config, num_local_experts, 2 * ffn, hidden)
@@ -35,14 +36,14 @@ class GroupedExperts(torch.nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Return outputs [N, D], weighted by the router's probabilities, and no bias."""
         ends_E = tokens_per_expert.to(tokens_ND.device, non_blocking=True).cumsum(0).int()
-        gate_up = _multiplied(tokens_ND, self.weight1, ends_E)
+        gate_up = _multiply(tokens_ND, self.weight1, ends_E)
         if self._is_fused:
             inner_NF = weighted_bias_swiglu_impl(gate_up, None, probs_N[:, None])
         else:
             gate_NF, up_NF = gate_up.chunk(2, dim=-1)
             # The router's probabilities are float32.
             inner_NF = (functional.silu(gate_NF) * up_NF * probs_N[:, None]).to(gate_up.dtype)
-        return _multiplied(inner_NF, self.weight2, ends_E), None
+        return _multiply(inner_NF, self.weight2, ends_E), None
 
 
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
@@ -53,8 +54,8 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return weight
 
 
-def _multiplied(inputs_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return [N, O], the inputs of each expert by its matrix."""
+def _multiply(inputs_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Multiply the inputs of each expert by its matrix: [N, O]."""
     if not inputs_NI.shape[0]:
         # A rank that no token was sent to: its weights still have gradients, of zeros.
         return inputs_NI @ weight_EOI.sum(0).T

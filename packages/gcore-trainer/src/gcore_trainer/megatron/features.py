@@ -16,7 +16,8 @@ def recompute_options(config: MegatronConfig, *, device_type: str, num_parameter
     """Return settings of Megatron-Core's ``TransformerConfig``; parameters are counted only where they matter."""
     granularity = config.recompute_granularity
     if granularity == "auto":
-        granularity = "full" if device_type == "cuda" and num_parameters() >= LARGE_MODEL else "none"
+        is_large = device_type == "cuda" and num_parameters() >= LARGE_MODEL
+        granularity = "full" if is_large else "none"
     if granularity == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if granularity == "selective":
@@ -27,9 +28,11 @@ def recompute_options(config: MegatronConfig, *, device_type: str, num_parameter
 
 def fusion_options(config: MegatronConfig, *, device_type: str) -> dict[str, Any]:
     """Return settings of Megatron-Core's ``TransformerConfig``; `MegatronConfig` says why most fusions are off."""
-    setting = config.bias_activation_fusion
+    fuses_activation = config.bias_activation_fusion
+    if fuses_activation == "auto":
+        fuses_activation = device_type == "cuda"
     return {
-        "bias_activation_fusion": device_type == "cuda" if setting == "auto" else setting,
+        "bias_activation_fusion": fuses_activation,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -43,18 +46,21 @@ def has_grouped_experts(
     """Return whether a rank's experts are one parameter; raise `ConfigError` where they are to be and cannot."""
     if not architecture.num_experts:
         return False
-    sizes = {name: getattr(architecture.hf_config, name) for name in ("hidden_size", "moe_intermediate_size")}
+    setting = config.grouped_gemm
+    hidden = architecture.hf_config.hidden_size
+    ffn = architecture.hf_config.moe_intermediate_size
     multiple = ALIGNMENT_BYTES // dtype.itemsize
-    fits = all(size % multiple == 0 for size in sizes.values())
+    fits = hidden % multiple == 0 and ffn % multiple == 0
     is_there = hasattr(torch.nn.functional, "grouped_mm")
-    if config.grouped_gemm == "auto":
+    if setting == "auto":
         # On CUDA, experts of other types are multiplied one after the other all the same.
         return fits and is_there and device_type == "cuda" and dtype == torch.bfloat16
-    require("grouped_gemm", config.grouped_gemm, is_there or not config.grouped_gemm, "auto or false before torch 2.10")
-    found = " and ".join(f"{name} {size}" for name, size in sizes.items())
-    expected = f"false for {found}, of which one is not a multiple of {multiple}, as {dtype} needs"
-    require("grouped_gemm", config.grouped_gemm, fits or not config.grouped_gemm, expected)
-    return config.grouped_gemm
+    if setting:
+        require("grouped_gemm", setting, is_there, "auto or false before torch 2.10")
+        sizes = f"hidden_size {hidden} and moe_intermediate_size {ffn}"
+        accepted = f"false for {sizes}, of which one is not a multiple of {multiple}, as {dtype} needs"
+        require("grouped_gemm", setting, fits, accepted)
+    return setting
 
 
 def uses_transformer_engine(config: MegatronConfig, *, device_type: str, is_installed: bool, has_lora: bool) -> bool:
@@ -62,11 +68,12 @@ def uses_transformer_engine(config: MegatronConfig, *, device_type: str, is_inst
     setting = config.transformer_engine
     if setting == "auto":
         return device_type == "cuda" and is_installed and not has_lora
-    name = "transformer_engine"
-    require(name, setting, device_type == "cuda" or not setting, f"auto or false on {device_type}: it needs CUDA")
-    hint = "auto or false where it is not installed: pip install 'transformer-engine[pytorch]'"
-    require(name, setting, is_installed or not setting, hint)
-    require(name, setting, not (has_lora and setting), "auto or false with lora: adapters are of other layers")
+    if setting:
+        name = "transformer_engine"
+        require(name, setting, device_type == "cuda", f"auto or false on {device_type}: it needs CUDA")
+        hint = "auto or false where it is not installed: pip install 'transformer-engine[pytorch]'"
+        require(name, setting, is_installed, hint)
+        require(name, setting, not has_lora, "auto or false with lora: adapters are of other layers")
     return setting
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading slices of their safetensors files, and writing them."""
+"""Reading of slices of the safetensors files in a Hugging Face folder, and writing of such folders."""
 
 import copy
 import json
@@ -19,10 +19,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from gcore_trainer.errors import StateError, UnsupportedModelError
-from gcore_trainer.megatron.pieces import Piece
-from gcore_trainer.torch.streamed_folder import write_tensors
+from gcore_trainer.megatron.pieces import TensorPiece
+from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files, write_tensors
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QKV = re.compile(r"\.[qkv]_proj\.")
@@ -30,48 +29,48 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 @torch.no_grad()
-def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piece]]) -> None:
-    """Copy what parameters are made of from a folder; a value head that it lacks stays as it is.
+def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]]) -> None:
+    """Read parameters from a folder; a value head that the folder lacks stays as it is.
 
     Raises:
         UnsupportedModelError: there are no safetensors files, or a tensor is missing, misshapen or of no known kind.
         StateError: the folder has layers that its configuration does not have.
     """
     with ExitStack() as stack:
-        opened = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
-        if (folder / _INDEX).exists():
-            file_of: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        elif (folder / _SINGLE).exists():
-            file_of = dict.fromkeys(opened(_SINGLE).keys(), _SINGLE)
-        else:
-            raise UnsupportedModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+        open_file = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
+        file_of = tensor_files(folder)
+        if not file_of:
+            raise UnsupportedModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         kinds: set[str] = set()
 
         def read(name: str, global_shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
             if name not in file_of:
                 raise UnsupportedModelError(f"{folder} has no tensor {name!r}")
-            # Of queries, keys and values, which are fused, a rank may have some.
-            kinds.update(_NUMBER.sub("*", _QKV.sub(rf".{letter}_proj.", name)) for letter in "qkv")
-            whole = opened(file_of[name]).get_slice(name)
-            if tuple(whole.get_shape()) != global_shape:
-                raise UnsupportedModelError(
-                    f"{name!r} of {folder} has shape {tuple(whole.get_shape())}: its config needs {global_shape}"
-                )
-            return whole[box]
+            # A rank may have some of the fused queries, keys and values.
+            for letter in "qkv":
+                kinds.add(_NUMBER.sub("*", _QKV.sub(rf".{letter}_proj.", name)))
+            tensor = open_file(file_of[name]).get_slice(name)
+            shape = tuple(tensor.get_shape())
+            if shape != global_shape:
+                raise UnsupportedModelError(f"{name!r} of {folder} has shape {shape}: its config needs {global_shape}")
+            return tensor[box]
 
-        for parameter, piece in ((parameter, piece) for parameter, own in pieces.items() for piece in own):
-            # A causal LM's folder has no value head: a new critic's values begin at 0.
-            if piece.name == "score.weight" and piece.name not in file_of:
-                continue
+        def read_piece(piece: TensorPiece) -> torch.Tensor:
             match = _EXPERTS.fullmatch(piece.name)
             if match is None or piece.name in file_of:
-                value = read(piece.name, piece.global_shape, piece.box)
-            else:
-                # A piece of experts is one whole expert's.
-                names = [f"{match[1]}{piece.offset[0]}.{linear}.weight" for linear in _linears(match[2])]
-                shape = (piece.shape[1] // len(names), piece.shape[2])
-                value = torch.cat([read(name, shape, (slice(None), slice(None))) for name in names])[None]
-            piece.view(parameter.view(-1)).copy_(value)
+                return read(piece.name, piece.global_shape, piece.box)
+            # A piece of experts is all of one expert.
+            expert = f"{match[1]}{piece.offset[0]}"
+            linears = _linears(match[2])
+            shape = (piece.shape[1] // len(linears), piece.shape[2])
+            box = (slice(None), slice(None))
+            return torch.cat([read(f"{expert}.{linear}.weight", shape, box) for linear in linears])[None]
+
+        for parameter, parameter_pieces in pieces.items():
+            for piece in parameter_pieces:
+                # A causal LM's folder has no value head: a new critic's values begin at 0.
+                if piece.name != "score.weight" or piece.name in file_of:
+                    piece.view(parameter.view(-1)).copy_(read_piece(piece))
     num_layers: int = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     for name in sorted(file_of):
         layer = _LAYER.match(name)
@@ -80,16 +79,17 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
                 f"the weights in {folder} have layers that config.json does not have, such as {name}; expected the "
                 f"configuration that the weights were saved with (num_hidden_layers is {num_layers})"
             )
-    left = {_NUMBER.sub("*", name) for name in file_of if name.startswith("model.layers.")} - kinds
-    # Old folders hold what the config says.
-    if unknown := sorted(name for name in left if not name.endswith(".rotary_emb.inv_freq")):
+    unread = {_NUMBER.sub("*", name) for name in file_of if name.startswith("model.layers.")} - kinds
+    # Old folders hold the frequencies, which the config gives.
+    unknown = sorted(name for name in unread if not name.endswith(".rotary_emb.inv_freq"))
+    if unknown:
         raise UnsupportedModelError(
             f"{folder} has tensors {', '.join(unknown)}, which the Megatron backend does not convert"
         )
 
 
 def num_parameters(folder: Path) -> int:
-    """Return the number of entries of all tensors in a folder, of whose files only the headers are read."""
+    """Return the number of entries of all tensors in a folder; only the headers of its files are read."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as opened:
@@ -100,7 +100,7 @@ def num_parameters(folder: Path) -> int:
 def write_folder(
     folder: Path, source: Path, hf_config: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_classifier: bool
 ) -> None:
-    """Write what ``from_pretrained`` loads, with no more than a file's weights in memory."""
+    """Write a folder that ``from_pretrained`` loads, with no more than one file's weights in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = copy.deepcopy(hf_config)
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if is_classifier else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -109,12 +109,12 @@ def write_folder(
         hf_config.num_labels = 1
     if (source / "generation_config.json").exists() and source.resolve() != folder.resolve():
         shutil.copy(source / "generation_config.json", folder)
-    hf_config.dtype = write_tensors(folder, _on_disk(weights))
+    hf_config.dtype = write_tensors(folder, _split_experts(weights))
     hf_config.save_pretrained(folder)
 
 
-def _on_disk(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Files have every expert's matrices on their own, as other programs read them."""
+def _split_experts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the matrices of every expert as tensors of their own, as other programs read them."""
     for name, tensor in weights:
         match = _EXPERTS.fullmatch(name)
         if match is None:

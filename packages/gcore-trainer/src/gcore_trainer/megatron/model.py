@@ -29,21 +29,21 @@ class HiddenStatesGPT(GPTModel):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron-Core's wrapper of torch's norm refuses sequence parallelism, which needs no more than the mark here."""
+    """torch's norm with a mark for sequence parallelism, which Megatron-Core's wrapper refuses."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **others: Any) -> None:
-        del others
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **options: Any) -> None:
+        del options
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Of a slice of the tokens the gradient is a part, and Megatron-Core adds the parts up.
+        # With sequence parallelism each rank has a partial gradient; Megatron-Core sums them.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class PlanAttention(torch.nn.Module):
     """Replaces Megatron-Core's dot-product attention, which knows neither packing nor context parallelism."""
 
-    def __init__(self, softmax_scale: float | None = None, **others: Any) -> None:
+    def __init__(self, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__()
-        del others
+        del options
         self._kind = AttentionKind(scale=softmax_scale)
 
     def forward(
@@ -54,11 +54,13 @@ class PlanAttention(torch.nn.Module):
         attention_mask: None,
         *,
         packed_seq_params: Row,
-        **others: Any,
+        **options: Any,
     ) -> torch.Tensor:
         """Compute the attention output [T, 1, H * D]."""
-        del attention_mask, others
-        q_1HTD, k_1KTD, v_1KTD = (x.permute(1, 2, 0, 3) for x in (query_T1HD, key_T1KD, value_T1KD))
+        del attention_mask, options
+        q_1HTD = query_T1HD.permute(1, 2, 0, 3)
+        k_1KTD = key_T1KD.permute(1, 2, 0, 3)
+        v_1KTD = value_T1KD.permute(1, 2, 0, 3)
         out_1THD = packed_seq_params.plan.attend(q_1HTD, k_1KTD, v_1KTD, self._kind)
         return out_1THD[0].flatten(1).unsqueeze(1)
 
@@ -76,9 +78,9 @@ class RowRotary(torch.nn.Module):
         del inference, decoder, hidden, config
         return row
 
-    def forward(self, row: Row, **others: Any) -> torch.Tensor:
+    def forward(self, row: Row, **options: Any) -> torch.Tensor:
         """Return the angles [T, 1, 1, D] of the tokens that attention sees on this rank."""
-        del others
+        del options
         positions_T = row.positions[0]
         angles = positions_T.float()[:, None] * self._inv_freq.to(positions_T.device)
         return torch.cat([angles, angles], dim=-1)[:, None, None]
@@ -89,9 +91,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Describe the model and its layout for Megatron-Core, with further settings of it in ``features``."""
     hf = architecture.hf_config
-    others: dict[str, Any] = {}
+    expert_options: dict[str, Any] = {}
     if architecture.num_experts:
-        others = {
+        expert_options = {
             "num_moe_experts": architecture.num_experts,
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
@@ -132,9 +134,9 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # The same schedule mixes up batched messages there.
         batch_p2p_comm=False,
-        # Gradients are sums: the objective's weights have divided by what is to be divided by.
+        # Do not average gradients: the loss is already normalised.
         calculate_per_token_loss=True,
-        **others,
+        **expert_options,
         **features,
     )
 
@@ -191,24 +193,29 @@ def _layer_spec(config: TransformerConfig) -> Any:
         normalization=config.normalization,
     )
     parts: Any = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PlanAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
     return layer
 
 
 def _use_transformer_engine(parts: Any, *, has_experts: bool) -> None:
-    """Replace linear layers of attention and of a dense MLP, and the norms before them, which are fused with them."""
+    """Replace linear layers of attention and of a dense MLP by Transformer Engine's, fused with the norms before."""
     # A module of Megatron-Core that warns where Transformer Engine is missing.
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     provider = TESpecProvider()
-    norm_and_column, row = provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear()
+    norm_and_column = provider.column_parallel_layer_norm_linear()
+    row = provider.row_parallel_linear()
     attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = norm_and_column, row
+    attention.linear_qkv = norm_and_column
+    attention.linear_proj = row
     parts.input_layernorm = IdentityOp
     if not has_experts:
-        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = norm_and_column, row
+        parts.mlp.submodules.linear_fc1 = norm_and_column
+        parts.mlp.submodules.linear_fc2 = row
         parts.pre_mlp_layernorm = IdentityOp

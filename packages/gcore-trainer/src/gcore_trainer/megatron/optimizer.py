@@ -15,7 +15,7 @@ from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.megatron.pieces import TensorPiece
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -41,7 +41,7 @@ class _Shard:
     main: torch.Tensor
     """[end - start] in float32: of the parameter itself, or of its float32 original."""
     moments: dict[str, Any]
-    """Adam's, as the optimizer has them."""
+    """Adam's moments, as the optimizer has them."""
 
 
 class DistributedAdamW(AdamW):
@@ -51,7 +51,7 @@ class DistributedAdamW(AdamW):
         self,
         config: OptimizerConfig,
         chunks: Sequence[DistributedDataParallel],
-        pieces: Mapping[torch.nn.Parameter, Sequence[Piece]],
+        pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -77,12 +77,10 @@ class DistributedAdamW(AdamW):
         self._optimizer: Any = get_megatron_optimizer(
             settings, list(chunks), config_overrides={}, use_gloo_process_groups=False
         )
-        self._shards = [shard for part in self._optimizer.chained_optimizers for shard in _shards(part)]
+        self._shards: list[_Shard] = []
+        for part in self._optimizer.chained_optimizers:
+            self._shards += _shards(part)
         self._set_step(0)
-
-    @property
-    def num_updates(self) -> int:
-        return self._num_updates
 
     def update(self, lr: float) -> float:
         with megatron_runtime(self._device):
@@ -95,14 +93,14 @@ class DistributedAdamW(AdamW):
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step_with_ready_grads()
-        self._num_updates += 1
+        self.num_updates += 1
         return grad_norm
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         return {group: dict(self._parts(group)) for group in _GROUPS}
 
-    def kept(self) -> dict[str, dict[str, Any]]:
-        """Return the shards and their moments by number; those of float32 parameters are views of these."""
+    def stored_tensors(self) -> dict[str, dict[str, Any]]:
+        """Return the shards and their moments by number; shards of float32 parameters are views of the parameters."""
         groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for number, shard in enumerate(self._shards):
             for group in _GROUPS:
@@ -112,17 +110,19 @@ class DistributedAdamW(AdamW):
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the tensors of a state and its ``optimizer_step``; afterwards all ranks have all parameters."""
-        own = self.tensors()
-        pairs = [(f"{g}[{n!r}]", state[g][n], parts) for g, tensors in own.items() for n, parts in tensors.items()]
-        for name, *sides in pairs:
-            given, boxes = ([(p.global_shape, p.offset, tuple(p.tensor.shape)) for p in parts] for parts in sides)
-            if given != boxes:
-                raise StateError(
-                    f"{name} has parts {given}; expected this rank's, {boxes} (global shape, offset, shape)"
-                )
-        for _, given, parts in pairs:
-            for part, found in zip(parts, given, strict=True):
-                part.tensor.copy_(found.tensor)
+        pairs: list[tuple[TensorPart, TensorPart]] = []
+        for group, tensors in self.tensors().items():
+            for name, parts in tensors.items():
+                sources = state[group][name]
+                boxes = _boxes(parts)
+                if _boxes(sources) != boxes:
+                    raise StateError(
+                        f"{group}[{name!r}] has parts {_boxes(sources)}; expected this rank's, {boxes} "
+                        "(global shape, offset, shape)"
+                    )
+                pairs += zip(parts, sources, strict=True)
+        for part, source in pairs:
+            part.tensor.copy_(source.tensor)
         for shard in self._shards:
             shard.parameter.data.view(-1)[shard.start : shard.end].copy_(shard.main)
         with megatron_runtime(self._device):
@@ -131,7 +131,7 @@ class DistributedAdamW(AdamW):
         self._set_step(state["optimizer_step"])
 
     def _set_step(self, step: int) -> None:
-        self._num_updates = step
+        self.num_updates = step
         for part in self._optimizer.chained_optimizers:
             adam = part.optimizer
             if isinstance(adam, torch.optim.AdamW):
@@ -145,13 +145,17 @@ class DistributedAdamW(AdamW):
         parts: dict[str, list[TensorPart]] = {}
         for shard in self._shards:
             flat = shard.main.detach() if group == "model" else shard.moments[group]
-            for whole in self._pieces[shard.parameter]:
-                for piece in whole.within(shard.start, shard.end):
-                    part = TensorPart(
-                        global_shape=piece.global_shape, offset=piece.offset, tensor=piece.view(flat, shard.start)
-                    )
+            for parameter_piece in self._pieces[shard.parameter]:
+                for piece in parameter_piece.split_range(shard.start, shard.end):
+                    tensor = piece.view(flat, shard.start)
+                    part = TensorPart(global_shape=piece.global_shape, offset=piece.offset, tensor=tensor)
                     parts.setdefault(piece.name, []).append(part)
         return parts
+
+
+def _boxes(parts: Sequence[TensorPart]) -> list[tuple[tuple[int, ...], ...]]:
+    """Return global shape, offset and shape of each part."""
+    return [(part.global_shape, part.offset, tuple(part.tensor.shape)) for part in parts]
 
 
 def _shards(part: Any) -> list[_Shard]:
@@ -161,10 +165,11 @@ def _shards(part: Any) -> list[_Shard]:
         (part.model_fp32_groups, part.shard_fp32_groups),
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
     ):
-        for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):
+        for parameter, main in zip(chain.from_iterable(parameters), chain.from_iterable(mains), strict=True):
             buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
-            own = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+            span = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
             moments = part.optimizer.state[main]
-            moments |= {"exp_avg": torch.zeros_like(main.detach()), "exp_avg_sq": torch.zeros_like(main.detach())}
-            result.append(_Shard(parameter=parameter, start=own.start, end=own.end, main=main, moments=moments))
+            moments["exp_avg"] = torch.zeros_like(main.detach())
+            moments["exp_avg_sq"] = torch.zeros_like(main.detach())
+            result.append(_Shard(parameter=parameter, start=span.start, end=span.end, main=main, moments=moments))
     return result

@@ -19,7 +19,7 @@ from gcore_trainer.megatron.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """A box of a Hugging Face tensor."""
 
     name: str
@@ -46,18 +46,21 @@ class Piece:
         """Return the box, as a view."""
         return flat[self.start - first : self.start - first + self.size].view(self.shape)
 
-    def within(self, start: int, end: int) -> "Iterator[Piece]":
+    def split_range(self, start: int, end: int) -> "Iterator[TensorPiece]":
         """Yield the parts of this piece in a range of the flattened parameter, as up to three pieces."""
-        start, end = max(start, self.start) - self.start, min(end, self.start + self.size) - self.start
+        start = max(start, self.start) - self.start
+        end = min(end, self.start + self.size) - self.start
         columns = self.shape[-1]
         while start < end:
             row, column = divmod(start, columns)
-            num_rows = (end - start) // columns if column == 0 else 0
-            width = columns if num_rows else min(columns - column, end - start)
-            yield self._box(row, column, max(1, num_rows), width)
-            start += max(1, num_rows) * width
+            num_rows = 1
+            width = min(columns - column, end - start)
+            if width == columns:
+                num_rows = (end - start) // columns
+            yield self._box(row, column, num_rows, width)
+            start += num_rows * width
 
-    def _box(self, row: int, column: int, num_rows: int, width: int) -> "Piece":
+    def _box(self, row: int, column: int, num_rows: int, width: int) -> "TensorPiece":
         start = self.start + row * self.shape[-1] + column
         if len(self.shape) == 1:
             return replace(self, offset=(self.offset[0] + column,), shape=(width,), start=start)
@@ -72,23 +75,29 @@ class Piece:
 
 def pieces_of(
     architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]
-) -> dict[torch.nn.Parameter, list[Piece]]:
+) -> dict[torch.nn.Parameter, list[TensorPiece]]:
     """Return the pieces of each parameter of this rank's stages."""
-    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
+    pieces: dict[torch.nn.Parameter, list[TensorPiece]] = {}
     for stage in stages:
-        number_of = {f"decoder.layers.{i}.": int(x.layer_number) - 1 for i, x in enumerate(stage.decoder.layers)}
+        number_of: dict[str, int] = {}
+        for i, layer in enumerate(stage.decoder.layers):
+            number_of[f"decoder.layers.{i}."] = int(layer.layer_number) - 1
         for name, parameter in stage.named_parameters():
             prefix = next((p for p in number_of if name.startswith(p)), "")
             pieces[parameter] = _pieces(architecture, parallel, name.removeprefix(prefix), number_of.get(prefix))
     return pieces
 
 
-def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[Piece]:
-    a, config, tp = architecture, architecture.hf_config, parallel.tensor_model_parallel_size
+def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[TensorPiece]:
+    a = architecture
+    config = architecture.hf_config
+    tp = parallel.tensor_model_parallel_size
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    hidden, ffn, vocab_size = config.hidden_size, config.intermediate_size, config.vocab_size
+    hidden = config.hidden_size
+    ffn = config.intermediate_size
+    vocab_size = config.vocab_size
     prefix = "model." if layer is None else f"model.layers.{layer}."
-    whole = {
+    undivided = {
         "decoder.final_layernorm": ("norm", (hidden,)),
         "input_layernorm": ("input_layernorm", (hidden,)),
         "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
@@ -100,8 +109,8 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         "self_attention.linear_proj": ("self_attn.o_proj", a.num_heads * a.head_dim),
         "mlp.linear_fc2": ("mlp.down_proj", ffn),
     }
-    module, _, kind = name.rpartition(".")
-    if kind == "layer_norm_weight":
+    module, _, parameter_name = name.rpartition(".")
+    if parameter_name == "layer_norm_weight":
         # Transformer Engine's layers hold the norm before them.
         module = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}[module]
     if name == "score.weight":
@@ -112,31 +121,38 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         rows = -(-vocab_size // tp)
         count = min(rows, vocab_size - tp_rank * rows)
         hub_name = "model.embed_tokens.weight" if is_embedding else "lm_head.weight"
-        return [_box(hub_name, (vocab_size, hidden), 0, tp_rank * rows, count)] if count > 0 else []
-    if module in whole:
-        hub_module, shape = whole[module]
+        if count <= 0:
+            return []
+        return [_box(hub_name, (vocab_size, hidden), 0, tp_rank * rows, count)]
+    if module in undivided:
+        hub_module, shape = undivided[module]
         return [_box(f"{prefix}{hub_module}.weight", shape)]
     if module in by_columns:
         hub_module, count = by_columns[module]
         width = count // tp
         return [_box(f"{prefix}{hub_module}.weight", (hidden, count), 1, tp_rank * width, width)]
     if module == "mlp.linear_fc1":
-        rows, shape = ffn // tp, (ffn, hidden)
-        names = (f"{prefix}mlp.{half}_proj.weight" for half in ("gate", "up"))
-        return [_box(n, shape, 0, tp_rank * rows, rows, start=i * rows * hidden) for i, n in enumerate(names)]
+        rows = ffn // tp
+        shape = (ffn, hidden)
+        first = tp_rank * rows
+        return [
+            _box(f"{prefix}mlp.gate_proj.weight", shape, 0, first, rows),
+            _box(f"{prefix}mlp.up_proj.weight", shape, 0, first, rows, start=rows * hidden),
+        ]
     if module == "self_attention.linear_qkv":
         # Queries, key and value of each query group, one group after the other; a rank may have a part of a group.
         rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}
         num_rows = a.num_query_groups * sum(rows_of.values()) // tp
-        columns = (hidden,) if kind == "weight" else ()
-        pieces: list[Piece] = []
+        columns = (hidden,) if parameter_name == "weight" else ()
+        pieces: list[TensorPiece] = []
         first = -tp_rank * num_rows
         for group in range(a.num_query_groups):
             for letter, rows in rows_of.items():
-                begin, end = max(first, 0), min(first + rows, num_rows)
+                begin = max(first, 0)
+                end = min(first + rows, num_rows)
                 if begin < end:
                     shape = (a.num_query_groups * rows, *columns)
-                    hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
+                    hub_name = f"{prefix}self_attn.{letter}_proj.{parameter_name}"
                     offset = group * rows + begin - first
                     pieces.append(_box(hub_name, shape, 0, offset, end - begin, start=begin * math.prod(columns)))
                 first += rows
@@ -152,32 +168,40 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     }[halves[0] or halves[1]]
     num_local = a.num_experts // parallel.expert_model_parallel_size
     first = parallel_state.get_expert_model_parallel_rank() * num_local
-    hub_name, size = f"{prefix}mlp.experts.{hub_module}", math.prod(shape)
+    hub_name = f"{prefix}mlp.experts.{hub_module}"
+    size = math.prod(shape)
+    experts: Sequence[int] = range(num_local)
+    if number is not None:
+        experts = [int(number)]
     return [
         _box(hub_name, (a.num_experts, *shape), 0, first + expert, 1, start=i * size)
-        for i, expert in enumerate(range(num_local) if number is None else [int(number)])
+        for i, expert in enumerate(experts)
     ]
 
 
 def _box(
     name: str, global_shape: tuple[int, ...], dim: int = 0, offset: int = 0, size: int | None = None, *, start: int = 0
-) -> Piece:
-    """Make a piece of a tensor that is cut in one dimension; without a size it is whole."""
-    offsets, shape = [0] * len(global_shape), list(global_shape)
+) -> TensorPiece:
+    """Make a piece of a tensor that is cut in one dimension; without a size the piece is the full tensor."""
+    offsets = [0] * len(global_shape)
+    shape = list(global_shape)
     if size is not None:
-        offsets[dim], shape[dim] = offset, size
-    return Piece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
+        offsets[dim] = offset
+        shape[dim] = size
+    return TensorPiece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
 
 
-def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
-    """Return what this rank has of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
-    of_layer: dict[str, list[Piece]] = {}
+def adapter_pieces(weight: Sequence[TensorPiece], rank: int) -> dict[str, tuple[TensorPiece, TensorPiece]]:
+    """Return this rank's pieces of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
+    of_layer: dict[str, list[TensorPiece]] = {}
     for piece in weight:
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
-    adapters: dict[str, tuple[Piece, Piece]] = {}
-    for layer, (first, *others) in of_layer.items():
-        (out_features, in_features), (row, column), (rows, columns) = first.global_shape, first.offset, first.shape
-        rows += sum(piece.shape[0] for piece in others)
+    adapters: dict[str, tuple[TensorPiece, TensorPiece]] = {}
+    for layer, (first, *further) in of_layer.items():
+        out_features, in_features = first.global_shape
+        row, column = first.offset
+        rows, columns = first.shape
+        rows += sum(piece.shape[0] for piece in further)
         adapters[layer] = (
             _box(layer + A_OF, (rank, in_features), 1, column, columns),
             _box(layer + B_OF, (out_features, rank), 0, row, rows),
@@ -186,39 +210,41 @@ def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece,
 
 
 def gather_weights(
-    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], *, dtype: torch.dtype, device: torch.device
+    pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]], *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
-    own: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    """Yield names and full tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
+    pairs_of: dict[str, list[tuple[TensorPiece, torch.Tensor]]] = {}
     for parameter, of_parameter in pieces.items():
         for piece in of_parameter:
-            own.setdefault(piece.name, []).append((piece, parameter))
+            pairs_of.setdefault(piece.name, []).append((piece, parameter))
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in own.items()})
+    dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in pairs_of.items()})
     for name, senders in _senders(everyones).items():
         first = next(iter(senders.values()))[0]
-        whole = torch.empty(first.global_shape, dtype=dtype, device=device)
+        full = torch.empty(first.global_shape, dtype=dtype, device=device)
         for rank, boxes in senders.items():
             sizes = [piece.size for piece in boxes]
             if rank == dist.get_rank():
-                flat = {piece.offset: piece.view(p.detach().view(-1)).reshape(-1) for piece, p in own[name]}
+                flat: dict[tuple[int, ...], torch.Tensor] = {}
+                for piece, parameter in pairs_of[name]:
+                    flat[piece.offset] = piece.view(parameter.detach().view(-1)).reshape(-1)
                 message = torch.cat([flat[piece.offset] for piece in boxes])
             else:
                 message = torch.empty(sum(sizes), dtype=dtype, device=device)
             dist.broadcast(message, src=rank)
             for piece, part in zip(boxes, message.split(sizes), strict=True):
-                whole[piece.box] = part.view(piece.shape)
-        yield name, whole
+                full[piece.box] = part.view(piece.shape)
+        yield name, full
 
 
-def _senders(everyones: Sequence[Mapping[str, Sequence[Piece]]]) -> dict[str, dict[int, list[Piece]]]:
-    """By name, the ranks that send something of it: of ranks with the same box, the first."""
-    senders: dict[str, dict[int, list[Piece]]] = {}
-    taken: set[tuple[str, tuple[int, ...]]] = set()
+def _senders(everyones: Sequence[Mapping[str, Sequence[TensorPiece]]]) -> dict[str, dict[int, list[TensorPiece]]]:
+    """Return by tensor name the boxes that each rank sends; the first of the ranks with the same box sends it."""
+    senders: dict[str, dict[int, list[TensorPiece]]] = {}
+    assigned: set[tuple[str, tuple[int, ...]]] = set()
     for rank, by_name in enumerate(everyones):
         for name, pieces in by_name.items():
             for piece in pieces:
-                if (name, piece.offset) not in taken:
-                    taken.add((name, piece.offset))
+                if (name, piece.offset) not in assigned:
+                    assigned.add((name, piece.offset))
                     senders.setdefault(name, {}).setdefault(rank, []).append(piece)
     return senders

@@ -1,6 +1,7 @@
 """Router replay in Megatron-Core: see `gcore_trainer.packing.router_replay`."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,15 @@ class LayerRouters:
     """The routers of this rank's layers. All layers have experts, or none."""
 
     def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
-        self.num_routers = architecture.num_layers if architecture.num_experts else 0
-        self._top_k: int = architecture.hf_config.num_experts_per_tok if self.num_routers else 0
+        self.num_routers = 0
+        self._top_k = 0
         self._is_sliced = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
         self._routers: dict[int, ReplayedRouter] = {}
-        for layer in (layer for stage in stages for layer in stage.decoder.layers if self.num_routers):
+        if not architecture.num_experts:
+            return
+        self.num_routers = architecture.num_layers
+        self._top_k = architecture.hf_config.num_experts_per_tok
+        for layer in chain.from_iterable(stage.decoder.layers for stage in stages):
             router: TopKRouter = layer.mlp.router
             replayed = ReplayedRouter(router, num_experts=architecture.num_experts, top_k=self._top_k)
             self._routers[int(layer.layer_number) - 1] = replayed
@@ -33,42 +38,46 @@ class LayerRouters:
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raise `BatchError` for a row whose routing is of another model."""
-        for routing in (row.routing for row in rows if row.routing is not None):
-            check_routing(routing, (self.num_routers, self._top_k))
+        for row in rows:
+            if row.routing is not None:
+                check_routing(row.routing, (self.num_routers, self._top_k))
 
     def record(self, is_recording: bool) -> None:
         """Record the passes from now on, or stop."""
         for router in self._routers.values():
             router.recorded = [] if is_recording else None
 
-    def recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
-        """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
-        return [row.of_samples(self._of_all_stages(i, row)) for i, row in enumerate(rows)]
+    def take_recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
+        """Return [P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
+        return [row.of_samples(self._gather_stages(i, row)) for i, row in enumerate(rows)]
 
     def _impose(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
         del args
         row: Row = kwargs["packed_seq_params"]
         index = int(layer.layer_number) - 1
-        routing_TK = None if row.routing is None else row.routing[:, index]
-        if routing_TK is not None and self._is_sliced:
-            tp_rank = parallel_state.get_tensor_model_parallel_rank()
-            routing_TK = routing_TK.chunk(parallel_state.get_tensor_model_parallel_world_size())[tp_rank]
+        routing_TK = None
+        if row.routing is not None:
+            routing_TK = row.routing[:, index]
+            if self._is_sliced:
+                tp_rank = parallel_state.get_tensor_model_parallel_rank()
+                routing_TK = routing_TK.chunk(parallel_state.get_tensor_model_parallel_world_size())[tp_rank]
         self._routers[index].imposed = routing_TK
 
-    def _of_all_stages(self, number: int, row: Row) -> torch.Tensor:
-        """[T, L, K] of one pass."""
-        num_tokens, groups = row.input_ids.shape[1], [parallel_state.get_pipeline_model_parallel_group()]
+    def _gather_stages(self, number: int, row: Row) -> torch.Tensor:
+        """Gather the choices [T, L, K] of one pass from all stages."""
+        num_tokens = row.input_ids.shape[1]
+        groups = [parallel_state.get_pipeline_model_parallel_group()]
         routing = torch.zeros(num_tokens, self.num_routers, self._top_k, dtype=torch.int64, device=row.input_ids.device)
-        own = routing
+        local_routing = routing
         if self._is_sliced:
             groups.append(parallel_state.get_tensor_model_parallel_group())
             size = parallel_state.get_tensor_model_parallel_world_size()
-            own = routing[num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :]
+            local_routing = routing[num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :]
         for layer, router in self._routers.items():
             assert router.recorded is not None
             chosen_TK = router.recorded[number]
-            own[: len(chosen_TK), layer] = chosen_TK
+            local_routing[: len(chosen_TK), layer] = chosen_TK
+        group: Any
         for group in groups:
-            of_all: Any = group
-            dist.all_reduce(routing, group=of_all)
+            dist.all_reduce(routing, group=group)
         return routing

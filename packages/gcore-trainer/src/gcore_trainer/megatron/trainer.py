@@ -109,7 +109,8 @@ class MegatronTrainer(Trainer):
         check_targets(targets, architecture, parallel)
         has_grouped = has_grouped_experts(megatron, architecture, device_type=device.type, dtype=dtype)
         self._device = device
-        self._path, self._base = Path(path), str(path)
+        self._path = Path(path)
+        self._base = str(path)
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel
@@ -162,7 +163,7 @@ class MegatronTrainer(Trainer):
         super().sleep()
 
     def _finish_param_gather(self) -> None:
-        """Gather what the last update changed, if no forward pass has; afterwards no gather is in flight."""
+        """Gather the parameters of the last update unless a forward pass did; afterwards no gather is in flight."""
         if self._megatron.overlap_param_gather:
             with megatron_runtime(self._device):
                 for chunk in self._chunks:
@@ -177,9 +178,10 @@ class MegatronTrainer(Trainer):
         return self._gather(self._pieces)
 
     def save_pretrained(self, path: str | Path) -> None:
-        weights, is_classifier = self.export_weights(), self._has_value_head
+        weights = self.export_weights()
         if dist.get_rank() == 0:
-            write_folder(Path(path), self._path, self._architecture.hf_config, weights, is_classifier=is_classifier)
+            hf_config = self._architecture.hf_config
+            write_folder(Path(path), self._path, hf_config, weights, is_classifier=self._has_value_head)
         else:
             deque(weights, maxlen=0)
         dist.barrier()
@@ -216,9 +218,10 @@ class MegatronTrainer(Trainer):
             self._routers.record(routing is not None)
             results = _run_passes(self._chunks, rows, finish)
             if routing is not None:
-                routing += self._routers.recorded(rows[: len(micro_batches)])
+                routing += self._routers.take_recorded(rows[: len(micro_batches)])
                 self._routers.record(False)
-        return _from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
+        scores = [values.float().cpu().numpy() for values in results[: len(micro_batches)]]
+        return _from_last_stage(scores)
 
     def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
         """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
@@ -231,9 +234,11 @@ class MegatronTrainer(Trainer):
         weight_VD = (
             chunk.shared_embedding_or_output_weight() if self._architecture.is_tied else chunk.output_layer.weight
         )
-        if self._megatron.overlap_param_gather and weight_VD in (groups := self._chunks[-1].param_to_bucket_group):
+        if self._megatron.overlap_param_gather:
             # Megatron-Core waits for parameters in the forward pass of their module, and the head's is not called.
-            groups[weight_VD].finish_param_sync()
+            group = self._chunks[-1].param_to_bucket_group.get(weight_VD)
+            if group is not None:
+                group.finish_param_sync()
         tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         scores = token_scores(
             hidden_nD,
@@ -262,26 +267,30 @@ class MegatronTrainer(Trainer):
 
 
 def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[..., Any]) -> list[Any]:
-    """Run all passes, backwards too where gradients are enabled.
+    """Run all forward passes, and backward passes if gradients are enabled; return the results on the last stage.
 
-    ``finish`` makes a loss, and a result, of the last stage, its output and the row. The results are on the last stage.
+    ``finish`` computes a loss and a result from the last stage, its output and the row.
     """
 
     def forward_step(rows: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         row: Row = next(rows)
         output = chunk(row.input_ids, row.positions, None, packed_seq_params=row)
-        return output, partial(finished, chunk.module, row)
+        return output, partial(compute_loss, chunk.module, row)
 
-    def finished(chunk: Any, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def compute_loss(chunk: Any, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         loss, result = finish(chunk, output, row)
         # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
-    iterators = [iter(rows) for _ in chunks]
+    iterator: Any = iter(rows)
+    model: Any = chunks[0]
+    if len(chunks) > 1:
+        iterator = [iter(rows) for _ in chunks]
+        model = list(chunks)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=list(chunks) if len(iterators) > 1 else chunks[0],
+        data_iterator=iterator,
+        model=model,
         num_microbatches=len(rows),
         # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
         seq_length=rows[0].num_tokens,

@@ -1,1 +1,1 @@
-"""Objectives: what a trainer of language models minimises."""
+"""Objectives that trainers of language models minimise."""

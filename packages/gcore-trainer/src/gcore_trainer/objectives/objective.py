@@ -8,6 +8,7 @@ laid end to end.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, TypeVar, assert_never
 
 import numpy as np
@@ -129,22 +130,28 @@ class Objective(ABC, Generic[ScoresT]):
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Make metrics of the batch's sums: those named ``mean:...`` are divided by ``count``, the others stay."""
         count = max(sums.get("count", 1.0), 1.0)
-        return {self.loss_name: 0.0} | {
-            name.removeprefix("mean:"): value / count if name.startswith("mean:") else value
-            for name, value in sums.items()
-            if name != "count"
-        }
+        metrics = {self.loss_name: 0.0}
+        for name, value in sums.items():
+            if name.startswith("mean:"):
+                metrics[name.removeprefix("mean:")] = value / count
+            elif name != "count":
+                metrics[name] = value
+        return metrics
 
 
 def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
     """Return the main scores [N] of a model: a policy's log-probabilities, or a critic's values."""
-    return scores.log_probs if isinstance(scores, TokenScores) else scores
+    if isinstance(scores, TokenScores):
+        return scores.log_probs
+    return scores
 
 
 def add_sums(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
     """Add a micro-batch's sums to those of the ones before it, by name and in float64."""
     for name, value in parts.items():
-        sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, torch.Tensor):
+            value = value.double()
+        sums[name] = sums.get(name, 0.0) + value
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -167,7 +174,8 @@ def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
 def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor:
     """Lay a per-token array of the samples end to end: [N], like ``like``, and 0 where a token does not count."""
     # Not multiplied by 0: NaN times 0 is NaN, in the gradient too.
-    values, mask = np.concatenate([getattr(s, field) for s in samples]), np.concatenate([s.mask for s in samples])
+    values = np.concatenate([getattr(s, field) for s in samples])
+    mask = np.concatenate([s.mask for s in samples])
     return on_device(np.where(mask, values, 0.0), like.device).to(like.dtype)
 
 
@@ -180,15 +188,9 @@ def token_weights(
 
 
 def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -> None:
-    """Raise `BatchError` for a sample that lacks a field, which ``loss`` reads, or that fails `check_finite` in it."""
+    """Raise `BatchError` for a sample without a field that ``loss`` reads, or one that fails `check_finite_tokens`."""
     for field in fields:
-        if any(getattr(s, field) is None for batch in micro_batches for s in batch):
-            raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
+        for sample in chain.from_iterable(micro_batches):
+            if getattr(sample, field) is None:
+                raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
     check_finite_tokens(micro_batches, *fields)
-
-
-def check_finite(micro_batches: Sequence[Sequence[Any]], *fields: str) -> None:
-    """Check `Sample.check_finite` of every sample; an array that is None passes."""
-    for i, batch in enumerate(micro_batches):
-        for j, sample in enumerate(batch):
-            sample.check_finite(f"micro_batches[{i}][{j}]", *fields)

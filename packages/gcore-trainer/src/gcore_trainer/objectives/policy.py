@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import assert_never
 
 import torch
@@ -48,7 +49,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyLoss:
-    """The loss of every token, and what became of its ratio. All shape [N]."""
+    """The loss, ratio and clipping of every token. All shape [N]."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -68,11 +69,11 @@ def policy_loss_function(*, has_dual_clip: bool = False) -> Callable[[_Function]
     It returns a `PolicyLoss`, or the losses [N] alone if it clips nothing.
     """
 
-    def declared(function: _Function) -> _Function:
+    def declare(function: _Function) -> _Function:
         function.__dict__["has_dual_clip"] = has_dual_clip
         return function
 
-    return declared
+    return declare
 
 
 def policy_loss(
@@ -92,17 +93,22 @@ def policy_loss(
         ConfigError: there is no such loss, no such file, or the file does not import.
         BatchError: a user's own loss has another shape than [N].
     """
-    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
-    tokens = PolicyTokens(**{n: torch.where(mask, x, 0.0) for n, x in given.items()}, mask=mask, lengths=lengths)
-    found = _loss_function(config.loss_mode)(tokens, config)
-    if isinstance(found, torch.Tensor):
-        nothing = torch.zeros_like(found, dtype=torch.bool)
-        found = PolicyLoss(loss=found, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing)
-    if found.loss.shape != mask.shape:
+    tokens = PolicyTokens(
+        log_probs=torch.where(mask, log_probs, 0.0),
+        old_log_probs=torch.where(mask, old_log_probs, 0.0),
+        advantages=torch.where(mask, advantages, 0.0),
+        mask=mask,
+        lengths=lengths,
+    )
+    result = _loss_function(config.loss_mode)(tokens, config)
+    if isinstance(result, torch.Tensor):
+        nothing = torch.zeros_like(result, dtype=torch.bool)
+        result = PolicyLoss(loss=result, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing)
+    if result.loss.shape != mask.shape:
         raise BatchError(
-            f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
+            f"the policy loss has shape {tuple(result.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
         )
-    return found
+    return result
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> PolicyLoss:
@@ -162,7 +168,8 @@ class PolicyObjective(Objective[TokenScores]):
         if self._config.kl_loss_coef:
             check_fields(micro_batches, f"kl_loss_coef={self._config.kl_loss_coef}", "ref_log_probs")
         for field in _OPTIONAL:
-            if len({getattr(s, field) is None for batch in micro_batches for s in batch}) > 1:
+            are_missing = {getattr(sample, field) is None for sample in chain.from_iterable(micro_batches)}
+            if len(are_missing) > 1:
                 raise BatchError(f"{field} is None for some samples of the step; expected it for all of them or none")
         check_finite_tokens(micro_batches, *_OPTIONAL)
 
@@ -174,17 +181,23 @@ class PolicyObjective(Objective[TokenScores]):
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
         mask = mask_of(samples, like=scores.log_probs)
-        log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
+        log_probs = torch.where(mask, scores.log_probs, 0.0)
+        entropies = torch.where(mask, scores.entropies, 0.0)
         current = log_probs.detach()
         longest = config.max_response_length
         weight_N = token_weights(samples, config.loss_agg_mode, longest, totals=totals, like=current)
-        given = {f: field_of(samples, f, like=current) for f in _OPTIONAL if getattr(samples[0], f) is not None}
-        old = given.get("old_log_probs", current)
+        optional: dict[str, torch.Tensor] = {}
+        for field in _OPTIONAL:
+            if getattr(samples[0], field) is not None:
+                optional[field] = field_of(samples, field, like=current)
+        old = optional.get("old_log_probs", current)
         advantages = field_of(samples, "advantages", like=current)
         lengths = [s.response_ids.size for s in samples]
         policy = policy_loss(config, log_probs, old, advantages, mask=mask, lengths=lengths)
-        importance = given.get("rollout_is_weights")
-        pg_loss = (weight_N * (policy.loss if importance is None else importance * policy.loss)).sum()
+        loss_N = policy.loss
+        if "rollout_is_weights" in optional:
+            loss_N = optional["rollout_is_weights"] * loss_N
+        pg_loss = (weight_N * loss_N).sum()
         loss = pg_loss
         count = mask.float()
         sums = {
@@ -202,7 +215,7 @@ class PolicyObjective(Objective[TokenScores]):
             kl_loss = (weight_N * kl_penalty(log_probs, reference, config.kl_loss_type)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
-        if "rollout_log_probs" in given:
-            difference = (current.exp() - given["rollout_log_probs"].exp()).abs()
+        if "rollout_log_probs" in optional:
+            difference = (current.exp() - optional["rollout_log_probs"].exp()).abs()
             sums["mean:training/rollout_probs_diff_mean"] = (count * difference).sum()
         return loss, sums

@@ -4,6 +4,7 @@ For pairs a micro-batch holds chosen and rejected samples in turn. Shapes: P pai
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -40,7 +41,8 @@ class SFTObjective(Objective[TokenScores]):
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         weight_N = token_weights(samples, "token-mean", None, totals=totals, like=scores.log_probs)
         mask = mask_of(samples, like=scores.log_probs)
-        log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
+        log_probs = torch.where(mask, scores.log_probs, 0.0)
+        entropies = torch.where(mask, scores.entropies, 0.0)
         loss = -(weight_N * log_probs).sum()
         return loss, {"sft/loss": loss.detach(), "sft/entropy": (weight_N * entropies.detach()).sum()}
 
@@ -95,7 +97,8 @@ def dpo_loss(
     _require_one_shape(
         policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
     )
-    chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+    chosen = policy_chosen - ref_chosen
+    rejected = policy_rejected - ref_rejected
     h = chosen - rejected
     match loss_type:
         case "sigmoid":
@@ -126,8 +129,12 @@ def bradley_terry_loss(
     Raises:
         BatchError: shapes that differ.
     """
-    _require_one_shape(chosen=chosen, rejected=rejected, **({} if margin is None else {"margin": margin}))
-    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    if margin is None:
+        _require_one_shape(chosen=chosen, rejected=rejected)
+        difference = chosen - rejected
+    else:
+        _require_one_shape(chosen=chosen, rejected=rejected, margin=margin)
+        difference = chosen - rejected - margin
     return -logsigmoid(difference) + center_coefficient * (chosen + rejected).square()
 
 
@@ -153,21 +160,27 @@ class DPOObjective(Objective[TokenScores]):
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         _check_pairs(micro_batches)
-        if any(not s.mask.any() for batch in micro_batches for s in batch):
-            raise BatchError("response_mask is all False; expected a token that counts in every response of a pair")
+        for sample in chain.from_iterable(micro_batches):
+            if not sample.mask.any():
+                raise BatchError("response_mask is all False; expected a token that counts in every response of a pair")
         check_fields(micro_batches, "DPO", "ref_log_probs")
 
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         ref_log_probs = field_of(samples, "ref_log_probs", like=scores.log_probs)
-        given = [*self._by_pair(scores.log_probs, samples), *self._by_pair(ref_log_probs, samples)]
-        return _loss_and_sums("dpo", *dpo_loss(*given, **vars(self._config)), totals)
+        chosen, rejected = self._by_pair(scores.log_probs, samples)
+        ref_chosen, ref_rejected = self._by_pair(ref_log_probs, samples)
+        dpo = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, **vars(self._config))
+        return _loss_and_sums("dpo", dpo.loss, dpo.chosen_rewards, dpo.rejected_rewards, totals)
 
     def _by_pair(self, log_probs_N: torch.Tensor, samples: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of chosen and rejected responses, [P] each: sums over their tokens, or means in IPO."""
+        values: list[torch.Tensor] = []
         parts = log_probs_N.split([s.response_ids.size for s in samples])
-        masked = [p[torch.tensor(s.mask, device=p.device)] for p, s in zip(parts, samples, strict=True)]
-        values = torch.stack([m.mean() if self._config.loss_type == "ipo" else m.sum() for m in masked])
-        return values[0::2], values[1::2]
+        for part, sample in zip(parts, samples, strict=True):
+            counted = part[torch.tensor(sample.mask, device=part.device)]
+            values.append(counted.mean() if self._config.loss_type == "ipo" else counted.sum())
+        values_2P = torch.stack(values)
+        return values_2P[0::2], values_2P[1::2]
 
 
 class RewardModelObjective(Objective[torch.Tensor]):
@@ -185,7 +198,8 @@ class RewardModelObjective(Objective[torch.Tensor]):
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         _check_pairs(micro_batches)
-        for count in (s.mask.sum() for batch in micro_batches for s in batch):
+        for sample in chain.from_iterable(micro_batches):
+            count = sample.mask.sum()
             if count != 1:
                 raise BatchError(
                     f"response_mask has {count} tokens; expected exactly one token, at which the value is the reward "
@@ -194,13 +208,14 @@ class RewardModelObjective(Objective[torch.Tensor]):
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         rewards = scores[mask_of(samples, like=scores)]
-        chosen, rejected = rewards[0::2], rewards[1::2]
+        chosen = rewards[0::2]
+        rejected = rewards[1::2]
         losses = bradley_terry_loss(chosen, rejected, center_coefficient=self._config.center_rewards_coefficient)
         return _loss_and_sums("rm", losses, chosen.detach(), rejected.detach(), totals)
 
 
 def scored_at_end(sample: Sample) -> Sample:
-    """Append a token that is never read, and make it the only one that counts: its value is that of the sample."""
+    """Append a token that is never read, and make it the only one that counts: its value is the sample's reward."""
     response_ids = np.append(sample.response_ids, 0)
     return Sample(
         prompt_ids=sample.prompt_ids,

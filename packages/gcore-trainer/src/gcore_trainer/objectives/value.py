@@ -40,13 +40,21 @@ def value_loss(
 
 
 def value_moments(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the moments [5], in float64, that `explained_variance` needs; those of parts of a batch add up.
+    """Return the moments [5] for `explained_variance`, in float64; moments of parts of a batch add up.
 
     They are the count, and sum and sum of squares of the returns [N] and of the errors, where the mask is true.
     """
     counted = returns[mask].detach().double()
     errors = counted - values[mask].detach().double()
-    return torch.stack([mask.sum().double(), *(f for v in (counted, errors) for f in (v.sum(), v.square().sum()))])
+    return torch.stack(
+        [
+            mask.sum().double(),
+            counted.sum(),
+            counted.square().sum(),
+            errors.sum(),
+            errors.square().sum(),
+        ]
+    )
 
 
 def explained_variance(moments: torch.Tensor) -> float:
@@ -84,7 +92,8 @@ class ValueObjective(Objective[torch.Tensor]):
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
         weight_N = token_weights(samples, config.loss_agg_mode, config.max_response_length, totals=totals, like=scores)
-        old, returns = (field_of(samples, field, like=scores) for field in ("values", "returns"))
+        old = field_of(samples, "values", like=scores)
+        returns = field_of(samples, "returns", like=scores)
         mask = mask_of(samples, like=scores)
         scores = torch.where(mask, scores, 0.0)
         loss_N, clipped_N = value_loss(scores, old, returns, cliprange_value=config.cliprange_value)
@@ -100,5 +109,7 @@ class ValueObjective(Objective[torch.Tensor]):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         moments = [sums.pop(name) for name in sorted(sums) if name.startswith("moment:")]
-        explained = {"critic/vf_explained_var": explained_variance(torch.tensor(moments))} if moments else {}
-        return super().metrics(sums) | explained
+        metrics = super().metrics(sums)
+        if moments:
+            metrics["critic/vf_explained_var"] = explained_variance(torch.tensor(moments))
+        return metrics

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 def accumulate_gradients(module: nn.Linear) -> Any:
-    """Return a forward pass for a layer that gives the same, and the same gradients, rounded less often.
+    """Return a forward pass with the layer's results and gradients, which are rounded less often.
 
     The sum is the parameter's ``grad``, where it is there in float32 before the backward pass, as with `MasterAdamW`:
     autograd, and hooks on the parameter, then see no gradient of it. Anything else is as in `torch.nn.Linear`.
@@ -31,7 +31,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x)
         # Not saved with it: a checkpointed layer would get a copy of the tensor, without its gradient.
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight = weight
+        ctx.bias = bias
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -39,12 +40,16 @@ class _Linear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        [x], weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        [x] = ctx.saved_tensors
+        weight = ctx.weight
+        bias = ctx.bias
         grad = grads[0]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_x = grad @ weight if needs_x else None
-        grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_weight = grad_bias = None
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        x_TI = x.reshape(-1, x.shape[-1])
+        grad_weight = None
+        grad_bias = None
         if needs_weight and _has_sum(weight):
             torch.addmm(weight.grad, grad_TO.T, x_TI, out_dtype=torch.float32, out=weight.grad)
         elif needs_weight:
@@ -57,7 +62,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _has_sum(parameter: torch.Tensor) -> bool:
-    own = parameter.grad
-    if own is None or isinstance(own, DTensor) or not own.is_contiguous():
+    grad = parameter.grad
+    if grad is None or isinstance(grad, DTensor) or not grad.is_contiguous():
         return False
-    return own.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16)
+    return grad.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Attention of a block of queries to a block of keys, with what it takes to merge blocks and to go backward.
+"""Attention of a block of queries to a block of keys; blocks can be merged and have gradients.
 
 Shapes: S segments, Q/L queries/keys of a block, H query heads, K key-value heads, D/V dimension of keys/values.
 The backward pass needs the output and log-sum-exp over *all* keys of a query, of which the block's are some
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
-from gcore_trainer.packing.layout import Span
+from gcore_trainer.packing.layout import Segment, TokenSpan
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024
@@ -64,9 +65,9 @@ class Places:
     step: int = 1
     """Segments are `step` tokens apart, from `start` on, if there is no index."""
     index: torch.Tensor | None = None
-    """[S * L] where each token stands in the row; what pads a segment repeats its last token."""
+    """[S * L] index of each token in the row; padding of a segment repeats its last token."""
     write_index: torch.Tensor | None = None
-    """The same, but the row's end for what pads: rows that are written have one token more then."""
+    """The same, but padding is written to the row's end: the output then has one token more."""
     is_padding: torch.Tensor | None = None
     """[S, L] tokens that pad; None: there are none."""
 
@@ -94,7 +95,7 @@ class Places:
             x.index_add_(0, self.write_index, values.flatten(0, 1).to(x.dtype))
 
 
-def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.device, is_reversed: bool) -> Places:
+def padded_places(spans: Sequence[TokenSpan], *, num_tokens: int, device: torch.device, is_reversed: bool) -> Places:
     """Return the places of spans as segments of the length of the longest."""
     starts, lengths = np.array(spans).T
     length = int(lengths.max())
@@ -105,7 +106,9 @@ def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.devic
         return Places(num_segments=len(spans), length=length, start=int(starts[0]), step=step)
     columns = np.arange(length)
     offsets = np.minimum(columns, lengths[:, None] - 1)
-    index = starts[:, None] + (lengths[:, None] - 1 - offsets if is_reversed else offsets)
+    if is_reversed:
+        offsets = lengths[:, None] - 1 - offsets
+    index = starts[:, None] + offsets
     arrays = {"index": index.ravel(), "write_index": index.ravel()}
     if not is_equal:
         is_padding = columns >= lengths[:, None]
@@ -114,14 +117,24 @@ def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.devic
     return Places(num_segments=len(spans), length=length, **tensors)
 
 
-def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reversed: bool) -> Places:
+def places_end_to_end(spans: Sequence[TokenSpan], *, device: torch.device, is_reversed: bool) -> Places:
     """Return the places of spans as one segment: a view if each starts where the last ended."""
     starts, lengths = np.array(spans).T
     if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
-    parts = [np.arange(s.start, s.start + s.length)[:: -1 if is_reversed else 1] for s in spans]
+    parts: list[NDArray[np.int64]] = []
+    for span in spans:
+        part = span_index(span)
+        if is_reversed:
+            part = part[::-1]
+        parts.append(part)
     index = on_device(np.concatenate(parts), device)
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
+
+
+def span_index(span: TokenSpan | Segment) -> NDArray[np.int64]:
+    """Return the index of each token of a span in its row."""
+    return np.arange(span.start, span.start + span.length)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,14 +151,34 @@ class VarlenLengths:
     window: int | None
     """Latest keys that a query sees, its own included; None: all."""
 
+    @classmethod
+    def of(
+        cls,
+        num_queries: Sequence[int],
+        num_keys: Sequence[int],
+        device: torch.device,
+        *,
+        is_causal: bool,
+        window: int | None,
+    ) -> "VarlenLengths":
+        """Describe segments by their numbers of queries and of keys."""
+        return cls(
+            query_bounds=on_device(np.append(0, np.cumsum(num_queries)).astype(np.int32), device),
+            key_bounds=on_device(np.append(0, np.cumsum(num_keys)).astype(np.int32), device),
+            max_queries=max(num_queries),
+            max_keys=max(num_keys),
+            is_causal=is_causal,
+            window=window,
+        )
+
     @property
     def of_segments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Arguments of the kernel, in its order."""
+        """Lengths and bounds as the kernel takes them, in its order."""
         return self.query_bounds, self.key_bounds, self.max_queries, self.max_keys
 
     @property
     def windows(self) -> dict[str, int]:
-        """Further arguments: keys to the left and to the right of its own that a query sees, where not all."""
+        """Window arguments of the kernel: keys left and right of its own that a query sees; empty: all."""
         if self.window is None:
             return {}
         return {"window_size_left": self.window - 1, "window_size_right": 0}
@@ -160,9 +193,9 @@ def attend_block(
         Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least. A query
         that sees no key has output 0 and log-sum-exp -inf.
     """
-    scale, is_causal = scoring.scale, scoring.is_causal
+    is_causal = scoring.is_causal
     if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
-        options = {"attn_mask": _as(scoring.key_mask, q_SHQD), "scale": scale}
+        options = _cpu_options(scoring, q_SHQD)
         return _aten._scaled_dot_product_flash_attention_for_cpu(q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, **options)
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
@@ -173,7 +206,7 @@ def attend_block(
             _hide(scores_SKGQL, rows, keys, scoring)
             lse_SKGQ = scores_SKGQL.logsumexp(-1)
             probs_SKGQL = _probs(scores_SKGQL, lse_SKGQ)
-            outs.append((probs_SKGQL @ _widened(v_SKLV[:, :, None, keys])).flatten(1, 2))
+            outs.append((probs_SKGQL @ _promote(v_SKLV[:, :, None, keys])).flatten(1, 2))
             lses.append(lse_SKGQ.flatten(1, 2))
     return torch.cat(outs, dim=2).to(q_SHQD.dtype), torch.cat(lses, dim=2)
 
@@ -190,7 +223,7 @@ def sink_gradients(
     grad_THV: torch.Tensor, out_THV: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
     """Compute the gradient [H] of the sinks of T queries."""
-    delta_TH = (_widened(grad_THV) * out_THV).sum(-1)
+    delta_TH = (_promote(grad_THV) * out_THV).sum(-1)
     return (-(sinks_H.to(lse_TH.dtype) - lse_TH).exp() * delta_TH).sum(0).to(sinks_H.dtype)
 
 
@@ -204,26 +237,31 @@ def block_gradients(
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the block's part of the gradients of queries, keys and values, in their shapes."""
-    scale, softcap = scoring.scale, scoring.softcap
+    scale = scoring.scale
+    softcap = scoring.softcap
     if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
-        tensors = (grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ)
-        options = {"attn_mask": _as(scoring.key_mask, q_SHQD), "scale": scale}
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, scoring.is_causal, **options)
+        options = _cpu_options(scoring, q_SHQD)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, scoring.is_causal, **options
+        )
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
-    grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
+    grad_k_SKLD = torch.zeros_like(_promote(k_SKLD))
+    grad_v_SKLV = torch.zeros_like(_promote(v_SKLV))
     for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
         scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
-        slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
+        slope_SKGQL: Any = scale
+        if softcap is not None:
+            slope_SKGQL = (1 - (scores_SKGQL / softcap).square()) * scale
         _hide(scores_SKGQL, rows, keys, scoring)
         probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
-        grad_SKGQV = _widened(grad_SHQV[:, :, rows]).unflatten(1, groups)
+        grad_SKGQV = _promote(grad_SHQV[:, :, rows]).unflatten(1, groups)
         delta_SKGQ = (grad_SKGQV * out_SHQV[:, :, rows].unflatten(1, groups)).sum(-1)
         grad_v_SKLV[:, :, keys] += (probs_SKGQL.mT @ grad_SKGQV).sum(2)
-        grad_probs_SKGQL = grad_SKGQV @ _widened(v_SKLV[:, :, None, keys]).mT
+        grad_probs_SKGQL = grad_SKGQV @ _promote(v_SKLV[:, :, None, keys]).mT
         grad_scores_SKGQL = probs_SKGQL * (grad_probs_SKGQL - delta_SKGQ[..., None]) * slope_SKGQL
-        grad_q.append((grad_scores_SKGQL @ _widened(k_SKLD[:, :, None, keys])).flatten(1, 2))
-        q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, groups)
+        grad_q.append((grad_scores_SKGQL @ _promote(k_SKLD[:, :, None, keys])).flatten(1, 2))
+        q_SKGQD = _promote(q_SHQD[:, :, rows]).unflatten(1, groups)
         grad_k_SKLD[:, :, keys] += (grad_scores_SKGQL.mT @ q_SKGQD).sum(2)
     return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
 
@@ -263,11 +301,21 @@ def varlen_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the segments' part of the gradients of queries, keys and values, in their shapes."""
-    tensors = (grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, lse_NH.T.contiguous())
     # The state of dropout, of which there is none: the kernel reads nothing of it.
     state = (torch.empty(2, dtype=torch.uint64, device=q_NHD.device), torch.empty(0, device=q_NHD.device))
     return _aten._flash_attention_backward(
-        *tensors, *lengths.of_segments, 0.0, lengths.is_causal, *state, scale=scale, **lengths.windows
+        grad_NHD,
+        q_NHD,
+        k_MKD,
+        v_MKD,
+        out_NHD,
+        lse_NH.T.contiguous(),
+        *lengths.of_segments,
+        0.0,
+        lengths.is_causal,
+        *state,
+        scale=scale,
+        **lengths.windows,
     )
 
 
@@ -275,23 +323,31 @@ def _has_cpu_kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring
     return q_SHQD.device.type == "cpu" and scoring.softcap is None and q_SHQD.shape[-1] == v_SKLV.shape[-1]
 
 
-def _as(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    return None if mask is None else mask.to(like.dtype)
+def _cpu_options(scoring: Scoring, q_SHQD: torch.Tensor) -> dict[str, Any]:
+    mask = scoring.key_mask
+    if mask is not None:
+        mask = mask.to(q_SHQD.dtype)
+    return {"attn_mask": mask, "scale": scoring.scale}
 
 
 def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) -> list[tuple[slice, slice]]:
-    """Queries to take at a time, and the keys that any of them sees."""
+    """Return the queries of each step, with the keys that any of them sees."""
     num_segments, num_heads, num_queries, _ = q_SHQD.shape
     num_keys = k_SKLD.shape[2]
     step = min(_NUM_PLAIN_ROWS, max(1, _NUM_PLAIN_SCORES // (num_segments * num_heads * num_keys)))
-    rows = [slice(i, min(i + step, num_queries)) for i in range(0, num_queries, step)]
-    return [(x, slice(0, x.stop if is_causal else num_keys)) for x in rows]
+    blocks: list[tuple[slice, slice]] = []
+    for start in range(0, num_queries, step):
+        end = min(start + step, num_queries)
+        if is_causal:
+            num_keys = end
+        blocks.append((slice(start, end), slice(0, num_keys)))
+    return blocks
 
 
 def _scores(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> torch.Tensor:
     """Compute the scores [S, K, H / K, rows, keys], hidden ones too."""
-    q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
-    scores_SKGQL = q_SKGQD @ _widened(k_SKLD[:, :, None, keys]).mT * scoring.scale
+    q_SKGQD = _promote(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
+    scores_SKGQL = q_SKGQD @ _promote(k_SKLD[:, :, None, keys]).mT * scoring.scale
     if scoring.softcap is not None:
         scores_SKGQL.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     return scores_SKGQL
@@ -300,7 +356,8 @@ def _scores(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice
 def _hide(scores_SKGQL: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> None:
     """Set scores to -inf where a query does not see a key."""
     if scoring.is_causal:
-        row, column = (torch.arange(x.start, x.stop, device=scores_SKGQL.device) for x in (rows, keys))
+        row = torch.arange(rows.start, rows.stop, device=scores_SKGQL.device)
+        column = torch.arange(keys.start, keys.stop, device=scores_SKGQL.device)
         scores_SKGQL.masked_fill_(column > row[:, None], -torch.inf)
     if scoring.key_mask is not None:
         scores_SKGQL.add_(scoring.key_mask[:, :, None, :, keys])
@@ -311,5 +368,5 @@ def _probs(scores_SKGQL: torch.Tensor, lse_SKGQ: torch.Tensor) -> torch.Tensor:
     return (scores_SKGQL - lse_SKGQ.clamp(min=torch.finfo(lse_SKGQ.dtype).min)[..., None]).exp()
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
+def _promote(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -72,23 +72,28 @@ def token_scores(
         vocab: what part of the vocabulary this rank has; None: all of it.
         max_logits: most logits of a chunk; None: as `chunk_rows` says for the device.
     """
-    num_tokens, vocab_size = targets_N.shape[0], weight_VD.shape[0]
+    num_tokens = targets_N.shape[0]
+    vocab_size = weight_VD.shape[0]
     if max_logits is None:
         chunk = chunk_rows(num_tokens, vocab_size, hidden_ND.device.type)
     else:
         chunk = max(1, max_logits // vocab_size)
     head = Head(temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk)
     log_probs_N, entropies_N = _TokenScores.apply(hidden_ND, weight_VD, bias_V, targets_N, head, entropy_grad)
-    return TokenScores(log_probs=log_probs_N, entropies=entropies_N if entropy_grad else entropies_N.detach())
+    if not entropy_grad:
+        entropies_N = entropies_N.detach()
+    return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
 
 
 def chunk_rows(num_tokens: int, vocab_size: int, device_type: str) -> int:
     """Return the tokens of a chunk: as few chunks as the device's budget of logits allows, of about equal size."""
-    most = (CPU_LOGITS if device_type == "cpu" else CUDA_LOGITS) // vocab_size
-    if most <= _ROW_MULTIPLE:
-        return max(1, most)
-    num_chunks = -(-max(1, num_tokens) // (most - most % _ROW_MULTIPLE))
-    rows = -(-max(1, num_tokens) // num_chunks)
+    max_logits = CPU_LOGITS if device_type == "cpu" else CUDA_LOGITS
+    max_rows = max_logits // vocab_size
+    if max_rows <= _ROW_MULTIPLE:
+        return max(1, max_rows)
+    num_tokens = max(1, num_tokens)
+    num_chunks = -(-num_tokens // (max_rows - max_rows % _ROW_MULTIPLE))
+    rows = -(-num_tokens // num_chunks)
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
@@ -135,21 +140,25 @@ class Head:
         is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
         target_C = logits_CV.gather(1, place_C1)[:, 0]
         kernels = self._kernels(logits_CV, has_bias)
-        peak_C, sum_C, dot_C = moments_(logits_CV, has_bias=has_bias) if kernels is None else kernels.moments(logits_CV)
+        if kernels is None:
+            peak_C, sum_C, dot_C = moments_(logits_CV, has_bias=has_bias)
+        else:
+            peak_C, sum_C, dot_C = kernels.moments(logits_CV)
         if self.vocab is not None and is_here_C is not None:
-            own_C, peak_C = peak_C, peak_C.clone()
+            local_peak_C = peak_C
+            peak_C = peak_C.clone()
             dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=self.vocab.group)
-            shift_C = own_C - peak_C
+            shift_C = local_peak_C - peak_C
             share_C = shift_C.exp()
-            parts = [sum_C * share_C, (dot_C + sum_C * shift_C) * share_C, torch.where(is_here_C, target_C, 0.0)]
-            sums = torch.stack(parts)
+            dot_C = (dot_C + sum_C * shift_C) * share_C
+            sums = torch.stack([sum_C * share_C, dot_C, torch.where(is_here_C, target_C, 0.0)])
             dist.all_reduce(sums, group=self.vocab.group)
             sum_C, dot_C, target_C = sums
         log_sum_C = sum_C.log()
         return target_C - peak_C - log_sum_C, log_sum_C - dot_C / sum_C, peak_C + log_sum_C
 
     def _kernels(self, logits_CV: torch.Tensor, has_bias: bool) -> Any:
-        """Return the module of kernels where they compute what this head needs."""
+        """Return the module of kernels; None where they do not compute what this head needs."""
         if has_bias or self.softcap is not None or not _has_kernels(logits_CV.device, logits_CV.dtype):
             return None
         from gcore_trainer.packing import logit_kernels
@@ -167,7 +176,7 @@ class Head:
         has_bias: bool,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Compute the gradient [C, V] of the product from those of the scores; may overwrite the logits.
+        """Compute the gradient [C, V] of the product from the scores' gradients; may overwrite the logits.
 
         Args:
             entropies_C: None where entropies have no gradient.
@@ -175,10 +184,14 @@ class Head:
         """
         factor = self.scale / self.temperature
         is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
-        if (kernels := self._kernels(logits_CV, has_bias)) is not None:
-            column_C = place_C1[:, 0] if is_here_C is None else torch.where(is_here_C, place_C1[:, 0], -1)
-            pulls = grad_log_probs_C * -factor, None if entropies_C is None else grad_entropies_C * -factor
-            return kernels.gradient(logits_CV, column_C, log_sums_C, pulls[0], entropies_C, pulls[1], dtype)
+        kernels = self._kernels(logits_CV, has_bias)
+        if kernels is not None:
+            column_C = place_C1[:, 0]
+            if is_here_C is not None:
+                column_C = torch.where(is_here_C, column_C, -1)
+            pull_C = grad_log_probs_C * -factor
+            entropy_pull_C = None if entropies_C is None else grad_entropies_C * -factor
+            return kernels.gradient(logits_CV, column_C, log_sums_C, pull_C, entropies_C, entropy_pull_C, dtype)
         grad_C1 = grad_log_probs_C[:, None] * -factor
         slope_CV = self.slope(logits_CV)
         log_probs_CV = logits_CV.sub_(log_sums_C[:, None])
@@ -206,11 +219,15 @@ class Head:
         needs_weight: bool,
         needs_bias: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute the gradients of hidden states, weight and bias; those of the head are sums in float32 at least."""
+        """Compute the gradients of hidden states, weight and bias, the last two summed in float32 at least."""
         grad_hidden_ND = torch.empty_like(hidden_ND)
         narrow_VD = weight_VD.to(hidden_ND.dtype)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype)) if bias_V is not None and needs_bias else None
+        grad_weight_VD: torch.Tensor | None = None
+        grad_bias_V: torch.Tensor | None = None
+        if needs_weight:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype))
+        if bias_V is not None and needs_bias:
+            grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype))
         for begin in range(0, targets_N.shape[0], self.chunk):
             rows = slice(begin, begin + self.chunk)
             grad_CV = self.gradient(
@@ -250,8 +267,9 @@ class _TokenScores(torch.autograd.Function):
         for begin in range(0, max(1, targets_N.shape[0]), head.chunk):
             rows = slice(begin, begin + head.chunk)
             # Logits that have no name here are gone before those of the next chunk are made.
-            own = head.scores(head.logits(hidden_ND[rows], narrow_VD, bias_V), targets_N[rows], bias_V is not None)
-            parts.append(own)
+            parts.append(
+                head.scores(head.logits(hidden_ND[rows], narrow_VD, bias_V), targets_N[rows], bias_V is not None)
+            )
         log_probs_N, entropies_N, log_sums_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N)
         ctx.settings = head, entropy_grad
@@ -280,7 +298,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 def moments_(logits_CV: torch.Tensor, *, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `logit_kernels.moments` does; overwrites the logits."""
+    """Compute peak, sum and dot product of the logits as `logit_kernels.moments` does; overwrites the logits."""
     peak_C = logits_CV.amax(-1)
     below_CV = logits_CV.sub_(peak_C[:, None])
     exp_CV = below_CV.exp()
@@ -297,7 +315,7 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _wide_product(a_CD: torch.Tensor, b_DV: torch.Tensor) -> torch.Tensor:
-    """Return a @ b in float32 at least; the product's own sums where the device gives them."""
+    """Return a @ b in float32 at least, without rounding in between if the device supports that."""
     wide = _wide(a_CD.dtype)
     if a_CD.device.type == "cuda" and wide != a_CD.dtype:
         return torch.mm(a_CD, b_DV, out_dtype=wide)

@@ -1,4 +1,4 @@
-"""Triton kernels for what a transformer's layer does between its matrix products, on CUDA.
+"""Triton kernels for the operations of a transformer's layer between its matrix products, on CUDA.
 
 Each is one call, forward and backward, where torch has up to twelve operations that all read and write the activations.
 Products and sums are in float32, and what is stored is rounded to its type. Shapes: T tokens, H heads, D dimension of a
@@ -28,16 +28,16 @@ def _gated_kernel(
     is_gelu: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    mask = places < size
-    gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
-    up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = offsets < size
+    gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask).to(tl.float32)
     exponent = gate
     if is_gelu:
         exponent = gate * (_GELU + _GELU * _GELU_CUBIC * gate * gate)
     # Rounded as torch does between its two operations, so that both give the same result.
     active = (gate * tl.sigmoid(exponent)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + places, active * up, mask=mask)
+    tl.store(out_ptr + offsets, active * up, mask=mask)
 
 
 @_jit
@@ -51,25 +51,27 @@ def _gated_gradients_kernel(
     is_gelu: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    mask = places < size
-    grad = tl.load(grad_ptr + places, mask=mask).to(tl.float32)
-    gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
-    up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
-    exponent, rise = gate, 1.0
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = offsets < size
+    grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask).to(tl.float32)
+    exponent = gate
+    rise = 1.0
     if is_gelu:
         exponent = gate * (_GELU + _GELU * _GELU_CUBIC * gate * gate)
         rise = _GELU + 3 * _GELU * _GELU_CUBIC * gate * gate
     sigmoid = tl.sigmoid(exponent)
-    tl.store(grad_up_ptr + places, grad * gate * sigmoid, mask=mask)
+    tl.store(grad_up_ptr + offsets, grad * gate * sigmoid, mask=mask)
     slope = sigmoid + gate * sigmoid * (1 - sigmoid) * rise
-    tl.store(grad_gate_ptr + places, grad * up * slope, mask=mask)
+    tl.store(grad_gate_ptr + offsets, grad * up * slope, mask=mask)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.is_gelu = is_gelu
         out = torch.empty_like(gate)
@@ -80,10 +82,13 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad, outs = grads[0].contiguous(), (torch.empty_like(gate), torch.empty_like(up))
-        grid = (triton.cdiv(gate.numel(), _BLOCK),)
-        _gated_gradients_kernel[grid](grad, gate, up, *outs, gate.numel(), is_gelu=ctx.is_gelu, block=_BLOCK)
-        return *outs, None
+        grad = grads[0].contiguous()
+        grad_gate = torch.empty_like(gate)
+        grad_up = torch.empty_like(up)
+        size = gate.numel()
+        grid = (triton.cdiv(size, _BLOCK),)
+        _gated_gradients_kernel[grid](grad, gate, up, grad_gate, grad_up, size, is_gelu=ctx.is_gelu, block=_BLOCK)
+        return grad_gate, grad_up, None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -114,9 +119,9 @@ def _rotate_kernel(
     heads = tl.arange(0, block_heads)[:, None]
     columns = tl.arange(0, block_half)[None, :]
     mask = (heads < num_heads) & (columns < half)
-    places = x_ptr + token * stride_token + heads * stride_head + columns
-    first = tl.load(places, mask=mask).to(tl.float32)
-    second = tl.load(places + half, mask=mask).to(tl.float32)
+    pointers = x_ptr + token * stride_token + heads * stride_head + columns
+    first = tl.load(pointers, mask=mask).to(tl.float32)
+    second = tl.load(pointers + half, mask=mask).to(tl.float32)
     angles = token * 2 * half + columns
     is_column = columns < half
     cos_first = tl.load(cos_ptr + angles, mask=is_column).to(tl.float32)
@@ -134,15 +139,25 @@ def _rotate_kernel(
     tl.store(out + half, two, mask=mask)
 
 
-def _rotated(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
+def _rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
     num_tokens, num_heads, head_dim = x_THD.shape
     if x_THD.stride(2) != 1:
         x_THD = x_THD.contiguous()
     out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=x_THD.dtype, device=x_THD.device)
     half = head_dim // 2
-    blocks = {"block_heads": triton.next_power_of_2(num_heads), "block_half": triton.next_power_of_2(half)}
-    arguments = x_THD, out_THD, cos_TD, sin_TD, x_THD.stride(0), x_THD.stride(1), num_heads
-    _rotate_kernel[(num_tokens,)](*arguments, half=half, is_inverse=is_inverse, **blocks)
+    _rotate_kernel[(num_tokens,)](
+        x_THD,
+        out_THD,
+        cos_TD,
+        sin_TD,
+        x_THD.stride(0),
+        x_THD.stride(1),
+        num_heads,
+        half=half,
+        is_inverse=is_inverse,
+        block_heads=triton.next_power_of_2(num_heads),
+        block_half=triton.next_power_of_2(half),
+    )
     return out_THD
 
 
@@ -150,22 +165,23 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
-        return _rotated(x_THD, cos_TD, sin_TD, is_inverse=False)
+        return _rotate(x_THD, cos_TD, sin_TD, is_inverse=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotated(grads[0], *ctx.saved_tensors, is_inverse=True), None, None
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _rotate(grads[0], cos_TD, sin_TD, is_inverse=True), None, None
 
 
 def rotate(
-    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor, unsqueeze_dim: int = 1
+    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions (RoPE, arXiv:2104.09864), as ``apply_rotary_pos_emb`` of transformers.
 
     Pairs are of the two halves of a head. Results are views [1, H, T, D] of memory that is [T, H, D].
     """
-    assert unsqueeze_dim == 1
-    angles = cos_1TD[0].contiguous(), sin_1TD[0].contiguous()
-    rotated = (_Rotation.apply(x[0].transpose(0, 1), *angles) for x in (q_1HTD, k_1KTD))
-    q_THD, k_TKD = rotated
+    cos_TD = cos_1TD[0].contiguous()
+    sin_TD = sin_1TD[0].contiguous()
+    q_THD: Any = _Rotation.apply(q_1HTD[0].transpose(0, 1), cos_TD, sin_TD)
+    k_TKD: Any = _Rotation.apply(k_1KTD[0].transpose(0, 1), cos_TD, sin_TD)
     return q_THD.transpose(0, 1)[None], k_TKD.transpose(0, 1)[None]

@@ -31,6 +31,13 @@ class Segment(NamedTuple):
     num_padding: int
     """Tokens of the length that are padding, at its end."""
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt that a branch follows; 0 for a causal segment."""
+        if self.parent is None:
+            return 0
+        return self.parent.length
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
@@ -60,10 +67,12 @@ class PackedBatch:
 
     def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
         """Return the places [P + R - 1] of each sample's input tokens in the row."""
-        return [
-            np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
-            for s, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True)
-        ]
+        index: list[NDArray[np.int64]] = []
+        for sample, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True):
+            prompt_places = np.arange(last - sample.prompt_ids.size, last) + 1
+            response_places = first + np.arange(sample.response_ids.size - 1)
+            index.append(np.concatenate([prompt_places, response_places]))
+        return index
 
 
 def pack(
@@ -90,17 +99,20 @@ def pack(
 
     pieces: list[NDArray[np.int64]] = []
     segments: list[Segment] = []
-    last_prompt_places, first_response_places = (np.empty(len(samples), np.int64) for _ in range(2))
+    last_prompt_places = np.empty(len(samples), np.int64)
+    first_response_places = np.empty(len(samples), np.int64)
     total = 0
 
     def add(*parts: NDArray[np.int64], parent: Segment | None = None) -> Segment:
         nonlocal total
         num_real = sum(part.size for part in parts)
         num_padding = -num_real % segment_multiple_of
-        pieces.extend([*parts, np.zeros(num_padding, np.int64)])
-        segments.append(Segment(total, num_real + num_padding, parent, num_padding))
-        total += num_real + num_padding
-        return segments[-1]
+        pieces.extend(parts)
+        pieces.append(np.zeros(num_padding, np.int64))
+        segment = Segment(total, num_real + num_padding, parent, num_padding)
+        segments.append(segment)
+        total += segment.length
+        return segment
 
     for members in by_prompt.values():
         prompt = samples[members[0]].prompt_ids
@@ -114,22 +126,23 @@ def pack(
             first_response_places[i] = total
             if samples[i].response_ids.size > 1:
                 add(samples[i].response_ids[:-1], parent=root)
-    if num_padding := -total % math.lcm(multiple_of, segment_multiple_of):
+    num_padding = -total % math.lcm(multiple_of, segment_multiple_of)
+    if num_padding:
         add(np.zeros(num_padding, np.int64))
 
-    starts, lengths = _bounds(segments)
-    first_positions = np.array([s.parent.length if s.parent else 0 for s in segments])
+    starts = np.array([s.start for s in segments])
+    lengths = np.array([s.length for s in segments])
+    first_positions = np.array([s.prompt_length for s in segments])
     last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
     response_lengths = np.array([s.response_ids.size for s in samples])
     ends = np.cumsum(response_lengths)
-    places = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
-    places[ends - response_lengths] = last_prompt_places
-    predict_index, target_place = np.unique(places, return_inverse=True)
+    sources = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
+    sources[ends - response_lengths] = last_prompt_places
+    predict_index, target_place = np.unique(sources, return_inverse=True)
+    positions = np.arange(total) - np.repeat(starts - first_positions, lengths)
     return PackedBatch(
         input_ids=np.concatenate(pieces),
-        positions=np.minimum(
-            np.arange(total) - np.repeat(starts - first_positions, lengths), np.repeat(last_positions, lengths)
-        ),
+        positions=np.minimum(positions, np.repeat(last_positions, lengths)),
         segments=segments,
         predict_index=predict_index,
         target_place=target_place,
@@ -144,19 +157,17 @@ def rounded_length(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _bounds(segments: list[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.array([s.start for s in segments]), np.array([s.length for s in segments])
-
-
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Neighbouring tokens of a row."""
 
     start: int
     length: int
 
-    def part(self, first: int, last: int | None = None) -> "Span":
+    def part(self, first: int, last: int | None = None) -> "TokenSpan":
         """Return tokens `first` up to `last` of these."""
-        return Span(self.start + first, (self.length if last is None else last) - first)
+        if last is None:
+            last = self.length
+        return TokenSpan(self.start + first, last - first)
 
 
 class Tile(NamedTuple):
@@ -165,15 +176,17 @@ class Tile(NamedTuple):
     Segments, shared prompts, sliding windows and the chunks of a ring are exact sums of tiles, without masks.
     """
 
-    queries: Span
-    keys: Span
+    queries: TokenSpan
+    keys: TokenSpan
     seen: Literal["all", "until", "from"]
     """Which keys query i sees: all, those until key i, or those from key i."""
 
 
-def causal_tiles(tokens: Span, window: int | None) -> Iterator[Tile]:
+def causal_tiles(tokens: TokenSpan, window: int | None) -> Iterator[Tile]:
     """Yield the tiles of tokens that see their latest predecessors and themselves, `window` in all."""
-    step = tokens.length if window is None else min(window, tokens.length)
+    step = tokens.length
+    if window is not None:
+        step = min(window, step)
     chunks = [tokens.part(i, min(i + step, tokens.length)) for i in range(0, tokens.length, step)]
     for chunk in chunks:
         yield Tile(chunk, chunk, "until")
@@ -181,7 +194,7 @@ def causal_tiles(tokens: Span, window: int | None) -> Iterator[Tile]:
         yield from earlier_tiles(chunk, previous, step, window)
 
 
-def earlier_tiles(queries: Span, keys: Span, distance: int, window: int | None) -> Iterator[Tile]:
+def earlier_tiles(queries: TokenSpan, keys: TokenSpan, distance: int, window: int | None) -> Iterator[Tile]:
     """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
 
     Args:
@@ -189,15 +202,18 @@ def earlier_tiles(queries: Span, keys: Span, distance: int, window: int | None) 
         window: latest tokens that a query sees, its own included; None: all.
     """
     # Query i sees the keys from i + shift.
-    shift = -queries.length if window is None else distance - window + 1
+    shift = -queries.length
+    if window is not None:
+        shift = distance - window + 1
     if shift > 0:
-        keys, shift = keys.part(min(shift, keys.length)), 0
-    num_whole = min(-shift, queries.length)
-    num_partial = min(queries.length - num_whole, keys.length)
-    whole, partial = queries.part(0, num_whole), queries.part(num_whole, num_whole + num_partial)
-    for seeing, seen in ((whole, keys), (partial, keys.part(num_partial))):
-        if seeing.length and seen.length:
-            yield Tile(seeing, seen, "all")
+        keys = keys.part(min(shift, keys.length))
+        shift = 0
+    num_full = min(-shift, queries.length)
+    num_partial = min(queries.length - num_full, keys.length)
+    partial = queries.part(num_full, num_full + num_partial)
+    for tile in (Tile(queries.part(0, num_full), keys, "all"), Tile(partial, keys.part(num_partial), "all")):
+        if tile.queries.length and tile.keys.length:
+            yield tile
     if num_partial:
         yield Tile(partial, keys.part(0, num_partial), "from")
 
@@ -208,19 +224,25 @@ def row_tiles(segments: Sequence[Segment], window: int | None, *, kernel_has_win
     A kernel that has windows gets causal tiles whole.
     """
     tiles: list[Tile] = []
-    branches: dict[Segment, list[Span]] = {}
+    branches: dict[Segment, list[TokenSpan]] = {}
+    causal_window = None if kernel_has_windows else window
     for segment in segments:
-        tiles += causal_tiles(own := Span(segment.start, segment.length), None if kernel_has_windows else window)
+        tokens = TokenSpan(segment.start, segment.length)
+        tiles += causal_tiles(tokens, causal_window)
         if segment.parent is not None:
-            branches.setdefault(segment.parent, []).append(own)
+            branches.setdefault(segment.parent, []).append(tokens)
     for prompt, spans in branches.items():
-        keys = Span(prompt.start, prompt.length)
+        keys = TokenSpan(prompt.start, prompt.length)
         # Branches are neighbours, and the prompt's last tokens are seen by all of them.
         longest = max(span.length for span in spans)
-        first = 0 if window is None else min(keys.length, max(0, keys.length + longest - window))
-        last = spans[-1].start + spans[-1].length
+        first = 0
+        if window is not None:
+            first = min(keys.length, max(0, keys.length + longest - window))
+        start = spans[0].start
+        end = spans[-1].start + spans[-1].length
         if first < keys.length:
-            tiles.append(Tile(Span(spans[0].start, last - spans[0].start), keys.part(first), "all"))
-        for span in spans if first else ():
-            tiles += earlier_tiles(span, keys.part(0, first), keys.length, window)
+            tiles.append(Tile(TokenSpan(start, end - start), keys.part(first), "all"))
+        if first:
+            for span in spans:
+                tiles += earlier_tiles(span, keys.part(0, first), keys.length, window)
     return tiles

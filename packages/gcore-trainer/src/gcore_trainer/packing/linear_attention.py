@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.objectives.objective import on_device
+from gcore_trainer.packing.block_attention import span_index
 from gcore_trainer.packing.layout import PackedBatch, rounded_length
 from gcore_trainer.packing.row import PackedPlan
 
@@ -16,10 +17,12 @@ def mix_by_sequence(mixer: Any) -> None:
     """Make a layer's linear attention compute each sequence of a packed row from the start; see `mix`."""
     forward = mixer.forward
 
-    def packed_forward(hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **others: Any) -> torch.Tensor:
+    def packed_forward(
+        hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **options: Any
+    ) -> torch.Tensor:
         if packed is None:
-            return forward(hidden_states=hidden_states, **others)
-        # Others are caches and masks, of which a packed row has none.
+            return forward(hidden_states=hidden_states, **options)
+        # The options are caches and masks, which a packed row does not have.
         return mix(packed, hidden_states, lambda hidden_SLD: forward(hidden_states=hidden_SLD))
 
     mixer.forward = packed_forward
@@ -33,12 +36,16 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
     """
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)
-    outputs = [mixer(hidden_1TD[0][on_device(x, hidden_1TD.device)]).flatten(0, 1) for x in rectangles]
-    return torch.cat(outputs).index_select(0, on_device(unpack_index, hidden_1TD.device))[None]
+    device = hidden_1TD.device
+    outputs: list[torch.Tensor] = []
+    for rectangle in rectangles:
+        hidden_SLD = hidden_1TD[0][on_device(rectangle, device)]
+        outputs.append(mixer(hidden_SLD).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, on_device(unpack_index, device))[None]
 
 
 def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
+    """Lay out the sequences of a row, each with a copy of its prompt, in rectangles of similar lengths.
 
     Returns the places [S, L] of each rectangle, padded with 0, and [T] where each token stands in them, flattened.
     """
@@ -47,8 +54,9 @@ def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np
     for segment in batch.segments:
         if segment in shared:
             continue
-        parts = (np.arange(x.start, x.start + x.length) for x in (segment.parent, segment) if x)
-        sequence = np.concatenate(list(parts))
+        sequence = span_index(segment)
+        if segment.parent:
+            sequence = np.append(span_index(segment.parent), sequence)
         by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)

@@ -42,7 +42,8 @@ def _moments_kernel(
         x = tl.maximum(x, _LOWEST)
         higher = tl.maximum(peak, x)
         shift = peak - higher
-        share, part = tl.exp(shift), tl.exp(x - higher)
+        share = tl.exp(shift)
+        part = tl.exp(x - higher)
         dot = (dot + total * shift) * share + part * (x - higher)
         total = total * share + part
         peak = higher

@@ -1,4 +1,4 @@
-"""Router replay: the experts that each token passed through, recorded in one pass and imposed on later ones.
+"""Router replay: the experts of each token are recorded in one pass and imposed on later ones.
 
 A mixture of experts whose routers choose again in every pass makes ratios to old log-probs jump where nothing was
 learned: near a tie, rounding decides. "Routing Replay" of GSPO, arXiv 2507.18071, section 5.3; verl's ``R2`` records in
@@ -31,16 +31,16 @@ class ReplayedRouter:
 
     def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:
         self.imposed: torch.Tensor | None = None
-        """[T, K] what the next passes choose; None: their own."""
+        """[T, K] choice of the next passes; None: the router chooses."""
         self.recorded: list[torch.Tensor] | None = None
         """[T, K] of every pass, while it is a list."""
         self.num_experts = num_experts
         self.top_k = top_k
         self._name = type(router).__name__
         self._forward = router.forward
-        router.forward = self._routed
+        router.forward = self._run_forward
 
-    def _routed(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.imposed is None and self.recorded is None:
             return self._forward(*args, **kwargs)
         with _TopK(self) as choice:
@@ -75,28 +75,32 @@ class _TopK(TorchFunctionMode):
         self.indices = result.indices
         return result
 
-    def _is_choice(self, scores: torch.Tensor, k: int, *others: Any, **kwargs: Any) -> bool:
-        """Routers that choose among groups of experts first take other top k before."""
-        del others, kwargs
+    def _is_choice(self, scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a top k chooses the experts: some routers choose groups of experts before."""
+        del args, kwargs
         return k == self._router.top_k and scores.shape[-1] == self._router.num_experts
 
 
 def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]:
-    """Return the experts [T, L, K] of each token of a packed row; of a shared prompt, what its first sample has."""
-    given = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if len(given) < len(samples) or len({r.shape[1:] for r in given}) > 1:
-        shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)
-        raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}; expected the same")
+    """Return the experts [T, L, K] of each token of a packed row; a shared prompt has those of its first sample."""
+    recorded = [s.routed_experts for s in samples if s.routed_experts is not None]
+    shapes: set[tuple[int, ...] | None] = {experts.shape[1:] for experts in recorded}
+    if len(recorded) < len(samples):
+        shapes.add(None)
+    if len(shapes) > 1 or not recorded:
+        raise BatchError(
+            f"routed_experts of a micro-batch have layers and experts {sorted(shapes, key=str)}; expected the same"
+        )
     # Padding passes through experts, too; any will do.
-    _, num_layers, top_k = given[0].shape
+    _, num_layers, top_k = recorded[0].shape
     routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)
     routing[...] = np.arange(top_k)
-    for experts, places in reversed(list(zip(given, batch.input_places(samples), strict=True))):
-        routing[places] = experts
+    for experts, index in reversed(list(zip(recorded, batch.input_places(samples), strict=True))):
+        routing[index] = experts
     return routing
 
 
-def check_routing(routing: torch.Tensor, own: tuple[int, ...]) -> None:
-    """Raise `BatchError` for a routing [T, L, K] of another model than one with ``own`` layers and experts."""
-    if tuple(routing.shape[1:]) != own:
-        raise BatchError(f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {own}")
+def check_routing(routing: torch.Tensor, expected: tuple[int, ...]) -> None:
+    """Raise `BatchError` unless a routing [T, L, K] has the ``expected`` layers and experts."""
+    if tuple(routing.shape[1:]) != expected:
+        raise BatchError(f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {expected}")

@@ -31,7 +31,9 @@ NUM_SHORT = 512
 NUM_SHORT_ALONE = 128
 """The same where none shares a prompt."""
 # Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
-_CAUSAL, _WINDOW, _PACKED = "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"
+_CAUSAL = "causal_mask_function"
+_WINDOW = "sliding_window_overlay"
+_PACKED = "packed_sequence_mask_function"
 _CONJUNCTION = "and_masks"
 
 
@@ -47,30 +49,35 @@ class PackedPlan:
         """Attention layers served so far."""
         self.batch = batch
         self._device = device
-        self._longest = max(s.length + (s.parent.length if s.parent else 0) for s in batch.segments)
+        self._longest = max(s.prompt_length + s.length for s in batch.segments)
         is_shared = any(s.parent for s in batch.segments)
         self._is_short = device.type == "cpu" and self._longest <= (NUM_SHORT if is_shared else NUM_SHORT_ALONE)
         self._divided = None if cp is None else DividedRow(batch, cp, device=device)
 
     def attend(
-        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute the attention output [1, T, H, D] of the T tokens that this process holds."""
         self.num_calls += 1
-        rows = [x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD)]
+        q_THD, k_TKD, v_TKV = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         if self._divided is not None:
-            return self._divided.attend(rows[0], rows[1], rows[2], kind, self._attend)[None]
-        return self._attend(rows[0], rows[1], rows[2], kind)[None]
+            return self._divided.attend(q_THD, k_TKD, v_TKV, attention, self._attend)[None]
+        return self._attend(q_THD, k_TKD, v_TKV, attention)[None]
 
     def _attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute the attention output [T, H, V] of the whole row, with these heads."""
-        if kind.sliding_window is not None and kind.sliding_window >= self._longest:
-            kind = replace(kind, sliding_window=None)
-        if self._is_short and kind.sliding_window is None and kind.softcap is None and kind.sinks is None:
-            return self._short.attend(q_THD, k_TKD, v_TKV, kind.scale)
-        return self._long.attend(q_THD, k_TKD, v_TKV, kind)
+        if attention.sliding_window is not None and attention.sliding_window >= self._longest:
+            attention = replace(attention, sliding_window=None)
+        if (
+            self._is_short
+            and attention.sliding_window is None
+            and attention.softcap is None
+            and attention.sinks is None
+        ):
+            return self._short.attend(q_THD, k_TKD, v_TKV, attention.scale)
+        return self._long.attend(q_THD, k_TKD, v_TKV, attention)
 
     @cached_property
     def _short(self) -> "ShortRow":
@@ -91,7 +98,9 @@ class ShortRow:
     def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
         groups: dict[tuple[int, int], list[Segment]] = {}
         for segment in segments:
-            prompt_length = 0 if segment.parent is None else rounded_length(segment.parent.length)
+            prompt_length = 0
+            if segment.parent is not None:
+                prompt_length = rounded_length(segment.parent.length)
             groups.setdefault((prompt_length, rounded_length(segment.length)), []).append(segment)
         unpack_index = np.empty(sum(s.length for s in segments), np.int64)
         self._calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
@@ -100,17 +109,19 @@ class ShortRow:
             query_index, is_real = _rectangle(members)
             unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
             offset += query_index.size
-            key_index, mask = query_index, None
-            if parents := [s.parent for s in members if s.parent]:
+            key_index = query_index
+            mask = None
+            parents = [s.parent for s in members if s.parent]
+            if parents:
                 prompt_index, is_prompt = _rectangle(parents)
                 key_index = np.concatenate([prompt_index, query_index], axis=1)
-                num_queries, num_prompt = query_index.shape[1], prompt_index.shape[1]
+                num_queries = query_index.shape[1]
+                num_prompt = prompt_index.shape[1]
                 hidden = np.zeros((len(members), 1, num_queries, num_prompt + num_queries), np.float32)
                 hidden[..., :num_prompt] = np.where(is_prompt, 0, -np.inf)[:, None, None]
                 hidden[..., num_prompt:] = np.triu(np.full((num_queries, num_queries), -np.inf), 1)
                 mask = torch.from_numpy(hidden).to(device)
-            indices = [torch.from_numpy(index).to(device) for index in (query_index, key_index)]
-            self._calls.append((indices[0], indices[1], mask))
+            self._calls.append((torch.from_numpy(query_index).to(device), torch.from_numpy(key_index).to(device), mask))
         self._masks: dict[torch.dtype, list[torch.Tensor | None]] = {}
         self._unpack_index = torch.from_numpy(unpack_index).to(device)
 
@@ -119,24 +130,30 @@ class ShortRow:
     ) -> torch.Tensor:
         """Compute attention [T, H, V], differentiably."""
         rows: list[torch.Tensor] = []
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": q_THD.shape[1] != k_TKD.shape[1]}
-        if (dtype := q_THD.dtype) not in self._masks:
-            self._masks[dtype] = [None if mask is None else mask.to(dtype) for *_, mask in self._calls]
+        is_grouped = q_THD.shape[1] != k_TKD.shape[1]
+        dtype = q_THD.dtype
+        if dtype not in self._masks:
+            self._masks[dtype] = [None if mask is None else mask.to(dtype) for _, _, mask in self._calls]
         for (query_index_SQ, key_index_SL, _), mask in zip(self._calls, self._masks[dtype], strict=True):
-            q_SHQD, k_SKLD, v_SKLV = (
-                x.index_select(0, index.ravel()).unflatten(0, index.shape).transpose(1, 2)
-                for x, index in ((q_THD, query_index_SQ), (k_TKD, key_index_SL), (v_TKV, key_index_SL))
+            q_SHQD = _select(q_THD, query_index_SQ)
+            k_SKLD = _select(k_TKD, key_index_SL)
+            v_SKLV = _select(v_TKV, key_index_SL)
+            out_SHQV = scaled_dot_product_attention(
+                q_SHQD, k_SKLD, v_SKLV, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
             )
-            out = scaled_dot_product_attention(
-                q_SHQD, k_SKLD, v_SKLV, attn_mask=mask, is_causal=mask is None, **options
-            )
-            rows.append(out.transpose(1, 2).flatten(0, 1))
+            rows.append(out_SHQV.transpose(1, 2).flatten(0, 1))
         return torch.cat(rows).index_select(0, self._unpack_index)
+
+
+def _select(x_THD: torch.Tensor, index_SL: torch.Tensor) -> torch.Tensor:
+    """Return tokens of a row as [S, H, L, D]."""
+    return x_THD.index_select(0, index_SL.ravel()).unflatten(0, index_SL.shape).transpose(1, 2)
 
 
 def _rectangle(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the places [S, L] of segments, padded to the longest by the row's first, and which are not padding."""
-    starts, lengths = (np.array(x)[:, None] for x in zip(*((s.start, s.length) for s in segments), strict=True))
+    starts = np.array([[s.start] for s in segments])
+    lengths = np.array([[s.length] for s in segments])
     columns = np.arange(lengths.max())
     is_real = columns < lengths
     return np.where(is_real, starts + columns, 0), is_real
@@ -165,7 +182,7 @@ class Row:
     """[n]."""
     cp: ContextParallel | None
     """The ranks that divide the row; None: this one has all of it."""
-    places: NDArray[np.int64]
+    row_index: NDArray[np.int64]
     """[T] where each of the T stands in the whole row."""
     target_index: NDArray[np.int64]
     """[n] which of the N response tokens each is; N itself is none of them."""
@@ -190,12 +207,12 @@ class Row:
 
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
         """Collect [P + R - 1, L, K] of each sample's tokens from the [T, L, K] of each rank."""
-        whole = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
-        whole[on_device(self.places, whole.device)] = routing_TLK
+        row = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
+        row[on_device(self.row_index, row.device)] = routing_TLK
         if self.cp is not None:
-            whole = sum_over_ranks(whole, self.cp.ulysses, self.cp.ring)
-        found = whole.cpu().numpy().astype(np.int16)
-        return [found[places] for places in self.batch.input_places(self.samples)]
+            row = sum_over_ranks(row, self.cp.ulysses, self.cp.ring)
+        experts = row.cpu().numpy().astype(np.int16)
+        return [experts[index] for index in self.batch.input_places(self.samples)]
 
 
 def make_rows(
@@ -217,49 +234,59 @@ def make_rows(
         multiple_of: of the number of each rank's tokens.
         equal_lengths: pad all to the longest.
     """
-    row_multiple, segment_multiple = (1, 1) if cp is None else cp.padding
+    segment_multiple = 1
+    if cp is not None:
+        row_multiple, segment_multiple = cp.padding
+        multiple_of *= row_multiple
+    share_prefix = share_prefix and segment_multiple == 1
 
-    def packed(longest: int) -> list[PackedBatch]:
-        row_length, shares = math.lcm(longest, multiple_of * row_multiple), share_prefix and segment_multiple == 1
-        multiples = {"multiple_of": row_length, "segment_multiple_of": segment_multiple}
-        return [pack(samples, share_prefix=shares, **multiples) for samples in micro_batches]
+    def pack_rows(row_length: int) -> list[PackedBatch]:
+        options = {"multiple_of": row_length, "segment_multiple_of": segment_multiple}
+        return [pack(samples, share_prefix=share_prefix, **options) for samples in micro_batches]
 
-    batches = packed(1)
+    batches = pack_rows(multiple_of)
     if equal_lengths:
-        batches = packed(max(batch.input_ids.size for batch in batches))
+        longest = max(batch.input_ids.size for batch in batches)
+        batches = pack_rows(math.lcm(longest, multiple_of))
     rows: list[Row] = []
     for samples, batch in zip(micro_batches, batches, strict=True):
-        places = np.arange(batch.input_ids.size) if cp is None else cp.places(batch.segment_lengths)
-        here = np.full(batch.input_ids.size, -1)
-        here[places] = np.arange(places.size)
-        source_N = here[batch.predict_index[batch.target_place]]
-        target_index, source_index = np.flatnonzero(source_N >= 0), source_N[source_N >= 0]
+        row_index = np.arange(batch.input_ids.size)
+        if cp is not None:
+            row_index = cp.places(batch.segment_lengths)
+        index_of_place = np.full(batch.input_ids.size, -1)
+        index_of_place[row_index] = np.arange(row_index.size)
+        source_N = index_of_place[batch.predict_index[batch.target_place]]
+        target_index = np.flatnonzero(source_N >= 0)
+        source_index = source_N[target_index]
         target_ids = batch.target_ids[target_index]
         if not target_index.size:
             # All ranks of a row score something, for their collectives are the same.
             target_index = np.array([source_N.size])
             source_index = target_ids = np.zeros(1, np.int64)
-        if vision is None and any(sample.images is not None for sample in samples):
+        images = None
+        if vision is not None:
+            images = vision.row_images(samples, batch)
+        elif any(sample.images is not None for sample in samples):
             raise BatchError(
                 "a sample has images: this backend or model sees none, the torch backend does with a Qwen-VL model"
             )
         routing = None
         if replay_routing and any(sample.routed_experts is not None for sample in samples):
-            routing = on_device(routing_of_row(samples, batch)[places], device)
+            routing = on_device(routing_of_row(samples, batch)[row_index], device)
         rows.append(
             Row(
                 samples=samples,
                 batch=batch,
-                input_ids=on_device(batch.input_ids[places][None], device),
-                positions=on_device(batch.positions[places][None], device),
+                input_ids=on_device(batch.input_ids[row_index][None], device),
+                positions=on_device(batch.positions[row_index][None], device),
                 plan=PackedPlan(batch, device=device, cp=cp),
                 source_index=on_device(source_index, device),
                 target_ids=on_device(target_ids, device),
                 cp=cp,
-                places=places,
+                row_index=row_index,
                 target_index=target_index,
                 routing=routing,
-                images=None if vision is None else vision.row_images(samples, batch),
+                images=images,
             )
         )
     return rows
@@ -283,23 +310,24 @@ def describe_mask(
     mask_function: Callable[..., Any],
     local_size: int | None = None,
     device: torch.device | str = "cpu",
-    **others: Any,
+    **ignored: Any,
 ) -> DescribedMask:
     """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``."""
-    del others
+    del ignored
     mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
     described = mask.as_subclass(DescribedMask)
-    described.hides, described.window = set(_names(mask_function)), local_size
+    described.hides = set(_list_names(mask_function))
+    described.window = local_size
     return described
 
 
-def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
+def _list_names(mask_function: Callable[..., Any]) -> Iterator[str]:
     name = mask_function.__qualname__.partition(".")[0]
     if name != _CONJUNCTION:
         yield name
         return
     for part in getclosurevars(mask_function).nonlocals["mask_functions"]:
-        yield from _names(part)
+        yield from _list_names(part)
 
 
 def window_of(mask: torch.Tensor) -> int | None:
@@ -314,4 +342,6 @@ def window_of(mask: torch.Tensor) -> int | None:
             f"the model's attention mask is made by {', '.join(unknown)}: packed training computes causal attention "
             "and sliding windows only"
         )
-    return mask.window if _WINDOW in mask.hides else None
+    if _WINDOW not in mask.hides:
+        return None
+    return mask.window

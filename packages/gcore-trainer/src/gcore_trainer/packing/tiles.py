@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.objectives.objective import on_device
 from gcore_trainer.packing.block_attention import (
     AttentionKind,
     Places,
@@ -33,7 +32,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.layout import Segment, Span, Tile, rounded_length, row_tiles
+from gcore_trainer.packing.layout import Segment, Tile, rounded_length, row_tiles
 from gcore_trainer.packing.whole_row import WholeRow
 
 NUM_PADDED = 64
@@ -43,7 +42,7 @@ _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call(ABC):
+class TileCall(ABC):
     """One kernel call."""
 
     queries: Places
@@ -67,7 +66,7 @@ class Call(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Rectangle(Call):
+class _Rectangle(TileCall):
     """Tiles of equal, or about equal, extents in a batch."""
 
     is_causal: bool
@@ -80,22 +79,25 @@ class _Rectangle(Call):
     def attend(
         self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q_SHQD, k_SKLD, v_SKLV = (x.transpose(1, 2) for x in (q_SQHD, k_SLKD, v_SLKV))
+        q_SHQD = q_SQHD.transpose(1, 2)
+        k_SKLD = k_SLKD.transpose(1, 2)
+        v_SKLV = v_SLKV.transpose(1, 2)
         out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, self._scoring(scoring))
         return out_SHQV.transpose(1, 2), lse_SHQ.transpose(1, 2)
 
     def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
-        *others, lse_SQH = tensors
-        if (is_padding := self.queries.is_padding) is not None:
-            # A query whose probabilities are 0 adds nothing, whatever it holds.
+        lse_SQH = tensors[-1]
+        is_padding = self.queries.is_padding
+        if is_padding is not None:
+            # A query whose probabilities are 0 adds nothing.
             lse_SQH = lse_SQH.masked_fill(is_padding[..., None], torch.inf)
-        grad, q, k, v, out, lse = (x.transpose(1, 2) for x in (*others, lse_SQH))
-        grad_q, grad_k, grad_v = block_gradients(grad, q, k, v, out, lse, self._scoring(scoring))
+        grad, q, k, v, out, _ = (x.transpose(1, 2) for x in tensors)
+        grad_q, grad_k, grad_v = block_gradients(grad, q, k, v, out, lse_SQH.transpose(1, 2), self._scoring(scoring))
         return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Varlen(Call):
+class _Varlen(TileCall):
     """Tiles of any extents end to end, for flash attention of CUDA; S is 1."""
 
     lengths: VarlenLengths
@@ -114,7 +116,7 @@ class _Varlen(Call):
 
 def make_calls(
     tiles: Sequence[Tile], *, num_tokens: int, device: torch.device, is_varlen: bool, window: int | None = None
-) -> list[Call]:
+) -> list[TileCall]:
     """Put tiles together in kernel calls.
 
     Args:
@@ -126,50 +128,46 @@ def make_calls(
     groups: dict[Any, list[Tile]] = {}
     times: dict[str, NDArray[np.int64]] = {}
     for tile in tiles:
-        own = times.setdefault(tile.seen, np.zeros(num_tokens, np.int64))
-        own = own[tile.queries.start : tile.queries.start + tile.queries.length]
-        groups.setdefault((tile.seen, int(own.max()), None if is_varlen else _extents(tile)), []).append(tile)
-        own[:] = own.max() + 1
-    calls: list[Call] = []
-    for (seen, *_), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
-        where: dict[str, Any] = {"device": device, "is_reversed": seen == "from"}
-        queries, keys = [tile.queries for tile in members], [tile.keys for tile in members]
-        is_first, is_causal = seen == "until", seen != "all"
+        calls_of_token = times.setdefault(tile.seen, np.zeros(num_tokens, np.int64))
+        calls_of_query = calls_of_token[tile.queries.start : tile.queries.start + tile.queries.length]
+        extents = None if is_varlen else _extents(tile)
+        groups.setdefault((tile.seen, int(calls_of_query.max()), extents), []).append(tile)
+        calls_of_query[:] = calls_of_query.max() + 1
+    calls: list[TileCall] = []
+    for (seen, _, _), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
+        options: dict[str, Any] = {"device": device, "is_reversed": seen == "from"}
+        query_spans = [tile.queries for tile in members]
+        key_spans = [tile.keys for tile in members]
+        is_first = seen == "until"
+        is_causal = seen != "all"
         if is_varlen:
-            lengths = _lengths(queries, keys, device, is_causal=is_causal, window=window if is_first else None)
-            places = {"queries": places_end_to_end(queries, **where), "keys": places_end_to_end(keys, **where)}
-            calls.append(_Varlen(**places, is_first=is_first, lengths=lengths))
+            queries = places_end_to_end(query_spans, **options)
+            keys = places_end_to_end(key_spans, **options)
+            num_queries = [span.length for span in query_spans]
+            num_keys = [span.length for span in key_spans]
+            kernel_window = window if is_first else None
+            lengths = VarlenLengths.of(num_queries, num_keys, device, is_causal=is_causal, window=kernel_window)
+            calls.append(_Varlen(queries=queries, keys=keys, is_first=is_first, lengths=lengths))
             continue
-        where["num_tokens"] = num_tokens
-        places = {"queries": padded_places(queries, **where), "keys": padded_places(keys, **where)}
-        is_padding_SL, key_mask = places["keys"].is_padding, None
+        queries = padded_places(query_spans, num_tokens=num_tokens, **options)
+        keys = padded_places(key_spans, num_tokens=num_tokens, **options)
+        is_padding_SL = keys.is_padding
+        key_mask = None
         if is_padding_SL is not None and not is_causal:
             key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(is_padding_SL, -torch.inf)
             key_mask = key_mask[:, None, None]
-        calls.append(_Rectangle(**places, is_first=is_first, is_causal=is_causal, key_mask=key_mask))
+        call = _Rectangle(queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, key_mask=key_mask)
+        calls.append(call)
     return calls
 
 
 def _extents(tile: Tile) -> tuple[int, int]:
-    """Numbers of queries and keys; those of small tiles are rounded up."""
-    extents = tile.queries.length, tile.keys.length
-    return extents if max(extents) > NUM_PADDED else (rounded_length(extents[0]), rounded_length(extents[1]))
-
-
-def _lengths(
-    queries: Sequence[Span], keys: Sequence[Span], device: torch.device, *, is_causal: bool, window: int | None
-) -> VarlenLengths:
-    lengths = [np.array([span.length for span in spans]) for spans in (queries, keys)]
-    bounds = (on_device(np.append(0, x.cumsum()).astype(np.int32), device) for x in lengths)
-    query_bounds, key_bounds = bounds
-    return VarlenLengths(
-        query_bounds=query_bounds,
-        key_bounds=key_bounds,
-        max_queries=int(lengths[0].max()),
-        max_keys=int(lengths[1].max()),
-        is_causal=is_causal,
-        window=window,
-    )
+    """Return the numbers of queries and keys, rounded up for small tiles."""
+    num_queries = tile.queries.length
+    num_keys = tile.keys.length
+    if max(num_queries, num_keys) > NUM_PADDED:
+        return num_queries, num_keys
+    return rounded_length(num_queries), rounded_length(num_keys)
 
 
 class RowCalls:
@@ -181,21 +179,23 @@ class RowCalls:
     """
 
     def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
-        self._segments, self._device = segments, device
-        self._calls: dict[tuple[int | None, bool], list[Call]] = {}
+        self._segments = segments
+        self._device = device
+        self._calls: dict[tuple[int | None, bool], list[TileCall]] = {}
         self._whole_rows: dict[int | None, WholeRow] = {}
 
-    def of(self, window: int | None, *, is_varlen: bool) -> list[Call]:
+    def of(self, window: int | None, *, is_varlen: bool) -> list[TileCall]:
         """Return the calls of a layer with this sliding window."""
         if (window, is_varlen) not in self._calls:
             tiles = row_tiles(self._segments, window, kernel_has_windows=is_varlen)
             num_tokens = sum(segment.length for segment in self._segments)
-            options: dict[str, Any] = {"device": self._device, "is_varlen": is_varlen, "window": window}
-            self._calls[window, is_varlen] = make_calls(tiles, num_tokens=num_tokens, **options)
+            self._calls[window, is_varlen] = make_calls(
+                tiles, num_tokens=num_tokens, device=self._device, is_varlen=is_varlen, window=window
+            )
         return self._calls[window, is_varlen]
 
     def attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
     ) -> torch.Tensor:
         """Compute attention [T, H, V], differentiably.
 
@@ -204,14 +204,16 @@ class RowCalls:
         """
         device_type = q_THD.device.type
         if torch.is_autocast_enabled(device_type):
-            q_THD, k_TKD, v_TKV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_THD, k_TKD, v_TKV))
-        scoring = scoring_of(kind, q_THD.shape[-1])
-        is_varlen = has_varlen_kernel(q_THD, v_TKV, kind.softcap)
-        heads = {"num_heads": q_THD.shape[1], "num_kv_heads": k_TKD.shape[1]}
-        if is_varlen and WholeRow.is_small(self._segments, **heads):
-            return self._whole_row(kind.sliding_window).attend(q_THD, k_TKD, v_TKV, kind.sinks, scoring.scale)
-        calls = self.of(kind.sliding_window, is_varlen=is_varlen)
-        return RowAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, calls, scoring)
+            dtype = torch.get_autocast_dtype(device_type)
+            q_THD = q_THD.to(dtype)
+            k_TKD = k_TKD.to(dtype)
+            v_TKV = v_TKV.to(dtype)
+        scoring = scoring_of(attention, q_THD.shape[-1])
+        is_varlen = has_varlen_kernel(q_THD, v_TKV, attention.softcap)
+        if is_varlen and WholeRow.is_small(self._segments, num_heads=q_THD.shape[1], num_kv_heads=k_TKD.shape[1]):
+            return self._whole_row(attention.sliding_window).attend(q_THD, k_TKD, v_TKV, attention.sinks, scoring.scale)
+        calls = self.of(attention.sliding_window, is_varlen=is_varlen)
+        return RowAttention.apply(q_THD, k_TKD, v_TKV, attention.sinks, calls, scoring)
 
     def _whole_row(self, window: int | None) -> WholeRow:
         if window not in self._whole_rows:
@@ -219,13 +221,16 @@ class RowCalls:
         return self._whole_rows[window]
 
 
-def scoring_of(kind: AttentionKind, head_dim: int) -> Scoring:
-    """Return the scores of a layer's blocks."""
-    return Scoring(scale=head_dim**-0.5 if kind.scale is None else kind.scale, softcap=kind.softcap)
+def scoring_of(attention: AttentionKind, head_dim: int) -> Scoring:
+    """Return how a layer scores its blocks: without a mask, and with its scale or 1 / sqrt(D)."""
+    scale = attention.scale
+    if scale is None:
+        scale = head_dim**-0.5
+    return Scoring(scale=scale, softcap=attention.softcap)
 
 
 def attend_calls(
-    calls: Sequence[Call],
+    calls: Sequence[TileCall],
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
@@ -235,8 +240,8 @@ def attend_calls(
 ) -> None:
     """Merge the attention to these keys into the output and log-sum-exp so far, which first calls replace."""
     for call in calls:
-        tensors = (call.queries.take(q_THD), call.keys.take(k_TKD), call.keys.take(v_TKV))
-        out_SQHV, lse_SQH = call.attend(*tensors, scoring)
+        q_SQHD = call.queries.take(q_THD)
+        out_SQHV, lse_SQH = call.attend(q_SQHD, call.keys.take(k_TKD), call.keys.take(v_TKV), scoring)
         if not call.is_first:
             so_far_SQH = call.queries.take(lse_TH)
             # In float32: output of narrow kernels is widened, and rounded once if the row's is narrow.
@@ -249,9 +254,9 @@ def attend_calls(
 
 
 def gradients_of_calls(
-    calls: Sequence[Call],
+    calls: Sequence[TileCall],
     tensors: Sequence[torch.Tensor],
-    sums: _Gradients,
+    sums: Sequence[torch.Tensor],
     scoring: Scoring,
     *,
     is_first_of_keys: bool,
@@ -263,12 +268,17 @@ def gradients_of_calls(
         is_first_of_keys: first calls replace the sums of keys and values, too.
     """
     for call in calls:
-        queries, keys = call.queries, call.keys
-        places = (queries, queries, keys, keys, queries, queries)
-        parts = call.gradients([own.take(x) for own, x in zip(places, tensors, strict=True)], scoring)
-        replaces = (call.is_first, call.is_first and is_first_of_keys, call.is_first and is_first_of_keys)
-        for own, total, part, is_new in zip((queries, keys, keys), sums, parts, replaces, strict=True):
-            (own.put if is_new else own.add)(total, part)
+        queries = call.queries
+        keys = call.keys
+        sides = (queries, queries, keys, keys, queries, queries)
+        parts = call.gradients([side.take(x) for side, x in zip(sides, tensors, strict=True)], scoring)
+        replaces_keys = call.is_first and is_first_of_keys
+        replaces = (call.is_first, replaces_keys, replaces_keys)
+        for side, total, part, is_replaced in zip((queries, keys, keys), sums, parts, replaces, strict=True):
+            if is_replaced:
+                side.put(total, part)
+            else:
+                side.add(total, part)
 
 
 class RowAttention(torch.autograd.Function):
@@ -281,16 +291,18 @@ class RowAttention(torch.autograd.Function):
         k_TKD: torch.Tensor,
         v_TKV: torch.Tensor,
         sinks_H: torch.Tensor | None,
-        calls: list[Call],
+        calls: list[TileCall],
         scoring: Scoring,
     ) -> torch.Tensor:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         shape_TH = num_rows(calls, q_THD.shape[0]), q_THD.shape[1]
-        out_THV = q_THD.new_empty((*shape_TH, v_TKV.shape[2]), dtype=wide if merges_again(calls) else None)
+        out_dtype = wide if merges_again(calls) else None
+        out_THV = q_THD.new_empty((*shape_TH, v_TKV.shape[2]), dtype=out_dtype)
         lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
         attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
-        out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
-        ctx.calls, ctx.scoring = calls, scoring
+        out_THV, lse_TH = finish_row(out_THV, lse_TH, q_THD, sinks_H)
+        ctx.calls = calls
+        ctx.scoring = scoring
         ctx.save_for_backward(q_THD, k_TKD, v_TKV, sinks_H, out_THV, lse_TH)
         return out_THV
 
@@ -304,34 +316,39 @@ class RowAttention(torch.autograd.Function):
         # Keys that several calls see are summed in float32, as one kernel would.
         key_dtype = lse_TH.dtype if len(ctx.calls) > 1 else None
         query_dtype = lse_TH.dtype if merges_again(ctx.calls) else None
-        dtypes = (query_dtype, key_dtype, key_dtype)
         num_tokens = q_THD.shape[0]
         rows = num_rows(ctx.calls, num_tokens)
         inputs = (q_THD, k_TKD, v_TKV)
-        sums = [x.new_empty((rows, *x.shape[1:]), dtype=dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+        sums: list[torch.Tensor] = []
+        for x, dtype in zip(inputs, (query_dtype, key_dtype, key_dtype), strict=True):
+            sums.append(x.new_empty((rows, *x.shape[1:]), dtype=dtype))
         tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
-        gradients_of_calls(ctx.calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=True)
-        grads = (total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True))
+        gradients_of_calls(ctx.calls, tensors, sums, ctx.scoring, is_first_of_keys=True)
+        grads = [total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
         grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
         return *grads, grad_sinks_H, None, None
 
 
-def finished(
+def finish_row(
     out_THV: torch.Tensor, lse_TH: torch.Tensor, q_THD: torch.Tensor, sinks_H: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a row's output, of the queries' dtype, and log-sum-exp: without the row for padding, and with sinks."""
+    """Cut the row for padding off the output and log-sum-exp, and include sinks; round the output to q's dtype."""
     num_tokens = q_THD.shape[0]
-    out_THV, lse_TH = out_THV[:num_tokens], lse_TH[:num_tokens]
+    out_THV = out_THV[:num_tokens]
+    lse_TH = lse_TH[:num_tokens]
     if sinks_H is not None:
         out_THV, lse_TH = include_sinks(out_THV, lse_TH, sinks_H)
     return out_THV.to(q_THD.dtype), lse_TH
 
 
-def num_rows(calls: Sequence[Call], num_tokens: int) -> int:
-    """Return the number of rows of what calls write: one more than tokens where segments are padded."""
-    return num_tokens + any(p.is_padding is not None for call in calls for p in (call.queries, call.keys))
+def num_rows(calls: Sequence[TileCall], num_tokens: int) -> int:
+    """Return the number of rows that calls write: one more than tokens if segments are padded."""
+    for call in calls:
+        if call.queries.is_padding is not None or call.keys.is_padding is not None:
+            return num_tokens + 1
+    return num_tokens
 
 
-def merges_again(calls: Sequence[Call]) -> bool:
+def merges_again(calls: Sequence[TileCall]) -> bool:
     """Return whether a query may be in more than one call that merges, so that sums must not be rounded in between."""
     return sum(not call.is_first for call in calls) > 1

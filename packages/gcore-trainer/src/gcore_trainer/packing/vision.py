@@ -1,4 +1,4 @@
-"""Images in packed rows: the vision tower of a transformers model once for all of a row's, and positions of three axes.
+"""Images in packed rows: one pass of a transformers vision tower for a row's images, and positions of three axes.
 
 Shapes: T packed tokens, D hidden dimension, M merged patches of a row's images, each in the place of one token.
 """
@@ -30,8 +30,8 @@ class RowImages:
     """[patches, features]."""
     grid_thw: torch.Tensor
     """[images, 3]."""
-    places: torch.Tensor
-    """[M] where each merged patch stands in the row."""
+    patch_index: torch.Tensor
+    """[M] index of each merged patch's token in the row."""
 
 
 class Vision:
@@ -48,9 +48,11 @@ class Vision:
             return None
         positions_3T = np.repeat(batch.positions[None], 3, axis=0)
         seen: list[Images] = []
-        places: list[NDArray[np.int64]] = []
-        prompts: set[int] = set()
-        for sample, own, last in zip(samples, batch.input_places(samples), batch.last_prompt_places, strict=True):
+        patch_index: list[NDArray[np.int64]] = []
+        prompts: set[np.int64] = set()
+        for sample, row_places, last in zip(
+            samples, batch.input_places(samples), batch.last_prompt_places, strict=True
+        ):
             if sample.images is None:
                 continue
             prompt_length = sample.prompt_ids.size
@@ -58,18 +60,18 @@ class Vision:
             is_image = sample.prompt_ids == self._image_token_id
             self._check(is_image, sample.images)
             positions_3P, offset = self._positions(sample.prompt_ids, is_image, sample.images.grid_thw)
-            positions_3T[:, own[:prompt_length]] = positions_3P
-            positions_3T[:, own[prompt_length:]] += offset
-            if int(last) not in prompts:
-                prompts.add(int(last))
+            positions_3T[:, row_places[:prompt_length]] = positions_3P
+            positions_3T[:, row_places[prompt_length:]] += offset
+            if last not in prompts:
+                prompts.add(last)
                 seen.append(sample.images)
-                places.append(own[:prompt_length][is_image])
+                patch_index.append(row_places[:prompt_length][is_image])
         device = self._model.device
         return RowImages(
             positions=on_device(positions_3T[:, None], device),
             pixel_values=on_device(np.concatenate([i.pixel_values for i in seen]), device),
             grid_thw=on_device(np.concatenate([i.grid_thw for i in seen]), device),
-            places=on_device(np.concatenate(places), device),
+            patch_index=on_device(np.concatenate(patch_index), device),
         )
 
     def embed(self, input_ids: torch.Tensor, images: RowImages | None) -> torch.Tensor:
@@ -83,7 +85,7 @@ class Vision:
             return embeddings_1TD + 0.0 * torch.stack([p.sum() for p in tower.parameters()]).sum()
         features = self._model.base_model.get_image_features(images.pixel_values, images.grid_thw).pooler_output
         features_1MD = torch.cat(features)[None].to(embeddings_1TD.dtype)
-        return embeddings_1TD.index_copy(1, images.places, features_1MD)
+        return embeddings_1TD.index_copy(1, images.patch_index, features_1MD)
 
     def _positions(
         self, prompt_ids: NDArray[np.int64], is_image: NDArray[np.bool_], grid_thw: NDArray[np.int64]
@@ -98,11 +100,11 @@ class Vision:
 
     def _check(self, is_image: NDArray[np.bool_], images: Images) -> None:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], is_image, [False]])))
-        found = (edges[1::2] - edges[::2]).tolist()
+        runs = (edges[1::2] - edges[::2]).tolist()
         needed = (images.grid_thw.prod(1) // self._merge**2).tolist()
-        if found != needed:
+        if runs != needed:
             raise BatchError(
-                f"a prompt has runs of {found} image tokens ({self._image_token_id}), and images of {needed} merged "
+                f"a prompt has runs of {runs} image tokens ({self._image_token_id}), and images of {needed} merged "
                 "patches; expected one run for each image, of as many tokens"
             )
 
@@ -116,7 +118,7 @@ def checkpoint_name(model: Any, name: str) -> str:
 
 
 def copy_processor(source: Path, target: Path) -> None:
-    """Copy what a Hugging Face folder says of its images, as far as it is there."""
+    """Copy the configs of image processors that a Hugging Face folder has."""
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         if (source / name).is_file():
             (target / name).write_bytes((source / name).read_bytes())

@@ -1,4 +1,4 @@
-"""Attention over a row in one call of flash attention, on CUDA: no tiles to be merged.
+"""Attention over a row in one call of flash attention, on CUDA, without tiles to merge.
 
 Each segment's queries attend to the keys of its prompt and then its own, which are copied end to end. The kernel aligns
 the last query with the last key, so that causality and sliding windows need no mask. Shapes: T tokens of a row, M keys
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from gcore_trainer.objectives.objective import on_device
@@ -18,6 +19,7 @@ from gcore_trainer.packing.block_attention import (
     attend_varlen,
     include_sinks,
     sink_gradients,
+    span_index,
     varlen_gradients,
 )
 from gcore_trainer.packing.layout import Segment
@@ -27,42 +29,43 @@ _MOST_KEYS = 2
 
 
 class WholeRow:
-    """The keys that each segment of a row sees, end to end, for layers with one sliding window.
+    """The visible keys of each segment of a row, end to end, for layers with one sliding window.
 
     Args:
         window: keys that a query sees, its own included; None: all.
     """
 
     def __init__(self, segments: Sequence[Segment], *, device: torch.device, window: int | None) -> None:
-        spans = [[s] if s.parent is None else [s.parent, s] for s in segments]
-        num_keys = [sum(part.length for part in own) for own in spans]
-        bounds = [np.append(0, np.cumsum(x)).astype(np.int32) for x in ([s.length for s in segments], num_keys)]
-        self.lengths = VarlenLengths(
-            query_bounds=on_device(bounds[0], device),
-            key_bounds=on_device(bounds[1], device),
-            max_queries=max(s.length for s in segments),
-            max_keys=max(num_keys),
-            is_causal=True,
-            window=window,
-        )
+        num_queries: list[int] = []
+        num_keys: list[int] = []
+        index: list[NDArray[np.int64]] = []
+        for segment in segments:
+            keys = span_index(segment)
+            if segment.parent is not None:
+                keys = np.append(span_index(segment.parent), keys)
+            num_queries.append(segment.length)
+            num_keys.append(keys.size)
+            index.append(keys)
+        self.lengths = VarlenLengths.of(num_queries, num_keys, device, is_causal=True, window=window)
         self.key_index: torch.Tensor | None = None
-        """[M] places of the keys in the row; None: the row's keys as they are."""
+        """[M] index of each key in the row; None: the row's keys as they are."""
         if any(s.parent for s in segments):
-            places = [np.arange(part.start, part.start + part.length) for own in spans for part in own]
-            self.key_index = on_device(np.concatenate(places), device)
+            self.key_index = on_device(np.concatenate(index), device)
 
     @staticmethod
     def is_small(segments: Sequence[Segment], *, num_heads: int, num_kv_heads: int) -> bool:
         """Return whether the copied keys are few next to the queries."""
         num_tokens = sum(s.length for s in segments)
-        num_keys = num_tokens + sum(s.parent.length for s in segments if s.parent)
+        num_keys = num_tokens + sum(s.prompt_length for s in segments)
         return num_keys * num_kv_heads <= _MOST_KEYS * num_tokens * num_heads
 
-    def copied(self, x_TKD: torch.Tensor) -> torch.Tensor:
+    def gather_keys(self, x_TKD: torch.Tensor) -> torch.Tensor:
         """Return the keys or values [M, K, D] of all segments."""
-        return x_TKD if self.key_index is None else x_TKD.index_select(0, self.key_index)
+        if self.key_index is None:
+            return x_TKD
+        return x_TKD.index_select(0, self.key_index)
 
-    def summed(self, grad_MKD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def sum_gradients(self, grad_MKD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Add up the gradients [T, K, D] of keys or values that several segments see, in float32."""
         if self.key_index is None:
             return grad_MKD
@@ -92,11 +95,13 @@ class _WholeRowAttention(torch.autograd.Function):
         row: WholeRow,
         scale: float,
     ) -> torch.Tensor:
-        keys_MKD, values_MKD = row.copied(k_TKD), row.copied(v_TKD)
+        keys_MKD = row.gather_keys(k_TKD)
+        values_MKD = row.gather_keys(v_TKD)
         out_THD, lse_TH = attend_varlen(q_THD, keys_MKD, values_MKD, row.lengths, scale=scale)
         if sinks_H is not None:
             out_THD, lse_TH = include_sinks(out_THD, lse_TH, sinks_H)
-        ctx.row, ctx.scale = row, scale
+        ctx.row = row
+        ctx.scale = scale
         ctx.save_for_backward(q_THD, keys_MKD, values_MKD, sinks_H, out_THD, lse_TH)
         return out_THD
 
@@ -107,8 +112,11 @@ class _WholeRowAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         q_THD, keys_MKD, values_MKD, sinks_H, out_THD, lse_TH = ctx.saved_tensors
         grad_THD = grad_outputs[0].contiguous()  # that of a sum has no strides, which the kernel does not take
-        tensors = (grad_THD, q_THD, keys_MKD, values_MKD, out_THD, lse_TH)
-        grad_q_THD, *grads_MKD = varlen_gradients(*tensors, ctx.row.lengths, scale=ctx.scale)
-        grad_k_TKD, grad_v_TKD = (ctx.row.summed(grad, q_THD.shape[0]) for grad in grads_MKD)
+        row: WholeRow = ctx.row
+        grad_q_THD, grad_keys_MKD, grad_values_MKD = varlen_gradients(
+            grad_THD, q_THD, keys_MKD, values_MKD, out_THD, lse_TH, row.lengths, scale=ctx.scale
+        )
+        grad_k_TKD = row.sum_gradients(grad_keys_MKD, q_THD.shape[0])
+        grad_v_TKD = row.sum_gradients(grad_values_MKD, q_THD.shape[0])
         grad_sinks_H = sink_gradients(grad_THD, out_THD, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
         return grad_q_THD, grad_k_TKD, grad_v_TKD, grad_sinks_H, None, None

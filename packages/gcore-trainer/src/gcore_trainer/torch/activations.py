@@ -1,4 +1,4 @@
-"""Less memory for what the backward pass needs: layers that are computed again, and activations in host memory."""
+"""Less memory for activations: checkpointed layers, and activations in host memory."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,24 +21,25 @@ _SMALL = 1 << 20
 
 
 def is_checkpointed(setting: bool | Literal["auto"], model: torch.nn.Module, device: torch.device) -> bool:
-    """Return whether a model's layers are checkpointed: for ``auto``, those of large models on CUDA."""
+    """Return whether to checkpoint a model's layers; ``auto``: if the model is large and on CUDA."""
     if setting != "auto":
         return setting
     return device.type == "cuda" and sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
 
 
 def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:
-    """Keep only the inputs of the first layers, a share of all, and compute the rest of them again.
+    """Checkpoint the first ``share`` of the layers: keep only their inputs, and compute them again.
 
     Nothing in a layer is random, since models in training are in ``eval`` mode, without dropout.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     for layer in layers[: round(share * len(layers))]:
-        layer.forward = partial(checkpoint, layer.forward, **options)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+        )
 
 
 def offload_activations(module: torch.nn.Module, *, smallest_bytes: int = _SMALL) -> None:
-    """Keep what a module's forward pass saves for the backward pass in (pinned) host memory.
+    """Keep the tensors that a module saves for its backward pass in (pinned) host memory.
 
     Parameters and small tensors stay. Of a checkpointed layer that is its input: 2 D bytes a token each way over PCIe.
     """
@@ -60,13 +61,13 @@ def offload_activations(module: torch.nn.Module, *, smallest_bytes: int = _SMALL
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         return tensor.device, host.copy_(tensor, non_blocking=True)
 
-    def offloading(*args: Any, **kwargs: Any) -> Any:
+    def forward_offloaded(*args: Any, **kwargs: Any) -> Any:
         weights.clear()
         weights.update(_address(p) for p in module.parameters())
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
 
-    module.forward = offloading
+    module.forward = forward_offloaded
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,36 +33,40 @@ def compile_layers(packed: PackedTransformer[Any], *, backend: str | None = None
         UnsupportedModelError: the model has experts or linear attention, whose graphs depend on the tokens; or its
             activations are offloaded, which needs hooks at every module.
     """
-    kind = packed.model.config.model_type
     layers = packed.layers()
-    unfit = {
-        "has a mixture of experts": packed.num_routers > 0,
-        "has linear attention": any(hasattr(layer, "linear_attn") for layer in layers),
-        # Hooks of FSDP come later, and lie around whole layers.
-        "offloads activations": any(_is_hooked(part) for layer in layers for part in layer.modules()),
-    }
-    if found := [what for what, is_unfit in unfit.items() if is_unfit]:
+    reason = _unsupported_feature(packed, layers)
+    if reason is not None:
         raise UnsupportedModelError(
-            f"compile is true, and the model ({kind}) {found[0]}; expected a dense model with softmax attention, and "
-            "activation_offload false"
+            f"compile is true, and the model ({packed.model.config.model_type}) {reason}; expected a dense model with "
+            "softmax attention, and activation_offload false"
         )
     packed.fuses_layers = False
     restore_layers(packed.model)
     _leave_attention_out()
-    compiled = partial(torch.compile, dynamic=True, backend=backend or compile_backend(packed.model.device))
+    compile_function = partial(torch.compile, dynamic=True, backend=backend or compile_backend(packed.model.device))
     for layer in layers:
-        layer.forward = _compiled(layer.forward, compiled)
+        layer.forward = _compile_forward(layer.forward, compile_function)
 
 
-def _is_hooked(module: torch.nn.Module) -> bool:
-    return bool(module._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]  # torch has no other way to ask
+def _unsupported_feature(packed: PackedTransformer[Any], layers: Sequence[torch.nn.Module]) -> str | None:
+    """Return the feature that keeps a model from being compiled; None: there is none."""
+    if packed.num_routers:
+        return "has a mixture of experts"
+    if any(hasattr(layer, "linear_attn") for layer in layers):
+        return "has linear attention"
+    for layer in layers:
+        for module in layer.modules():
+            # Hooks of FSDP come later, around entire layers. torch has no public way to ask for hooks.
+            if module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+                return "offloads activations"
+    return None
 
 
-def _compiled(forward: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_forward(forward: Callable[..., Any], compile_function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(forward, partial):
-        return compiled(forward)
-    # Of a checkpointed layer what is computed again, and not the call that does so.
-    return partial(forward.func, compiled(forward.args[0]), *forward.args[1:], **forward.keywords)
+        return compile_function(forward)
+    # Of a checkpointed layer, compile the function that is computed again, not the call that does so.
+    return partial(forward.func, compile_function(forward.args[0]), *forward.args[1:], **forward.keywords)
 
 
 def _leave_attention_out() -> None:

@@ -32,13 +32,16 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
     fused: dict[type, Callable[[nn.Module], Forward] | None] = {}
     count = 0
     for linear in _accumulating(model):
-        linear.forward = _marked(accumulate_gradients(linear))
+        linear.forward = _mark(accumulate_gradients(linear))
         count += 1
     for module in list(model.modules()):
-        kind = type(module)
-        if kind not in fused:
-            fused[kind] = next((make for make, agrees in _candidates(module) if _is_equal(agrees, device)), None)
-        if (make := fused[kind]) is not None:
+        module_class = type(module)
+        if module_class not in fused:
+            fused[module_class] = next(
+                (make for make, agrees in _candidates(module) if _is_equal(agrees, device)), None
+            )
+        make = fused[module_class]
+        if make is not None:
             module.forward = make(module)
             count += 1
     return count
@@ -50,8 +53,11 @@ def _accumulating(model: nn.Module) -> list[nn.Linear]:
     With torch's own, whose input is saved before its product, checkpointing leaves that product out when it computes
     the layer again.
     """
-    checkpointed = [m for m in model.modules() if isinstance(vars(m).get("forward"), partial)]
-    last = {id(own[-1]) for layer in checkpointed if (own := _linear_layers(layer))}
+    last: set[int] = set()
+    for module in model.modules():
+        is_checkpointed = isinstance(vars(module).get("forward"), partial)
+        if is_checkpointed:
+            last.update(map(id, _linear_layers(module)[-1:]))
     return [m for m in _linear_layers(model) if m.weight.requires_grad and id(m) not in last]
 
 
@@ -67,12 +73,13 @@ def restore_layers(model: nn.Module) -> None:
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forward], Callable[[torch.device], bool]]]:
-    """Yield what a module may be: how its forward pass is replaced, and whether both give the same."""
-    name, forward = type(module).__name__, type(module).forward
+    """Yield the replacements of a module's forward pass, each with a check that both give the same result."""
+    name = type(module).__name__
+    forward = type(module).forward
     if (
         name.endswith("RMSNorm")
         and _epsilon(module) is not None
-        and [*dict(module.named_parameters(recurse=False))] == ["weight"]
+        and list(dict(module.named_parameters(recurse=False))) == ["weight"]
     ):
         for is_offset in (False, True):
             make = partial(_fused_norm, is_offset=is_offset)
@@ -94,11 +101,11 @@ def _is_equal(agrees: Callable[[torch.device], bool], device: torch.device) -> b
         return False
 
 
-def _fused(module: nn.Module, function: Forward) -> Forward:
-    return _marked(MethodType(function, module))
+def _bind(module: nn.Module, function: Forward) -> Forward:
+    return _mark(MethodType(function, module))
 
 
-def _marked(method: Any) -> Forward:
+def _mark(method: Any) -> Forward:
     vars(method.__func__)["is_fused"] = True
     return method
 
@@ -113,31 +120,33 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def _with(module: nn.Module, kind: str, parts: dict[str, Any]) -> nn.Module:
+def _copy_with(module: nn.Module, attribute: str, parts: dict[str, Any]) -> nn.Module:
     """Return a copy of a module with other parameters or submodules, and the forward pass of its class."""
-    other = copy.copy(module)
-    vars(other)[kind] = parts
-    vars(other).pop("forward", None)
-    return other
+    twin = copy.copy(module)
+    vars(twin)[attribute] = parts
+    vars(twin).pop("forward", None)
+    return twin
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    return next((vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)), None)
+    attributes = vars(module)
+    return attributes.get("variance_epsilon", attributes.get("eps"))
 
 
 def _fused_norm(module: nn.Module, *, is_offset: bool) -> Forward:
     """Return the norm by torch's own kernel; with an offset the factor is 1 + weight, in float32, as in Gemma."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        shape = self.weight.shape
         if not is_offset:
-            return nn.functional.rms_norm(x, self.weight.shape, self.weight, _epsilon(self))
-        return nn.functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), _epsilon(self)).to(x)
+            return nn.functional.rms_norm(x, shape, self.weight, _epsilon(self))
+        return nn.functional.rms_norm(x.float(), shape, 1.0 + self.weight.float(), _epsilon(self)).to(x)
 
-    return _fused(module, forward)
+    return _bind(module, forward)
 
 
 def _norms_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device) -> bool:
-    probe = _with(module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))})
+    probe = _copy_with(module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))})
     x = 3 * _random(5, _SIZE, device=device)
     return _close(probe(x), make(probe)(x))
 
@@ -150,7 +159,7 @@ def _fused_mlp(module: nn.Module, *, unit: str) -> Forward:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
-    return _fused(module, forward)
+    return _bind(module, forward)
 
 
 def _mlps_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device) -> bool:
@@ -159,7 +168,7 @@ def _mlps_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device:
     for shift, (name, (rows, width)) in enumerate(sizes.items()):
         parts[name] = nn.Linear(width, rows, bias=False, device=device)
         parts[name].weight.copy_(_random(rows + shift, width, device=device)[shift:])
-    probe = _with(module, "_modules", parts)
+    probe = _copy_with(module, "_modules", parts)
     x = 3 * _random(5, 3, device=device)
     return _close(probe(x), make(probe)(x))
 
@@ -167,28 +176,32 @@ def _mlps_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device:
 def _fused_rotation(module: nn.Module) -> Forward:
     from gcore_trainer.packing.layer_kernels import rotate
 
-    own = type(module).forward
-    assert isinstance(own, FunctionType)
-    original = own.__globals__[_ROTATION]
+    method = type(module).forward
+    assert isinstance(method, FunctionType)
+    original = method.__globals__[_ROTATION]
 
-    def rotated(q: Any, k: Any, cos: Any, sin: Any, *others: Any, **named: Any) -> Any:
-        is_whole = cos.dim() == 3 and cos.shape[0] == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
-        if others or named or not is_whole or cos.dtype != q.dtype:
-            return original(q, k, cos, sin, *others, **named)
+    def rotate_fused(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        is_full_head = cos.dim() == 3 and cos.shape[0] == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
+        if args or kwargs or not is_full_head or cos.dtype != q.dtype:
+            return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin)
 
     # The same code, but for one name, in this model alone.
-    names = {**own.__globals__, _ROTATION: rotated}
-    forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    return _fused(module, forward)
+    names = {**method.__globals__, _ROTATION: rotate_fused}
+    forward = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+    forward.__kwdefaults__ = method.__kwdefaults__
+    return _bind(module, forward)
 
 
 def _rotations_agree(original: Forward, device: torch.device) -> bool:
     from gcore_trainer.packing.layer_kernels import rotate
 
-    q, k = (_random(1, heads, 5, _SIZE, device=device) for heads in (4, 2))
+    q = _random(1, 4, 5, _SIZE, device=device)
+    k = _random(1, 2, 5, _SIZE, device=device)
     # Angles of both halves differ, so that any other pairs give another result.
     angles = 9 * _random(1, 5, _SIZE, device=device)
-    tensors = q, k, angles.cos(), angles.sin()
-    return all(_close(a, b) for a, b in zip(original(*tensors), rotate(*tensors), strict=True))
+    cos = angles.cos()
+    sin = angles.sin()
+    expected_q, expected_k = original(q, k, cos, sin)
+    rotated_q, rotated_k = rotate(q, k, cos, sin)
+    return _close(expected_q, rotated_q) and _close(expected_k, rotated_k)

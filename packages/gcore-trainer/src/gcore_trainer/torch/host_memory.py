@@ -1,4 +1,4 @@
-"""Host memory for tensors that leave the device: pinned where the device is CUDA, and exactly as large as needed."""
+"""Host memory for offloaded tensors: pinned if the device is CUDA, and exactly as large as needed."""
 
 import ctypes
 import mmap
@@ -18,18 +18,21 @@ _ALIGNMENT = 64
 
 @torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return a view of this rank's shard of a tensor that may be sharded."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def first_row(parameter: torch.Tensor) -> int:
-    """Return the row of a parameter that is this rank's first: FSDP gives each rank as many, the last ones the rest.
+    """Return the first row of this rank's shard of a parameter.
 
-    Ranks share it along the last dimension of the mesh.
+    FSDP gives each rank along the mesh's last dimension equally many rows, and the last ranks the rest.
     """
     if not isinstance(parameter, DTensor):
         return 0
-    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    mesh = parameter.device_mesh
+    num_rows = parameter.shape[0]
     return min(mesh.get_local_rank(-1) * -(-num_rows // mesh.size(-1)), num_rows)
 
 
@@ -40,7 +43,8 @@ class _Pages(mmap.mmap):
 
     def pin(self, address: int) -> None:
         cudart: Any = torch.cuda.cudart()
-        if error := int(cudart.cudaHostRegister(address, len(self), 0)):
+        error = int(cudart.cudaHostRegister(address, len(self), 0))
+        if error:
             raise TrainerError(
                 f"CUDA cannot pin {len(self) / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); "
                 "expected that much free memory, and a limit of locked memory (ulimit -l) above it"
@@ -53,7 +57,7 @@ class _Pages(mmap.mmap):
             cudart.cudaHostUnregister(self.pinned_at)
 
 
-class Arena:
+class OffloadArena:
     """One block of host memory, given out in pieces.
 
     torch's own pinned memory is rounded up to a power of two, and is kept for its process: 18 GB would take 32. Here
@@ -76,9 +80,11 @@ class Arena:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a piece as a tensor of zeros, unless it was written to before `reset`."""
-        size_bytes = dtype.itemsize * torch.Size(shape).numel()
-        start, self._used = self._used, self._used + piece_bytes(size_bytes)
-        return self._bytes[start : start + size_bytes].view(dtype).view(*shape)
+        size = torch.Size(shape)
+        size_bytes = dtype.itemsize * size.numel()
+        start = self._used
+        self._used += piece_bytes(size_bytes)
+        return self._bytes[start : start + size_bytes].view(dtype).view(size)
 
     def reset(self) -> None:
         """Give out the same memory again."""
@@ -86,12 +92,12 @@ class Arena:
 
 
 def piece_bytes(size_bytes: int) -> int:
-    """Return the bytes of an `Arena` that a piece takes."""
+    """Return the bytes of an `OffloadArena` that a piece takes."""
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Sleeper:
-    """Moves tensors out of a device's memory and back into it, where they are: all that refer to them see both.
+    """Moves tensors between device and host memory in place, so that references to them stay valid.
 
     The memory of a tensor is freed by resizing its storage to 0 bytes, as FSDP does. Views and `DTensor` shards of it
     stay valid, and hold nothing until `wake`.
@@ -107,8 +113,9 @@ class Sleeper:
     def __init__(
         self, module: torch.nn.Module, states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict
     ) -> None:
-        self._module, self._states = module, states
-        self._arena: Arena | None = None
+        self._module = module
+        self._states = states
+        self._arena: OffloadArena | None = None
         self._device = torch.device("cpu")
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
         self.is_asleep = False
@@ -128,18 +135,19 @@ class Sleeper:
             # A forward pass without a backward one leaves some parameters whole.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        parameters = list(self._module.parameters())
-        device = self._device = local(parameters[0]).device
-        tensors = [*parameters, *chain(*(own.values() for own in self._states().values()))]
-        kept = _storages(tensors, device)
-        discarded = _storages(chain(*map(_gradients, tensors)), device)
-        needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
-        if self._arena is None or self._arena.size_bytes < needed:
+        tensors: list[torch.Tensor] = list(self._module.parameters())
+        device = self._device = local(tensors[0]).device
+        for group in self._states().values():
+            tensors.extend(group.values())
+        stored = _storages(tensors, device)
+        discarded = _storages(chain.from_iterable(map(_gradients, tensors)), device)
+        size_bytes = sum(piece_bytes(storage.nbytes()) for storage in stored)
+        if self._arena is None or self._arena.size_bytes < size_bytes:
             self._arena = None
-            self._arena = Arena(needed, device)
+            self._arena = OffloadArena(size_bytes, device)
         self._arena.reset()
         self._moved = [(storage, storage.nbytes()) for storage in discarded]
-        for storage in kept:
+        for storage in stored:
             copy = self._arena.take((storage.nbytes(),), torch.uint8)
             copy.copy_(bytes_of(storage, device), non_blocking=True)
             self._moved.append((storage, copy))
@@ -166,23 +174,26 @@ class Sleeper:
                 bytes_of(storage, self._device).copy_(copy, non_blocking=True)
         # The host memory may be written to again.
         _synchronize(self._device)
-        self._moved, self.is_asleep = [], False
+        self._moved = []
+        self.is_asleep = False
 
 
 def _gradients(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of a parameter: torch's, and the one that Megatron-Core adds them up in."""
-    found = [tensor.grad] if tensor.is_leaf else []
-    return [gradient for gradient in (*found, getattr(tensor, "main_grad", None)) if gradient is not None]
+    """Return the gradients of a parameter: torch's, and Megatron-Core's ``main_grad``."""
+    gradients = [getattr(tensor, "main_grad", None)]
+    if tensor.is_leaf:
+        gradients.insert(0, tensor.grad)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """Return the memory of tensors on a device, each once. A mapped file cannot be resized, and takes none."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in map(local, tensors):
         storage = tensor.untyped_storage()
         if tensor.device == device and storage.nbytes() and storage.resizable():
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
 
 
 def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -26,13 +26,13 @@ _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
 _MAX_DIFFERENCE = 1e-3
 """Largest difference in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.05
-"""The same with fewer bits; four times the difference of transformers' own eager and SDPA attention, if larger."""
+"""The same with fewer bits; or four times the difference of transformers' eager and SDPA attention, if larger."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by models that are called in a way that they do not know."""
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
+"""Model types whose layers of type ``linear_attention`` are supported; such a layer has a ``linear_attn``."""
 _DIVIDED = frozenset(
     {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"}
 )
@@ -48,16 +48,16 @@ _LOGIT_SETTINGS = {
 """Settings that change logits: the value that does not, and the model types of which it is known how."""
 
 
-def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -> Any:
-    """Load a Hugging Face folder by the auto class of transformers that a kind of packed model names.
+def load_model(model_class: Any, path: str | Path, *, attention: str, **options: Any) -> Any:
+    """Load a Hugging Face folder with the auto class of transformers that a packed model class names.
 
     Raises:
         UnsupportedModelError: the class has no such model, or one that has only attention of its own.
         StateError: the folder lacks some of the model's tensors, has some of other shapes, has layers that its
             configuration does not have, or does not load.
     """
-    auto_class, implementations, config = choose_class(kind, path, attention)
-    options |= {**kind.load_options, "attn_implementation": implementations, "output_loading_info": True}
+    auto_class, implementations, config = choose_class(model_class, path, attention)
+    options |= {**model_class.load_options, "attn_implementation": implementations, "output_loading_info": True}
     try:
         # Tensors of other shapes are reported below, by name.
         model, loaded = auto_class.from_pretrained(path, ignore_mismatched_sizes=True, **options)
@@ -78,15 +78,16 @@ def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -
         )
     check_layers(path, model, loaded["unexpected_keys"])
     # transformers draws at random what the files lack.
-    if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(kind.new_weights)):
+    missing = sorted(n for n in loaded["missing_keys"] if not n.startswith(model_class.new_weights))
+    if missing:
         raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
     return model
 
 
 def check_layers(path: str | Path, model: Any, unexpected: Iterable[str]) -> None:
-    """Raise `StateError` if tensors that a model has no place for are of layers beyond its configuration."""
-    known = {_LAYER_NUMBER.sub(".N.", name) for name in model.state_dict()}
-    further = sorted(name for name in unexpected if _LAYER_NUMBER.sub(".N.", name) in known)
+    """Raise `StateError` if unexpected tensors belong to layers beyond the model's configuration."""
+    layer_tensors = {_LAYER_NUMBER.sub(".N.", name) for name in model.state_dict()}
+    further = sorted(name for name in unexpected if _LAYER_NUMBER.sub(".N.", name) in layer_tensors)
     if further:
         raise StateError(
             f"the weights in {path} have {len(further)} tensors of layers that config.json does not have, such as "
@@ -94,19 +95,21 @@ def check_layers(path: str | Path, model: Any, unexpected: Iterable[str]) -> Non
         )
 
 
-def choose_class(kind: Any, path: str | Path, attention: str) -> tuple[Any, Any, Any]:
-    """Return the auto class of a folder's model, the ``attn_implementation`` that it gets, and its configuration.
+def choose_class(model_class: Any, path: str | Path, attention: str) -> tuple[Any, Any, Any]:
+    """Return the auto class of a folder's model, its ``attn_implementation`` and its configuration.
 
     Raises:
         UnsupportedModelError: the class has no such model.
     """
-    auto_class, implementations = kind.auto_class, attention
-    config = AutoConfig.from_pretrained(path, **kind.load_options)
+    auto_class = model_class.auto_class
+    implementations = attention
+    config = AutoConfig.from_pretrained(path, **model_class.load_options)
     if config.model_type in VISION_MODELS:
-        auto_class, implementations = kind.vision_class, {"text_config": attention, "vision_config": "sdpa"}
+        auto_class = model_class.vision_class
+        implementations = {"text_config": attention, "vision_config": "sdpa"}
     if auto_class is None:
         raise UnsupportedModelError(
-            f"{path} is a {config.model_type!r} model; expected one without images for {kind.__name__}"
+            f"{path} is a {config.model_type!r} model; expected one without images for {model_class.__name__}"
         )
     if type(config) not in auto_class._model_mapping:
         raise UnsupportedModelError(f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has")
@@ -114,11 +117,13 @@ def choose_class(kind: Any, path: str | Path, attention: str) -> tuple[Any, Any,
 
 
 def check_layer_types(text_config: Any, model_type: str) -> bool:
-    """Return whether a model has linear attention; raise `UnsupportedModelError` for other layers than are computed."""
+    """Return whether a model has linear attention; raise `UnsupportedModelError` for an unsupported layer type."""
     layer_types: set[str] = set(getattr(text_config, "layer_types", None) or ())
-    is_linear_known = text_config.model_type in _LINEAR_ATTENTION_MODELS
-    known = _SUPPORTED_LAYER_TYPES | ({"linear_attention"} if is_linear_known else set())
-    if unsupported := sorted(layer_types - known):
+    supported = set(_SUPPORTED_LAYER_TYPES)
+    if text_config.model_type in _LINEAR_ATTENTION_MODELS:
+        supported.add("linear_attention")
+    unsupported = sorted(layer_types - supported)
+    if unsupported:
         raise UnsupportedModelError(
             f"{model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
             f"{' and '.join(sorted(_SUPPORTED_LAYER_TYPES))} only"
@@ -128,18 +133,21 @@ def check_layer_types(text_config: Any, model_type: str) -> bool:
 
 def logit_changes(config: Any) -> tuple[float, float | None]:
     """Return the factor and the soft cap of the logits (see `token_scores`); `UnsupportedModelError` if unknown."""
-    model_type, values = config.model_type, [getattr(config, name, None) for name in _LOGIT_SETTINGS]
-    for value, (name, (neutral, known)) in zip(values, _LOGIT_SETTINGS.items(), strict=True):
-        if value not in (None, neutral) and model_type not in known:
+    model_type = config.model_type
+    values = [getattr(config, name, None) for name in _LOGIT_SETTINGS]
+    for value, (name, (neutral, model_types)) in zip(values, _LOGIT_SETTINGS.items(), strict=True):
+        if value not in (None, neutral) and model_type not in model_types:
             raise UnsupportedModelError(
                 f"{name} is {value}; expected {neutral} for model type {model_type!r}: packed training computes it "
-                f"for {', '.join(sorted(known))}"
+                f"for {', '.join(sorted(model_types))}"
             )
     softcap, scaling, logit_scale = values
     scale = 1.0
     if scaling is not None:
         scale = 1 / scaling if model_type in _DIVIDED else scaling
-    return scale if logit_scale is None else scale * logit_scale, softcap
+    if logit_scale is not None:
+        scale *= logit_scale
+    return scale, softcap
 
 
 def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
@@ -150,13 +158,14 @@ def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
     Here the choice is made once, for the longest sequence of the run. vLLM chooses likewise, by ``max_model_len``.
     Returns whether the model has such embeddings: then it must not see longer sequences.
     """
-    found: dict[Any, str] = {}
+    embeddings: dict[Any, str] = {}
     for module in model.modules():
-        own: Any = getattr(module, "rope_type", None)
-        for rope_type in own.values() if isinstance(own, dict) else [own]:
+        value: Any = getattr(module, "rope_type", None)
+        rope_types = value.values() if isinstance(value, dict) else [value]
+        for rope_type in rope_types:
             if isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type):
-                found.setdefault(module, rope_type)
-    for module, rope_type in found.items():
+                embeddings.setdefault(module, rope_type)
+    for module, rope_type in embeddings.items():
         if max_length is None:
             raise UnsupportedModelError(
                 f"max_length is None; expected the longest prompt and response in tokens: rope_type {rope_type!r} "
@@ -168,21 +177,21 @@ def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
                 f"max_length is {max_length}; expected at most max_position_embeddings = {limit} for rope_type "
                 f"{rope_type!r}, which changes with every longer token"
             )
-        module.forward = _frozen(module.forward, max_length - 1)
-    return bool(found)
+        module.forward = _append_last_position(module.forward, max_length - 1)
+    return bool(embeddings)
 
 
-def _frozen(forward: Any, last: int) -> Any:
+def _append_last_position(forward: Any, last: int) -> Any:
     """Return the forward pass of a rotary embedding, with one more position: the last of the longest sequence."""
 
-    def frozen(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         position = position_ids.new_full((*position_ids.shape[:-1], 1), last)
         angles = forward(x, torch.cat([position_ids, position], dim=-1), *args, **kwargs)
         if isinstance(angles, torch.Tensor):
             return angles[..., :-1, :]
         return tuple(part[..., :-1, :] for part in angles)
 
-    return frozen
+    return run_forward
 
 
 def input_and_target_ids(sample: Sample, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,9 +204,9 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
     """Return samples of random tokens: several prompts, one of them shared."""
     config = model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), max_length]
-    longest = min((limit for limit in limits if limit), default=max(map(sum, _LENGTHS)))
-    named = {**vars(model.config), **vars(config)}
-    special = {value for name, value in named.items() if name.endswith("token_id") and isinstance(value, int)}
+    longest = min(filter(None, limits), default=max(map(sum, _LENGTHS)))
+    settings = {**vars(model.config), **vars(config)}
+    special = {value for name, value in settings.items() if name.endswith("token_id") and isinstance(value, int)}
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     tokens = np.array([t for t in range(min(vocab_size, 1 << 16)) if t not in special] or [0])
     rng = np.random.default_rng(0)
@@ -213,7 +222,7 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
 
 
 def check_scores(packed: Any, max_length: int | None) -> None:
-    """Raise `UnsupportedModelError` if scores of a packed row differ from those of transformers by more than rounding.
+    """Raise `UnsupportedModelError` if scores of a packed row differ from transformers' by more than rounding.
 
     Random state, parameters, modes and configuration of the model are afterwards what they were.
     """
@@ -228,7 +237,8 @@ def check_scores(packed: Any, max_length: int | None) -> None:
         recorded: list[Any] = []
         with torch.no_grad():
             packed.score(samples, routing=recorded)
-        routing = [torch.from_numpy(own.astype(np.int64)).to(packed.model.device) for own in recorded[0]]
+        device = packed.model.device
+        routing = [torch.from_numpy(experts.astype(np.int64)).to(device) for experts in recorded[0]]
         _compare(packed, samples, routing)
     finally:
         packed.impose(None)
@@ -238,27 +248,27 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     model = packed.model
     model_type: str = model.config.model_type
 
-    def alone() -> list[torch.Tensor]:
+    def score_alone() -> list[torch.Tensor]:
         scores: list[torch.Tensor] = []
         for i, sample in enumerate(samples):
             packed.impose(routing[i] if routing else None)
             scores.append(packed.root(packed.alone, sample))
         return scores
 
-    with _undisturbed(model):
-        with _refusing(f"{model_type!r} cannot be scored packed"):
+    with _restore_state(model):
+        with _refuse_faults(f"{model_type!r} cannot be scored packed"):
             scores = named_scores(packed.score(samples)).split([s.response_ids.size for s in samples])
         # Not `model.set_attn_implementation`, which would also change a vision tower's.
         config = model.config.get_text_config()
-        with _refusing(f"{model_type!r} cannot be compared with transformers"):
+        with _refuse_faults(f"{model_type!r} cannot be compared with transformers"):
             config._attn_implementation = "eager"
-            expected = alone()
+            expected = score_alone()
             tolerance = _MAX_DIFFERENCE
             if _rounds(packed):
                 config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
-                differences = [4 * _largest(a, b) for a, b in zip(alone(), expected, strict=True)]
-                tolerance = max(_MAX_ROUNDED_DIFFERENCE, *differences)
-    differences = [_largest(a, b) for a, b in zip(scores, expected, strict=True)]
+                differences = _largest_differences(score_alone(), expected)
+                tolerance = max(_MAX_ROUNDED_DIFFERENCE, 4 * max(differences))
+    differences = _largest_differences(scores, expected)
     worst = int(np.argmax(differences))
     # A comparison with nan is false.
     if not differences[worst] <= tolerance:
@@ -274,9 +284,13 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
         )
 
 
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    difference = (a.float() - b.float()).abs()
-    return float(torch.where(difference.isnan(), torch.inf, difference).max())
+def _largest_differences(scores: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+    """Return the largest difference of each sample; infinity where one is NaN."""
+    largest: list[float] = []
+    for a, b in zip(scores, expected, strict=True):
+        difference = (a.float() - b.float()).abs()
+        largest.append(float(torch.where(difference.isnan(), torch.inf, difference).max()))
+    return largest
 
 
 def _rounds(packed: Any) -> bool:
@@ -285,23 +299,24 @@ def _rounds(packed: Any) -> bool:
 
 
 @contextmanager
-def _undisturbed(model: Any) -> Generator[None]:
+def _restore_state(model: Any) -> Generator[None]:
+    """Evaluate without gradients; restore modes, attention and random state afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     config = model.config.get_text_config()
-    own: str = config._attn_implementation
+    attention: str = config._attn_implementation
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
             yield
     finally:
-        config._attn_implementation = own
+        config._attn_implementation = attention
         for module in training:
             module.training = True
 
 
 @contextmanager
-def _refusing(what: str) -> Generator[None]:
+def _refuse_faults(what: str) -> Generator[None]:
     try:
         yield
     except (TrainerError, torch.OutOfMemoryError):

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from gcore_trainer.adamw import AdamW, whole
+from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import ConfigError, MissingExtraError
-from gcore_trainer.torch.host_memory import Arena, first_row, local, piece_bytes
+from gcore_trainer.torch.host_memory import OffloadArena, first_row, local, piece_bytes
 
 BLOCK = 256
 """Values of a quantised moment that share a scale: fixed in the kernels of bitsandbytes."""
 _SMALLEST = 4096
 """Values from which a parameter has 8-bit moments, as by default in bitsandbytes: norms and biases do not."""
 _PIECE = 1 << 26
-"""Most values of a call: the kernels count them in 32 bits, and on CPU they make float32 copies."""
+"""Most values in one call: the kernels count values in 32 bits, and make float32 copies on CPU."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTUM = 0.95
 """Decay of Muon's moment."""
@@ -25,13 +25,17 @@ _MUON_MOMENTUM = 0.95
 def make_adamw(
     parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool, model: Any = None
 ) -> AdamW:
-    """Return the optimizer of a name, with masters; errors are those of its class. Muon needs transformers' model."""
+    """Make the optimizer that ``config.name`` names, with masters; Muon needs transformers' model.
+
+    Errors are those of its class.
+    """
     if config.name == "muon":
         require("name", config.name, model is not None, "'adamw' or 'adamw_8bit' for this model")
         require("name", config.name, not offload, "'adamw' or 'adamw_8bit' with optimizer states in host memory")
         return MuonAdamW(parameters, config, matrices=hidden_matrices(parameters, model))
-    kind = MasterAdamW if config.name == "adamw" else AdamW8bit
-    return kind(parameters, config, offload=offload)
+    if config.name == "adamw_8bit":
+        return AdamW8bit(parameters, config, offload=offload)
+    return MasterAdamW(parameters, config, offload=offload)
 
 
 class MasterAdamW(AdamW):
@@ -72,7 +76,7 @@ class MasterAdamW(AdamW):
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
 
     def zero_grad(self) -> None:
-        _foreach("zero_", [_gradient(parameter) for parameter in self.parameters.values()])
+        _foreach("zero_", list(map(_gradient, self.parameters.values())))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +88,8 @@ class MasterAdamW(AdamW):
         if self.is_offloaded:
             for parameter, master in self._pairs():
                 _gradient(master).copy_(_gradient(parameter), non_blocking=True)
-            if (device := next(iter(self.parameters.values())).device).type == "cuda":
+            device = next(iter(self.parameters.values())).device
+            if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self._update_masters(lr)
         self._round()
@@ -93,16 +98,18 @@ class MasterAdamW(AdamW):
         super()._step(lr)
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """Return the parameters that are not their own masters, and these."""
+        """Return the parameters that are not their own masters, each with its master."""
         return [(p, self._masters[name]) for name, p in self.parameters.items() if p is not self._masters[name]]
 
     @torch.no_grad()
     def _round(self) -> None:
-        pairs = [(local(parameter), local(master)) for parameter, master in self._pairs()]
+        pairs = self._pairs()
         if not self.is_offloaded and pairs:
-            _foreach("copy_", [target for target, _ in pairs], [source for _, source in pairs])
+            _foreach("copy_", [local(parameter) for parameter, _ in pairs], [local(master) for _, master in pairs])
             return
-        for (target, source), (_, master) in zip(pairs, self._pairs(), strict=True):
+        for parameter, master in pairs:
+            target = local(parameter)
+            source = local(master)
             if source.dtype != target.dtype:
                 # In the memory of the gradient, which is pinned, and of which half is enough.
                 pinned = _gradient(master).view(-1).view(target.dtype)[: target.numel()].view_as(target)
@@ -112,15 +119,18 @@ class MasterAdamW(AdamW):
     @torch.no_grad()
     def _move_to_host(self, device: torch.device) -> None:
         """Move masters, moments and the masters' gradients into one block of host memory."""
-        # Not the model's, which are views of the masters.
-        moments = [tensor for group, own in self.kept().items() if group != "model" for tensor in own.values()]
-        states = [local(tensor) for tensor in (*self._masters.values(), *moments)]
-        states += [_gradient(master) for master in self._masters.values()]
-        arena = Arena(sum(piece_bytes(own.nbytes) for own in states), device)
-        for own in states:
-            piece = arena.take(own.shape, own.dtype)
-            piece.copy_(own)
-            own.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
+        masters = self._masters.values()
+        states = list(map(local, masters))
+        for group, tensors in self.stored_tensors().items():
+            # The model's are views of the masters.
+            if group != "model":
+                states += map(local, tensors.values())
+        states += map(_gradient, masters)
+        arena = OffloadArena(sum(piece_bytes(state.nbytes) for state in states), device)
+        for state in states:
+            piece = arena.take(state.shape, state.dtype)
+            piece.copy_(state)
+            state.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
 
 
 class AdamW8bit(MasterAdamW):
@@ -147,47 +157,37 @@ class AdamW8bit(MasterAdamW):
     ) -> None:
         self._functional = quantised_kernels()
         self._config = config
-        self._num_updates = 0
         self._blocks: dict[str, dict[str, _Blocks]] = {}
         super().__init__(parameters, config, offload=offload)
 
-    @property
-    def num_updates(self) -> int:
-        return self._num_updates
-
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {"model": {name: p.detach() for name, p in self._masters.items()}}
-        for key in _MOMENTS:
-            found[key] = {name: self._moment(name, key) for name in self._masters}
-        return found
-
-    def kept(self) -> dict[str, dict[str, Any]]:
-        exact = {
-            f"{key} {name}": self._optimizer.state[master][key]
-            for name, master in self._masters.items()
-            for key in _MOMENTS
-            if name not in self._blocks
-        }
-        blocks = [(f"{key} {name}", own) for name, both in self._blocks.items() for key, own in both.items()]
-        return {
-            "model": {name: p.detach() for name, p in self._masters.items()},
-            "exact": exact,
-            "values": {name: own.values for name, own in blocks},
-            "scales": {name: own.scales for name, own in blocks},
-        }
+    def stored_tensors(self) -> dict[str, dict[str, Any]]:
+        model: dict[str, torch.Tensor] = {}
+        exact: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
+        scales: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            model[name] = master.detach()
+            for key in _MOMENTS:
+                if name in self._blocks:
+                    blocks = self._blocks[name][key]
+                    values[f"{key} {name}"] = blocks.values
+                    scales[f"{key} {name}"] = blocks.scales
+                else:
+                    exact[f"{key} {name}"] = self._moment(name, key)
+        return {"model": model, "exact": exact, "values": values, "scales": scales}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        self._num_updates = int(state["optimizer_step"])
+        self.num_updates = int(state["optimizer_step"])
         for name, master in self._masters.items():
             master.copy_(state["model"][name])
             for key in _MOMENTS:
                 if name in self._blocks:
                     self._blocks[name][key].quantize(local(state[key][name]))
                 else:
-                    self._optimizer.state[master][key].copy_(state[key][name])
+                    self._moment(name, key).copy_(state[key][name])
         for moments in self._optimizer.state.values():
-            moments["step"].fill_(float(self._num_updates))
+            moments["step"].fill_(float(self.num_updates))
         self._round()
 
     def _with_exact_moments(self) -> list[torch.nn.Parameter]:
@@ -198,55 +198,56 @@ class AdamW8bit(MasterAdamW):
                 raise ConfigError(
                     f"name is {self._config.name!r}; expected 'adamw' for parameters of {master.dtype}, as {name} is"
                 )
-            own = local(master)
-            if own.numel() < _SMALLEST or not own.is_contiguous():
+            shard = local(master)
+            device = shard.device
+            if shard.numel() < _SMALLEST or not shard.is_contiguous():
                 exact.append(master)
                 continue
-            for is_signed in (True, False):
-                if (own.device, is_signed) not in codes:
+            self._blocks[name] = {}
+            for key in _MOMENTS:
+                is_signed = key == "exp_avg"
+                if (device, is_signed) not in codes:
                     code = self._functional.create_dynamic_map(signed=is_signed)
-                    codes[own.device, is_signed] = code.to(own.device)
-            self._blocks[name] = {
-                key: _Blocks(self._functional, own, codes[own.device, key == "exp_avg"]) for key in _MOMENTS
-            }
+                    codes[device, is_signed] = code.to(device)
+                self._blocks[name][key] = _Blocks(self._functional, shard, codes[device, is_signed])
         return exact
 
     def _update_masters(self, lr: float) -> None:
         super()._update_masters(lr)
-        self._num_updates += 1
-        (beta1, beta2), config = self._config.betas, self._config
-        for name, both in self._blocks.items():
+        config = self._config
+        for name, moments in self._blocks.items():
             master = self._masters[name]
-            first, second = (both[key].pieces() for key in _MOMENTS)
-            weights, gradients = (local(t).detach().view(-1).split(_PIECE) for t in (master, _gradient(master)))
-            for weight, gradient, one, two in zip(weights, gradients, first, second, strict=True):
+            first = moments["exp_avg"]
+            second = moments["exp_avg_sq"]
+            weights = local(master).detach().view(-1).split(_PIECE)
+            gradients = _gradient(master).detach().view(-1).split(_PIECE)
+            pieces = zip(weights, gradients, first.pieces(), second.pieces(), strict=True)
+            for weight, gradient, (first_values, first_scales), (second_values, second_scales) in pieces:
                 self._functional.optimizer_update_8bit_blockwise(
                     "adam",
                     gradient,
                     weight,
-                    one[0],
-                    two[0],
-                    beta1,
-                    beta2,
+                    first_values,
+                    second_values,
+                    *config.betas,
                     0.0,
                     0.0,
                     config.eps,
-                    self._num_updates,
+                    self.num_updates,
                     lr,
-                    both["exp_avg"].code,
-                    both["exp_avg_sq"].code,
-                    one[1],
-                    two[1],
+                    first.code,
+                    second.code,
+                    first_scales,
+                    second_scales,
                     config.weight_decay,
                 )
 
     @torch.no_grad()
     def _moment(self, name: str, key: str) -> torch.Tensor:
-        """Return a moment in float32: the live one where it is exact, else a copy in host memory."""
-        master = self._masters[name]
+        """Return a moment in float32: the live tensor if it is exact, else a copy in host memory."""
         if name not in self._blocks:
-            return self._optimizer.state[master][key]
-        copy = torch.empty_like(master.detach(), device="cpu")
+            return super()._moment(name, key)
+        copy = torch.empty_like(self._masters[name].detach(), device="cpu")
         self._blocks[name][key].dequantize(local(copy))
         return copy
 
@@ -269,53 +270,53 @@ class MuonAdamW(MasterAdamW):
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[str]
     ) -> None:
-        self._config, self._num_updates = config, 0
+        self._config = config
         self._matrices = [name for name in parameters if name in matrices]
         super().__init__(parameters, config)
         self._momentum = {name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices}
 
-    @property
-    def num_updates(self) -> int:
-        return self._num_updates
-
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` with Muon's moments among the first ones, and ``exp_avg_sq`` of AdamW's."""
-        moments = {n: self._optimizer.state[p] for n, p in self._masters.items() if n not in self._momentum}
-        first, second = ({name: own[key] for name, own in moments.items()} for key in _MOMENTS)
-        model = {name: p.detach() for name, p in self._masters.items()}
+        model: dict[str, torch.Tensor] = {}
+        first: dict[str, torch.Tensor] = {}
+        second: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            model[name] = master.detach()
+            if name not in self._momentum:
+                first[name] = self._moment(name, "exp_avg")
+                second[name] = self._moment(name, "exp_avg_sq")
         return {"model": model, "exp_avg": first | self._momentum, "exp_avg_sq": second}
 
-    kept = tensors
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._num_updates = int(state["optimizer_step"])
-        super().load(state)
+    stored_tensors = tensors
 
     def _with_exact_moments(self) -> list[torch.nn.Parameter]:
         return [master for name, master in self._masters.items() if name not in self._matrices]
 
     def _update_masters(self, lr: float) -> None:
         super()._update_masters(lr)
-        self._num_updates += 1
         rate = lr * (self._config.muon_lr or self._config.lr) / self._config.lr
         for name, momentum in self._momentum.items():
-            master, decay = self._masters[name], _MUON_MOMENTUM
+            master = self._masters[name]
             assert master.grad is not None
-            momentum.lerp_(master.grad, 1 - decay)
-            direction = whole(master.grad.lerp(momentum, decay))
+            momentum.lerp_(master.grad, 1 - _MUON_MOMENTUM)
+            direction = gather_full_tensor(master.grad.lerp(momentum, _MUON_MOMENTUM))
             update = torch.nn.Parameter(torch.zeros_like(direction))
             update.grad = direction
-            settings: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
-            torch.optim.Muon([update], lr=rate, weight_decay=0.0, **settings).step()
-            own, first = local(master), first_row(master)
-            own.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + own.shape[0]])
+            torch.optim.Muon(
+                [update], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+            ).step()
+            shard = local(master)
+            first = first_row(master)
+            shard.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + shard.shape[0]])
 
 
 def hidden_matrices(parameters: Mapping[str, torch.nn.Parameter], model: Any) -> set[str]:
-    """Return the names of parameters that are matrices of hidden layers: of none of a model's embeddings and heads."""
-    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is getattr(model, "score", None)]
-    outer = {id(p) for m in (*tables, model.get_output_embeddings()) if m is not None for p in m.parameters()}
+    """Return the names of the matrices of hidden layers: those outside a model's embeddings and heads."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    outer: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) or module in heads:
+            outer.update(map(id, module.parameters()))
     return {name for name, p in parameters.items() if p.ndim == 2 and id(p) not in outer}
 
 
@@ -330,26 +331,28 @@ class _Blocks:
         self.scales = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of values and scales, as many values as a kernel may be called with."""
+        """Yield views of values and scales, each as large as one kernel call may take."""
         return zip(self.values.split(_PIECE), self.scales.split(_PIECE // BLOCK), strict=True)
 
     def dequantize(self, out: torch.Tensor) -> None:
         """Write the moment to a contiguous float32 tensor."""
-        for (values, scales), own in zip(self.pieces(), out.view(-1).split(_PIECE), strict=True):
-            own.copy_(self._functional.dequantize_blockwise(values, absmax=scales, code=self.code, blocksize=BLOCK))
+        for (values, scales), target in zip(self.pieces(), out.view(-1).split(_PIECE), strict=True):
+            target.copy_(self._functional.dequantize_blockwise(values, absmax=scales, code=self.code, blocksize=BLOCK))
 
-    def quantize(self, given: torch.Tensor) -> None:
-        """Take over a moment; one that `dequantize` wrote gives the values that it was computed from.
+    def quantize(self, moment: torch.Tensor) -> None:
+        """Store a float32 moment in 8 bits; a moment that `dequantize` wrote gives the same bytes again.
 
         A scale is what the largest or the smallest number of the code is multiplied by, and not the largest magnitude,
         as in the kernels: the codes of signed numbers start at -0.993 and end at 1.
         """
         middle = (self.code[1:] + self.code[:-1]) / 2
-        for (values, scales), own in zip(self.pieces(), given.reshape(-1).split(_PIECE), strict=True):
-            filled_up = torch.nn.functional.pad(own.to(values.device, torch.float32), (0, -own.numel() % BLOCK))
-            rows = filled_up.view(-1, BLOCK)
+        for (values, scales), source in zip(self.pieces(), moment.reshape(-1).split(_PIECE), strict=True):
+            padded = torch.nn.functional.pad(source.to(values.device, torch.float32), (0, -source.numel() % BLOCK))
+            rows = padded.view(-1, BLOCK)
             largest = rows.amax(1)
-            scales.copy_(torch.maximum(largest, rows.amin(1) / self.code[0]) if self.code[0] < 0 else largest)
+            if self.code[0] < 0:
+                largest = torch.maximum(largest, rows.amin(1) / self.code[0])
+            scales.copy_(largest)
             shares = rows / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
             values.copy_(torch.bucketize(shares, middle, out_int32=True).view(-1)[: values.numel()])
 

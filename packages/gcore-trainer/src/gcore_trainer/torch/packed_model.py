@@ -49,7 +49,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     if packed is None:
         raise UnsupportedModelError(
@@ -57,7 +57,7 @@ def _attend(
             "needs it to"
         )
     for name in _UNSUPPORTED_ARGUMENTS:
-        if others.get(name) is not None:
+        if options.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
     if attention_mask is not None:
         # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
@@ -65,8 +65,8 @@ def _attend(
         sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
-    kind = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
-    return packed.attend(query, key, value, kind), None
+    attention = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    return packed.attend(query, key, value, attention), None
 
 
 def register() -> None:
@@ -141,7 +141,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
         self.fuses_layers = True
-        """Whether kernels compute what lies between matrix products, where there are some (`fused_layers`)."""
+        """Whether fused kernels compute the operations between matrix products, if available (`fused_layers`)."""
         routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
         self.num_routers = len(routers)
@@ -152,15 +152,16 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             for layer in self.layers():
                 if hasattr(layer, "linear_attn"):
                     mix_by_sequence(layer.linear_attn)
-        self._weights, self._max_length = weights, max_length
+        self._weights = weights
+        self._max_length = max_length
         if weights is None:
-            self._probe(max_length)
+            self._probe()
         self.compute_dtype = compute_dtype or model.dtype
         if lora is not None:
             add_lora(model, lora, head=self.new_weights)
             if weights is not None:
                 weights.lora = lora
-        in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         for name, parameter in model.named_parameters():
             # Not the buffers: frequencies of rotary embeddings stay in float32.
             if not any(part in name for part in in_float32):
@@ -208,20 +209,21 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return packed
 
     def load_weights(self) -> None:
-        """Read the parameters of a model that has no memory yet, and check it; all ranks of a sharded one call this."""
-        weights, self._weights = self._weights, None
+        """Read the parameters of a model on the meta device, and check it; all ranks of a sharded model call this."""
+        weights = self._weights
+        self._weights = None
         if weights is not None:
             weights.fill(self.model)
             with weights.checking(self):
-                self._probe(self._max_length)
+                self._probe()
             loading.fuse_on_cuda(self)
 
     @abstractmethod
     def alone(self, sample: Sample) -> torch.Tensor:
         """Return scores [R] of a sample by transformers' forward pass alone."""
 
-    def _probe(self, max_length: int | None) -> None:
-        loading.check_scores(self, max_length)
+    def _probe(self) -> None:
+        loading.check_scores(self, self._max_length)
         self.num_computed_tokens = 0
 
     def layers(self) -> list[torch.nn.Module]:
@@ -233,8 +235,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their names in a Hugging Face folder."""
-        named: Iterator[tuple[str, torch.nn.Parameter]] = self.model.named_parameters()
-        return {n if self.vision is None else checkpoint_name(self.model, n): p for n, p in named}
+        parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        if self.vision is None:
+            return parameters
+        return {checkpoint_name(self.model, name): parameter for name, parameter in parameters.items()}
 
     def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
         """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
@@ -248,8 +252,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-        """Write a Hugging Face folder of whole tensors, a file's at a time; None: the model's own."""
-        self.model.save_pretrained(path) if weights is None else save_streamed(self.model, Path(path), weights)
+        """Write a Hugging Face folder of full tensors, one file at a time; None: the model's own tensors."""
+        if weights is None:
+            self.model.save_pretrained(path)
+        else:
+            save_streamed(self.model, Path(path), weights)
         if self.vision is not None:
             copy_processor(Path(self.model.name_or_path), Path(path))
 
@@ -261,16 +268,18 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """
         if context.size == 1:
             return
-        for is_undivided, what in ((self._has_linear_attention, "has linear attention"), (self.vision, "sees images")):
-            if is_undivided:
-                raise UnsupportedModelError(
-                    f"{self.model.config.model_type!r} {what}, and {context.size} ranks are to divide its rows; "
-                    "expected context and sequence parallel sizes of 1"
-                )
+        reason = "sees images" if self.vision else None
+        if self._has_linear_attention:
+            reason = "has linear attention"
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} {reason}, and {context.size} ranks are to divide its rows; "
+                "expected context and sequence parallel sizes of 1"
+            )
         self.context = context
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None) -> ScoresT:
-        """Forward pass over one micro-batch, differentiable in its result, which is in float32 at least.
+        """Score one micro-batch differentiably, in float32 at least.
 
         Args:
             routing: gets the experts [P + R - 1, L, K] that routers choose for each sample; None: they are not kept.
@@ -279,8 +288,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
         parts = self._pass(samples, entropy_grad, routing)
-        found: Any = TokenScores(log_probs=parts[0], entropies=parts[1]) if self.scores == "tokens" else parts[0]
-        return found
+        scores: Any = parts[0]
+        if self.scores == "tokens":
+            scores = TokenScores(log_probs=parts[0], entropies=parts[1])
+        return scores
 
     def _pass(self, samples: MicroBatch, entropy_grad: bool, routing: Routing | None) -> Sequence[torch.Tensor]:
         [row] = make_rows(
@@ -291,8 +302,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             replay_routing=self.scores == "tokens",
             vision=self.vision,
         )
-        if self._longest is not None and (longest := max(s.num_inputs for s in samples)) > self._longest:
-            raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
+        if self._longest is not None:
+            longest = max(s.num_inputs for s in samples)
+            if longest > self._longest:
+                raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self.impose(row.routing)
         for router in self._routers:
@@ -312,24 +325,26 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        scores = (self._pass(samples, False, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
-        return [own.float().cpu().numpy() for own in scores][: len(micro_batches)]
+        passes = filled_up(micro_batches, num_passes or 0)
+        scores = [self._pass(samples, False, routing)[0].float().cpu().numpy() for samples in passes]
+        return scores[: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
-        """Impose a routing until the next pass, because a backward pass may compute layers again."""
+        """Impose a routing until the next pass: a backward pass may compute layers again."""
         if routing_TLK is not None:
             check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):
-            router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
             router.recorded = None
+            router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        inputs = {"position_ids": row.positions}
         if self.vision is None:
-            inputs = {"input_ids": row.input_ids, "position_ids": row.positions}
+            inputs["input_ids"] = row.input_ids
         else:
-            embeddings_1TD = self.vision.embed(row.input_ids, row.images)
-            positions = row.positions if row.images is None else row.images.positions
-            inputs = {"inputs_embeds": embeddings_1TD, "position_ids": positions}
+            inputs["inputs_embeds"] = self.vision.embed(row.input_ids, row.images)
+        if row.images is not None:
+            inputs["position_ids"] = row.images.positions
         output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
@@ -343,7 +358,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
 
 class _Root(torch.nn.Module):
-    """Model and head under one forward pass, so that what gathers a sharded model's parameters sees both."""
+    """Model and head under one forward pass, so that FSDP gathers the parameters of both."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ranks of a torch trainer: FSDP2 over all of them or a node's, samples over replicas, tokens within a replica."""
+"""The ranks of a torch trainer: FSDP2 over all ranks or a node's, samples over replicas, tokens within a replica."""
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from gcore_trainer.torch.packed_model import PackedTransformer
 SHARE_OF_GRADIENTS = 0.05
 """Share of a GPU's memory for gradients that wait for an update's last micro-batch."""
 REPLICATED_BYTES = 4 << 30
-"""Most bytes of weights, gradients and moments of a model that every rank has whole without being asked to.
+"""Most bytes of weights, gradients and moments of a model that is replicated by default.
 
 It is 268 million trained parameters, or adapters of a billion frozen ones: a twentieth of an H100's memory. Ranks that
 share parameters gather them in every pass, and scatter gradients; copies exchange gradients once in an update.
@@ -27,7 +27,7 @@ share parameters gather them in every pass, and scatter gradients; copies exchan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TorchParallel:
-    """This rank's place. Rank = replica x context_parallel_size + place in the sequence."""
+    """The groups of this rank. Rank = replica x context_parallel_size + rank in the sequence."""
 
     mesh: DeviceMesh
     """All ranks: parameters and moments are sharded over its last dimension, and equal along the first of two."""
@@ -40,20 +40,25 @@ class TorchParallel:
 
     @classmethod
     def join(cls, config: ParallelConfig, *, device_type: str = "cpu") -> Self:
-        """Make the groups; torch.distributed is initialised, and all ranks call this together.
+        """Make the process groups after torch.distributed is initialised; all ranks call this together.
 
         Raises:
             ConfigError: the sizes do not divide the world, or are for another backend.
         """
         config.check_torch()
-        world_size, cp_size = dist.get_world_size(), config.context_parallel_size
+        world_size = dist.get_world_size()
+        cp_size = config.context_parallel_size
         dp_size = config.data_parallel_size(world_size)
         grid = init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
         num_shards = config.fsdp_size or world_size
-        shape = (world_size,) if num_shards == world_size else (world_size // num_shards, num_shards)
+        if num_shards == world_size:
+            mesh = init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+        else:
+            shape = (world_size // num_shards, num_shards)
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp"))
         cp_groups = [list(range(first, first + cp_size)) for first in range(0, world_size, cp_size)]
         return cls(
-            mesh=init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :]),
+            mesh=mesh,
             replicas=grid["dp"].get_group(),
             context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
             gradient_sync=config.gradient_sync,
@@ -61,12 +66,12 @@ class TorchParallel:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.mesh.size()
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share parameters; 1: each has all of them."""
+        """Number of ranks that share parameters; 1: each rank has all parameters."""
         return self.mesh.shape[-1]
 
     def shard(self, packed: PackedTransformer[Any]) -> None:
@@ -107,17 +112,18 @@ def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype
     Inputs of modules stay as they are: rounded to bfloat16, timesteps and positions would be others. Gradients are
     added up over ranks in float32, or in float64 where parameters are.
     """
-    wide = any(p.dtype == torch.float64 for module in modules for p in module.parameters())
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=None if wide else torch.float32, cast_forward_inputs=False
-    )
+    reduce_dtype: torch.dtype | None = torch.float32
+    for module in modules:
+        if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
+            reduce_dtype = None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace the gradients of parameters, of one data type, that each rank has whole by their sums over all ranks."""
+    """Replace the unsharded gradients of parameters of one data type by their sums over all ranks."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     summed = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(summed)
@@ -126,12 +132,16 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def should_replicate(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Return whether float32 weights, and gradients and moments of those trained, take `REPLICATED_BYTES` at most."""
-    return sum((16 if p.requires_grad else 4) * p.numel() for p in parameters) <= REPLICATED_BYTES
+    """Return whether float32 weights, gradients and moments take `REPLICATED_BYTES` at most."""
+    size_bytes = 0
+    for parameter in parameters:
+        bytes_per_entry = 16 if parameter.requires_grad else 4
+        size_bytes += bytes_per_entry * parameter.numel()
+    return size_bytes <= REPLICATED_BYTES
 
 
 def fits_whole(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Return whether float32 gradients of whole parameters take at most 5 % of the memory of their GPU."""
+    """Return whether float32 gradients of unsharded parameters take at most 5 % of the memory of their GPU."""
     trained = [p for p in parameters if p.requires_grad]
     if not trained or trained[0].device.type != "cuda":
         return False

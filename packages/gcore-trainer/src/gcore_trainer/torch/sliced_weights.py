@@ -1,10 +1,9 @@
-"""Parameters read by slices: a model is made without memory, and each process reads the rows that it holds.
+"""Reading of parameters by slices: a model is made on the meta device, and each process reads the rows of its shard.
 
 `from_pretrained` of transformers makes all of a model in one data type, on every rank. Here a parameter is in memory in
 its last data type only, and on a rank of FSDP only its shard, which is read from the mapped file a few rows at a time.
 """
 
-import json
 import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,8 +22,8 @@ from gcore_trainer.lora import A_OF, initial_value, read_adapters
 from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.host_memory import first_row, local
 from gcore_trainer.torch.loading import check_layers, choose_class, load_model
+from gcore_trainer.torch.streamed_folder import INDEX_FILE, SINGLE_FILE, tensor_files
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _INITIALIZED = "_is_hf_initialized"
 """Attribute of tensors that transformers is not to initialize."""
 _CHUNK_BYTES = 1 << 26
@@ -33,16 +32,16 @@ _logger = logging.getLogger(__name__)
 
 
 class _NotByNameError(Exception):
-    """A folder whose tensors are not, each as it is, the parameters of its model."""
+    """A folder's tensors do not map one to one to the parameters of its model."""
 
 
 def make_model(
-    kind: Any, path: str | Path, *, attention: str, dtype: torch.dtype, device: torch.device
+    model_class: Any, path: str | Path, *, attention: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, "SlicedWeights | None"]:
-    """Make a folder's model without memory for its parameters, if its files have them by name; else load all of it.
+    """Make a folder's model on the meta device if its files have the parameters by name; else load all of it.
 
     Args:
-        kind: the class of packed model.
+        model_class: the class of packed model.
         attention: the ``attn_implementation``.
         dtype: data type of the model; parameters may be converted to another one before they are read.
         device: where parameters and buffers are to be.
@@ -53,7 +52,7 @@ def make_model(
     Raises:
         UnsupportedModelError, StateError: as of `load_model`.
     """
-    auto_class, implementations, config = choose_class(kind, path, attention)
+    auto_class, implementations, config = choose_class(model_class, path, attention)
     try:
         if dtype not in (torch.float32, torch.float64):
             raise _NotByNameError(f"dtype is {dtype}, of which transformers leaves out some parameters")
@@ -68,18 +67,20 @@ def make_model(
             raise _NotByNameError(f"transformers does not make it without memory ({error})") from error
         ignored: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
         unexpected = folder.shapes.keys() - set(sources.values())
-        check_layers(path, model, [n for n in unexpected if not any(re.search(pattern, n) for pattern in ignored)])
-        tied = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources}
-        for name in sorted(n for n, p in model.named_parameters() if id(p) not in tied):
-            # A new value head; one that the folder should have is the other loading's to refuse.
-            if not name.startswith(kind.new_weights) or type(model).__name__ in (config.architectures or ()):
+        for pattern in ignored:
+            unexpected = {name for name in unexpected if not re.search(pattern, name)}
+        check_layers(path, model, unexpected)
+        in_files = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources}
+        for name in sorted(n for n, p in model.named_parameters() if id(p) not in in_files):
+            # A new value head is not in the files; `load_model` refuses one that should be.
+            if not name.startswith(model_class.new_weights) or type(model).__name__ in (config.architectures or ()):
                 raise _NotByNameError(f"its files have no {name}")
         _make_buffers(model, folder, sources, device)
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
     except _NotByNameError as error:
         _logger.warning("%s is loaded whole by each process, in %s: %s", path, dtype, error)
-        return load_model(kind, path, attention=attention, dtype=dtype).to(device), None
+        return load_model(model_class, path, attention=attention, dtype=dtype).to(device), None
     return model.eval(), SlicedWeights(folder, sources, dtype=dtype, device=device)
 
 
@@ -95,25 +96,28 @@ class SlicedWeights:
     def __init__(
         self, folder: "_Folder", sources: Mapping[str, str], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._folder, self._sources, self._dtype = folder, sources, dtype
+        self._folder = folder
+        self._sources = sources
+        self._dtype = dtype
         self.device = device
         self.lora: LoRAConfig | None = None
         """Adapters of the model, if it has some."""
 
     @torch.no_grad()
     def fill(self, model: torch.nn.Module) -> None:
-        """Give parameters on the meta device memory, and read them; of shards, this rank's rows.
+        """Allocate the parameters of a model on the meta device, and read them; of shards, this rank's rows.
 
-        Those of adapters get what `add_lora` gives them, and a new value head is 0.
+        Adapters get their initial values, as in `add_lora`, and a new value head is 0.
         """
-        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        named = dict(model.named_parameters(remove_duplicate=False))
+        allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         start = {} if self.lora is None else read_adapters(self.lora)
-        with self._folder.opened() as read:
-            for name, parameter in named.items():
-                if parameter not in made:
-                    made[parameter] = torch.nn.Parameter(_zeros(parameter, self.device), parameter.requires_grad)
-                into, first = local(made[parameter]), first_row(parameter)
+        with self._folder.open_reader() as read:
+            for name, parameter in parameters.items():
+                if parameter not in allocated:
+                    allocated[parameter] = torch.nn.Parameter(_zeros(parameter, self.device), parameter.requires_grad)
+                into = local(allocated[parameter])
+                first = first_row(parameter)
                 source = self._sources.get(name.replace(".base_layer.", "."))
                 if source and name not in start:
                     read(source, into, first, self._dtype)
@@ -121,7 +125,7 @@ class SlicedWeights:
                     value = initial_value(name, parameter.shape, start)
                     into.copy_(value[first : first + into.shape[0]])
         # FSDP looks for other parameters before its first pass; the same one under two names stays tied.
-        model.load_state_dict({name: made[p] for name, p in named.items()}, strict=False, assign=True)
+        model.load_state_dict({name: allocated[p] for name, p in parameters.items()}, strict=False, assign=True)
 
     @contextmanager
     def checking(self, packed: Any) -> Generator[None]:
@@ -129,15 +133,21 @@ class SlicedWeights:
 
         A layer's parameters are converted for its own pass, the others for the whole one, as FSDP gathers them.
         """
-        layers: list[torch.nn.Module] = packed.layers()
-        inner = {module for layer in layers for module in layer.modules()}
-        outer = [module for module in packed.root.modules() if module not in inner]
-        dtype, packed.compute_dtype = packed.compute_dtype, self._dtype
-        context, packed.context = packed.context, None
+        parts: list[tuple[torch.nn.Module, list[torch.nn.Module]]] = []
+        inner: set[torch.nn.Module] = set()
+        for layer in packed.layers():
+            modules = list(layer.modules())
+            inner.update(modules)
+            parts.append((layer, modules))
+        parts.insert(0, (packed.root, [module for module in packed.root.modules() if module not in inner]))
+        dtype = packed.compute_dtype
+        packed.compute_dtype = self._dtype
+        context = packed.context
+        packed.context = None
         with ExitStack() as stack:
             stack.callback(setattr, packed, "compute_dtype", dtype)
             stack.callback(setattr, packed, "context", context)
-            for part, modules in ((packed.root, outer), *((layer, list(layer.modules())) for layer in layers)):
+            for part, modules in parts:
                 before, after = _conversion(modules, self._dtype)
                 stack.callback(part.register_forward_pre_hook(before).remove)
                 stack.callback(part.register_forward_hook(after, prepend=True, always_call=True).remove)
@@ -154,26 +164,22 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if (path / _INDEX).is_file():
-            self._file_of: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
-        elif (path / _SINGLE).is_file():
-            with safe_open(path / _SINGLE, framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
-        else:
-            raise _NotByNameError(f"there is neither {_SINGLE} nor {_INDEX}")
+        self._file_of = tensor_files(path)
+        if not self._file_of:
+            raise _NotByNameError(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name in sorted(set(self._file_of.values())):
             with safe_open(path / name, framework="pt") as file:
                 self.shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
 
     @contextmanager
-    def opened(self) -> Generator[Callable[[str, torch.Tensor, int, torch.dtype], None]]:
-        """Yield a function that copies the rows of a tensor, from a first one on, into another, by way of a dtype."""
+    def open_reader(self) -> Generator[Callable[[str, torch.Tensor, int, torch.dtype], None]]:
+        """Yield a function that copies rows of a tensor, from a given one on, into another, after a cast to a dtype."""
         with ExitStack() as stack:
-            opened = cache(lambda name: stack.enter_context(safe_open(self._path / name, framework="pt")))
+            open_file = cache(lambda name: stack.enter_context(safe_open(self._path / name, framework="pt")))
 
             def read(name: str, into: torch.Tensor, first: int, dtype: torch.dtype) -> None:
-                file = opened(self._file_of[name])
+                file = open_file(self._file_of[name])
                 if not into.ndim:
                     into.copy_(file.get_tensor(name).to(dtype))
                     return
@@ -198,65 +204,75 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
     transforms: list[Any] = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if not isinstance(t, WeightRenaming)]
-    wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    found: dict[str, str] = {}
-    names: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    sources: dict[str, str] = {}
+    key_of: dict[int, str] = {}
     for key in sorted(shapes, key=dot_natural_key):
-        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, converted = rename_source_key(key, [], [], model.base_model_prefix, wanted)
-        if name not in wanted:
+        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, tensors)
+        if name not in tensors and key in tensors:
+            name, converted = rename_source_key(key, [], [], model.base_model_prefix, tensors)
+        if name not in tensors:
             continue
+        tensor = tensors[name]
         if converted is not None:
             raise _NotByNameError(f"{key} is converted on loading")
-        if tuple(wanted[name].shape) != shapes[key]:
-            raise _NotByNameError(f"{key} has shape {shapes[key]}, and {name} {tuple(wanted[name].shape)}")
+        if tuple(tensor.shape) != shapes[key]:
+            raise _NotByNameError(f"{key} has shape {shapes[key]}, and {name} {tuple(tensor.shape)}")
         # transformers ties two tensors of one folder only if they are equal.
-        if (other := names.setdefault(id(wanted[name]), key)) != key:
-            raise _NotByNameError(f"{name} is both {other} and {key}")
-        found[name] = key
-    # What `save_pretrained` undoes.
+        first_key = key_of.setdefault(id(tensor), key)
+        if first_key != key:
+            raise _NotByNameError(f"{name} is both {first_key} and {key}")
+        sources[name] = key
+    # `save_pretrained` undoes them.
     model._weight_conversions = [t for t in transforms if t.was_used()]
-    return found
+    return sources
 
 
 def _make_buffers(model: Any, folder: _Folder, sources: Mapping[str, str], device: torch.device) -> None:
-    """Compute a model's buffers as transformers does on loading, on the CPU; those that are saved come from files."""
+    """Compute a model's buffers on the CPU as transformers does on loading; read saved buffers from the files."""
     for parameter in model.parameters():
         setattr(parameter, _INITIALIZED, True)
-    with folder.opened() as read:
+    with folder.open_reader() as read:
         for name, module in model.named_modules():
-            for own, buffer in module._buffers.items():
+            for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                made = module._buffers[own] = torch.empty_like(buffer, device="cpu")
-                if own in module._non_persistent_buffers_set:
+                cpu_buffer = torch.empty_like(buffer, device="cpu")
+                module._buffers[key] = cpu_buffer
+                if key in module._non_persistent_buffers_set:
                     continue
-                full = f"{name}.{own}" if name else own
-                if full not in sources:
-                    raise _NotByNameError(f"its files have no {full}")
-                read(sources[full], made, 0, made.dtype)
-                setattr(made, _INITIALIZED, True)
+                full_name = f"{name}.{key}" if name else key
+                if full_name not in sources:
+                    raise _NotByNameError(f"its files have no {full_name}")
+                read(sources[full_name], cpu_buffer, 0, cpu_buffer.dtype)
+                setattr(cpu_buffer, _INITIALIZED, True)
     model.initialize_weights()
     for name, module in model.named_modules():
-        for own, buffer in module._buffers.items():
-            module._buffers[own] = None if buffer is None else buffer.to(device)
-        for own, value in vars(module).items():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+        for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
-                raise _NotByNameError(f"{name}.{own} is a tensor and no buffer")
+                raise _NotByNameError(f"{name}.{key} is a tensor and no buffer")
 
 
 def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    own = torch.zeros(local(parameter).shape, dtype=parameter.dtype, device=device)
+    shard = torch.zeros(local(parameter).shape, dtype=parameter.dtype, device=device)
     if not isinstance(parameter, DTensor):
-        return own
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return shard
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return hooks for before and after a pass, during which modules have their parameters in another data type."""
-    kept: list[tuple[Any, str, torch.nn.Parameter]] = []
+    """Return hooks to call before and after a pass, during which modules have parameters of another data type."""
+    replaced: list[tuple[Any, str, torch.nn.Parameter]] = []
 
     def before(*call: Any) -> None:
         del call
@@ -267,13 +283,13 @@ def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., N
                     continue
                 if parameter not in wide:
                     wide[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                kept.append((module, name, parameter))
+                replaced.append((module, name, parameter))
                 module._parameters[name] = wide[parameter]
 
     def after(*call: Any) -> None:
         del call
-        for module, name, parameter in kept:
+        for module, name, parameter in replaced:
             module._parameters[name] = parameter
-        kept.clear()
+        replaced.clear()
 
     return before, after

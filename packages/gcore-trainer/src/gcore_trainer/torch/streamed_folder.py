@@ -1,4 +1,4 @@
-"""Hugging Face folders that are written a file at a time, from weights that come one by one."""
+"""Writing of Hugging Face folders one file at a time, from a stream of weights."""
 
 import json
 import re
@@ -8,20 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 MAX_FILE_BYTES = 5 << 30
 """Most bytes of a file, which are in memory at a time, if that is not less than a tensor."""
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _PART = re.compile(r".*?\.\d+\.")
 """The part of a name that the tensors of a layer share."""
 
 
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the name of the safetensors file of each tensor in a Hugging Face folder; empty if it has no such file."""
+    if (folder / INDEX_FILE).is_file():
+        return json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+    if (folder / SINGLE_FILE).is_file():
+        with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    return {}
+
+
 def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write what ``model.save_pretrained`` writes.
+    """Write the files that ``model.save_pretrained`` writes.
 
     Args:
-        weights: the whole parameters by the model's names, those of a layer together.
+        weights: the full parameters by the model's names, those of a layer together.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ignored: set[str] = set(model._keys_to_ignore_on_save or ())
@@ -39,7 +51,8 @@ def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> 
     """Write safetensors files, with an index if there are several, and return the last one's data type."""
     parts: list[Path] = []
     file_of: dict[str, int] = {}
-    size_bytes, dtype = 0, torch.float32
+    size_bytes = 0
+    dtype = torch.float32
     for tensors in _by_file(weights):
         parts.append(folder / f"part-{len(parts)}.safetensors.tmp")
         save_file(tensors, parts[-1], metadata={"format": "pt"})
@@ -47,15 +60,16 @@ def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> 
         size_bytes += sum(t.nbytes for t in tensors.values())
         dtype = next(iter(tensors.values())).dtype
         tensors.clear()
-    files = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    if len(files) == 1:
-        files = [_SINGLE]
+    count = len(parts)
+    files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        files = [SINGLE_FILE]
     else:
         index = {
             "metadata": {"total_size": size_bytes},
             "weight_map": {name: files[i] for name, i in sorted(file_of.items())},
         }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     for part, name in zip(parts, files, strict=True):
         part.rename(folder / name)
     return dtype
@@ -67,7 +81,8 @@ def _by_file(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, 
     for name, tensor in weights:
         if tensors and size_bytes + tensor.nbytes > MAX_FILE_BYTES:
             yield tensors
-            tensors, size_bytes = {}, 0
+            tensors = {}
+            size_bytes = 0
         tensors[name] = tensor.detach().cpu().contiguous()
         size_bytes += tensor.nbytes
     yield tensors
@@ -81,12 +96,13 @@ def _saved_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _as_published(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Undo what transformers changed on loading: names, and tensors that it has fused, those of a layer together."""
+    """Undo the renaming and fusing of transformers' loading, for the tensors of a layer together."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    def part(pair: tuple[str, torch.Tensor]) -> str:
-        found = _PART.match(pair[0])
-        return found[0] if found else pair[0]
+    def layer_of(pair: tuple[str, torch.Tensor]) -> str:
+        name, _ = pair
+        match = _PART.match(name)
+        return match[0] if match else name
 
-    for _, pairs in groupby(weights, part):
+    for _, pairs in groupby(weights, layer_of):
         yield from revert_weight_conversion(model, dict(pairs)).items()

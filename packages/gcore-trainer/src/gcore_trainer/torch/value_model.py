@@ -19,7 +19,7 @@ from gcore_trainer.torch.packed_model import PackedTransformer
 
 
 class PackedValueModel(PackedTransformer[torch.Tensor]):
-    """A sequence classifier of one label, as a critic or reward model: a value for every token's place.
+    """A sequence classifier of one label, as a critic or reward model: a value for every token.
 
     It is transformers' ``...ForSequenceClassification`` with ``num_labels=1``; a causal LM's folder loads with a head
     of zeros, so that a new critic's values start at 0.
@@ -46,17 +46,17 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
             torch.nn.init.zeros_(packed.model.score.weight)
         return packed
 
-    def _probe(self, max_length: int | None) -> None:
+    def _probe(self) -> None:
         # The head of a new critic is zeros, and would hide every difference.
         # Of a sharded one, one rank has the row, and the others have none.
         weight = local(self.model.score.weight.data)
-        own = weight.clone()
+        saved = weight.clone()
         size = weight.shape[-1]
         weight.copy_((torch.arange(size).sin() * size**-0.5).expand(weight.shape))
         try:
-            super()._probe(max_length)
+            super()._probe()
         finally:
-            weight.copy_(own)
+            weight.copy_(saved)
 
     def alone(self, sample: Sample) -> torch.Tensor:
         input_ids, target_ids = input_and_target_ids(sample, self.model.device)

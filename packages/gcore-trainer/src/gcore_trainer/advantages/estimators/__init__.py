@@ -1,1 +1,1 @@
-"""Built-in advantage estimators, a file for each; `gcore_trainer.advantages.estimator` says what one declares."""
+"""Built-in advantage estimators, a file for each; `gcore_trainer.advantages.estimator` has their interface."""

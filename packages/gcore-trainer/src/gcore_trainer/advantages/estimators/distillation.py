@@ -9,5 +9,5 @@ from gcore_trainer.config import AdvantageConfig
 
 @advantage_estimator()
 def distillation(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
-    """Return A_i = 0, to which `gcore_trainer.add_distillation` adds what the teachers say."""
+    """Return A_i = 0, to which `gcore_trainer.add_distillation` adds the teachers' advantages."""
     return group.at_every_token(np.zeros(len(group.masks)))

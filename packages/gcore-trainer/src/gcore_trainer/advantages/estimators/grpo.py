@@ -32,7 +32,8 @@ def grpo_advantages(
     r = checked_scores(scores)
     centred = centred_scores(r)
     if norm_adv_by_std_in_grpo:
-        centred = centred / ((r.std(ddof=1) if r.size > 1 else 1.0) + epsilon)
+        std = r.std(ddof=1) if r.size > 1 else 1.0
+        centred = centred / (std + epsilon)
     return centred.astype(np.float32)
 
 

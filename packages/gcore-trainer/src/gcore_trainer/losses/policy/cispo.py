@@ -1,4 +1,4 @@
-"""CISPO: REINFORCE weighted by a clipped ratio through which no gradient flows, so that every token keeps its own."""
+"""CISPO: REINFORCE weighted by a clipped ratio without gradient, so that every token keeps a gradient."""
 
 import torch
 

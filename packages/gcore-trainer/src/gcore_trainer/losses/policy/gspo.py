@@ -19,7 +19,9 @@ def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
     lengths = list(tokens.lengths)
     log_probs = tokens.log_probs
     log_ratio = torch.where(tokens.mask, (log_probs - tokens.old_log_probs).detach(), 0.0)
-    parts = zip(log_ratio.split(lengths), tokens.mask.split(lengths), strict=True)
-    sequence = torch.cat([(part.sum() / mask.sum().clamp(min=1)).expand(part.numel()) for part, mask in parts])
-    ratio = torch.exp((sequence + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO))
+    means: list[torch.Tensor] = []
+    for part, mask in zip(log_ratio.split(lengths), tokens.mask.split(lengths), strict=True):
+        mean = part.sum() / mask.sum().clamp(min=1)
+        means.append(mean.expand(part.numel()))
+    ratio = torch.exp((torch.cat(means) + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO))
     return clipped_surrogate(ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high)
