@@ -9,7 +9,7 @@ from typing import Any
 from gcore_llm.config import DataConfig, SimulatedConfig, TrainConfig, TrainerConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
-from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
+from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -129,7 +129,7 @@ def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> Simulated
     own = merge(config, values, keep=values)
     flops = partial(sample_flops, workload)
     return SimulatedCluster(
-        job=Job(config=own, prompts=make_prompts(config), workload=workload),
+        job=LLMJob(config=own, prompts=make_prompts(config), workload=workload),
         sim=sim,
         modality=SimulatedTokens(sim, workload, seed=config.seed, flops=flops, replay=replay),
         n=config.rollout.n,
