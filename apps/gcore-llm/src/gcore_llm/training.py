@@ -360,8 +360,8 @@ async def finished_policy(
         if lora is not None and (folder / "adapter_config.json").is_file():
             trained = read_adapters(replace(lora, path=str(folder)))
         else:
-            trained = load(folder)
             lora = None
+            trained = load(folder)
     elif run is not None:
         checkpointer = Checkpointer(run.checkpoints)
         if checkpointer.steps():

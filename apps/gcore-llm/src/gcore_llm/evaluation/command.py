@@ -51,8 +51,7 @@ def _row(name: str, estimates: Mapping[str, Estimate]) -> list[str]:
     n = max(int(key.partition("@")[2] or 0) for key in estimates)
     num_prompts = max(estimate.num for estimate in estimates.values())
     cells = [name, str(num_prompts), str(n)]
-    for key in ("greedy", f"avg@{n}", f"pass@{n}", f"maj@{n}"):
-        cells.append(str(estimates.get(key, "")))
+    cells += [str(estimates.get(key, "")) for key in ("greedy", f"avg@{n}", f"pass@{n}", f"maj@{n}")]
     return cells
 
 
@@ -199,10 +198,7 @@ def _set_lengths(config: TrainConfig, args: EvalArgs, longest: int) -> TrainConf
 def _identify(config: TrainConfig, sets: Sequence[ValSet], step: int | None) -> dict[str, Any]:
     """Return what determines the results, as JSON."""
     folder = model_folder(config.model).resolve()
-    weights: list[list[Any]] = []
-    for pattern in ("*.safetensors", "*.bin"):
-        for file in sorted(folder.glob(pattern)):
-            weights.append([file.name, file.stat().st_size, file.stat().st_mtime_ns])
+    weights = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
     set_identities: list[dict[str, Any]] = []
     for val_set in sets:
         prompts = repr([(p.text, dict(p.row)) for p in val_set.prompts])
@@ -221,7 +217,7 @@ def _identify(config: TrainConfig, sets: Sequence[ValSet], step: int | None) -> 
         )
     return {
         "model": str(folder),
-        "weights": weights,
+        "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
         "step": step,
         "engine": config.rollout.engine,
         "max_tokens": config.data.max_response_length,

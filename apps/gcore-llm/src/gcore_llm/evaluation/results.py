@@ -50,17 +50,16 @@ class Results:
     def add(self, task: EvaluationTask, group: Group) -> None:
         """Append the responses to a prompt."""
         val_set = self._sets[task.set]
-        responses: list[dict[str, Any]] = []
-        for response in group.responses:
-            responses.append(
-                {
-                    "text": self._tokenizer.decode(response.token_ids, skip_special_tokens=True),
-                    "score": response.score,
-                    "answer": response.answer,
-                    "num_tokens": int(response.token_ids.size),
-                    "truncated": response.is_truncated,
-                }
-            )
+        responses = [
+            {
+                "text": self._tokenizer.decode(response.token_ids, skip_special_tokens=True),
+                "score": response.score,
+                "answer": response.answer,
+                "num_tokens": int(response.token_ids.size),
+                "truncated": response.is_truncated,
+            }
+            for response in group.responses
+        ]
         row = {
             "set": val_set.name,
             "way": task.way,

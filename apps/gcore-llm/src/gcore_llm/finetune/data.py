@@ -47,10 +47,7 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
         nonlocal num_too_long, num_equal
         encoded: list[tuple[Tokens, ...]] = []
         for row, where in part:
-            if config.rows_are_pairs:
-                sides = pair_tokens(encoder, row, where)
-            else:
-                sides = (sft_tokens(encoder, row, where),)
+            sides = pair_tokens(encoder, row, where) if config.rows_are_pairs else (sft_tokens(encoder, row, where),)
             if max(side.ids.size for side in sides) > data.max_length:
                 num_too_long += 1
             elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):

@@ -126,12 +126,12 @@ class DistillationConfig(Checked, section="distillation"):
         """Return the weights of the teachers of a source's prompts, by role; they sum to 1."""
         sources = self.sources or [ANY_SOURCE] * len(self.teachers)
         weights = self.weights or [1.0] * len(self.teachers)
-        own = {
-            role: weight
-            for role, weight, taught in zip(self.roles, weights, sources, strict=True)
-            if taught in (ANY_SOURCE, source)
-        }
-        return {role: weight / sum(own.values()) for role, weight in own.items()}
+        role_weights: dict[str, float] = {}
+        for role, weight, taught in zip(self.roles, weights, sources, strict=True):
+            if taught in (ANY_SOURCE, source):
+                role_weights[role] = weight
+        total = sum(role_weights.values())
+        return {role: weight / total for role, weight in role_weights.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
