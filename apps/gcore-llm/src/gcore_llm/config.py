@@ -261,7 +261,10 @@ class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
     model_settings: ClassVar[tuple[str, ...]] = (
-        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path"),
+        "model",
+        "critic.model",
+        "reward_model.path",
+        "reward_model.judges.*.path",
         "distillation.teachers",
     )
     tables: ClassVar[Mapping[str, str]] = {
@@ -409,7 +412,9 @@ class TrainConfig(BaseRLConfig):
     @property
     def set_rewards(self) -> dict[str, str]:
         """The rewards that held-out sets have in place of the run's, by the set's name."""
-        return self.rollout.val_kwargs.rewards(self.data.val_files) if self.data.val_files else {}
+        if not self.data.val_files:
+            return {}
+        return self.rollout.val_kwargs.rewards(self.data.val_files)
 
     @property
     def can_take_turns(self) -> bool:
@@ -417,7 +422,9 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def num_engines(self) -> int:
-        return 0 if self.rollout.is_on_servers else super().num_engines
+        if self.rollout.is_on_servers:
+            return 0
+        return super().num_engines
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:

@@ -293,7 +293,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
 
         async def score(role: str, *, with_routing: bool = False) -> list[tuple[Sample, Any]]:
             scores = await learner.score(role, micro_batches, with_routing=with_routing)
-            return list(zip(chain(*micro_batches), chain(*scores), strict=True))
+            return list(zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True))
 
         if needs_old and self._config.actor.router_replay == "R2":
             for sample, (log_probs, experts) in await score("actor", with_routing=True):
@@ -326,7 +326,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                     role_samples.append(group_samples)
             micro_batches = self._micro_batches(ctx, role_groups, role_samples)
             scores = await ctx.roles.learner.score(role, micro_batches)
-            for sample, log_probs in zip(map(id, chain(*micro_batches)), chain(*scores), strict=True):
+            for sample, log_probs in zip(
+                map(id, chain.from_iterable(micro_batches)), chain.from_iterable(scores), strict=True
+            ):
                 weighted = share_of[sample] * log_probs
                 means[sample] = means[sample] + weighted if sample in means else weighted
         return [[means.get(id(sample)) for sample in group_samples] for group_samples in samples]
@@ -355,8 +357,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         micro_batches = self._micro_batches(ctx, groups, samples)
         scores = await ctx.roles.learner.score("actor", micro_batches)
-        log_probs = dict(zip(map(id, chain(*micro_batches)), chain(*scores), strict=True))
-        return [log_probs[id(sample)] for sample in chain(*samples)]
+        log_probs = dict(zip(map(id, chain.from_iterable(micro_batches)), chain.from_iterable(scores), strict=True))
+        return [log_probs[id(sample)] for sample in chain.from_iterable(samples)]
 
     def _micro_batches(self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]) -> list[MicroBatch]:
         """Divide the samples of some groups into micro-batches."""

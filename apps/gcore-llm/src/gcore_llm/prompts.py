@@ -59,13 +59,13 @@ class PromptSets:
     """Number of prompts left out because they exceed data.max_prompt_length."""
     longest: int
     """Most tokens of a prompt; of a large data set, whose prompts are not all tokenized, at most so many."""
-    named: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+    val_by_name: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
     """Held-out sets with names, in addition to ``val``."""
 
     @property
     def num_held_out(self) -> int:
         """Number of held-out prompts in all sets."""
-        return len(self.val) + sum(map(len, self.named.values()))
+        return len(self.val) + sum(map(len, self.val_by_name.values()))
 
     @classmethod
     def of_length(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
@@ -173,7 +173,11 @@ def load_files(
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
     load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
     sources = [list(map(load, open_rows(source, data.columns))) for source in data.train_files]
-    val = load_val_files(data, tokenizer, fits=fits, progress=progress) if data.val_files else {}
+    val: dict[str, list[LoadedPrompts]] = {}
+    val_size = data.val_size
+    if data.val_files:
+        val = load_val_files(data, tokenizer, fits=fits, progress=progress)
+        val_size = 0
     files = list(chain.from_iterable(sources))
     sizes = [len(file.prompts) for file in files]
     num_too_long = sum(file.num_too_long for file in files)
@@ -182,7 +186,6 @@ def load_files(
             f"data.max_prompt_length is {data.max_prompt_length}: all {num_too_long} prompts are longer, the shortest "
             f"has {min(file.shortest for file in files)} tokens"
         )
-    val_size = 0 if data.val_files else data.val_size
     held_out_indices = iter(held_out_places(sizes, size=val_size, seed=seed))
     held_out: list[Prompt] = []
     train: list[Sequence[Prompt]] = []
@@ -197,7 +200,7 @@ def load_files(
     return replace(
         sets,
         train=mixed(train, data) if data.weights else _join(train),
-        val=sets.val if val else held_out,
+        val=sets.val or held_out,
         num_too_long=sets.num_too_long + num_too_long,
         longest=max([sets.longest] + [file.longest for file in files]),
     )
@@ -230,16 +233,18 @@ def load_val_files(
 
 def val_prompts(files: Mapping[str, Sequence[LoadedPrompts]], data: DataConfig) -> PromptSets:
     """Return held-out prompts alone, of files by the names of their sets; `UserError` if a set with a name has none."""
-    named: dict[str, Sequence[Prompt]] = {}
+    val_by_name: dict[str, Sequence[Prompt]] = {}
     num_too_long = 0
     longest = 0
     for name, parts in files.items():
-        named[name] = _join([part.prompts for part in parts])
-        if name and not named[name]:
+        val_by_name[name] = _join([part.prompts for part in parts])
+        if name and not val_by_name[name]:
             raise UserError(f"data.max_prompt_length is {data.max_prompt_length}: all prompts of {name} are longer")
         num_too_long += sum(part.num_too_long for part in parts)
         longest = max([longest] + [part.longest for part in parts])
-    return PromptSets(train=[], val=named.pop("", []), num_too_long=num_too_long, longest=longest, named=named)
+    return PromptSets(
+        train=[], val=val_by_name.pop("", []), num_too_long=num_too_long, longest=longest, val_by_name=val_by_name
+    )
 
 
 def _join(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
@@ -313,7 +318,9 @@ def _add_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, wh
 
 def longest_sequence(model: Path | None) -> int | None:
     """Return how many tokens a model folder's model takes, or the embedded one; None: any number."""
-    return MAX_POSITION_EMBEDDINGS if model is None else max_sequence_length(model)
+    if model is None:
+        return MAX_POSITION_EMBEDDINGS
+    return max_sequence_length(model)
 
 
 def model_limits(config: TrainConfig) -> dict[str, int]:

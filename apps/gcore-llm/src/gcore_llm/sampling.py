@@ -106,8 +106,10 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
     lengths = "data.max_prompt_length + data.max_response_length"
     try:
         check_servers(settings.engine, settings.urls, model, max_length=max_length, length_settings=lengths)
+    except RequestError as error:
+        raise UserError(f"{setting}.{error}") from error
     except RolloutError as error:
-        raise UserError(f"{setting}.{error}" if isinstance(error, RequestError) else str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def engine_factory(
@@ -306,7 +308,7 @@ class TextRewards:
     def check_rows(self, prompts: PromptSets) -> None:
         """Raise `UserError` for a prompt in memory whose row its reward cannot score."""
         sets = [("training prompt", self.runner, prompts.train), ("held-out prompt", self.runner, prompts.val)]
-        for name, held_out in prompts.named.items():
+        for name, held_out in prompts.val_by_name.items():
             sets.append((f"prompt of {name}", self.graders.get(name, self.runner), held_out))
         for name, runner, set_prompts in sets:
             if not isinstance(set_prompts, list):  # its rows are read when they are sampled

@@ -184,7 +184,7 @@ async def _try_rewards(rewards: TextRewards, prompts: PromptSets, say: Callable[
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
     for name, grader in rewards.graders.items():
-        for prompt in prompts.named[name][:1]:
+        for prompt in prompts.val_by_name[name][:1]:
             await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
 
 

@@ -137,4 +137,6 @@ def _overhead(key: str, make: MakePrompts) -> int:
             return 2**31
         overheads.append(max(len(prompt.token_ids) for prompt in prompts) - count)
     single, many = overheads
-    return single if many <= single else 2**31
+    if many > single:
+        return 2**31
+    return single

@@ -78,12 +78,12 @@ async def _evaluate(args: EvalArgs, display: Display) -> tuple[Path, int | None,
             done = {} if rewards.comparison is not None else results.done
             bar = _Progress(display, sets, done)
 
-            def finished(task: EvaluationTask, group: Group) -> None:
+            def record(task: EvaluationTask, group: Group) -> None:
                 results.add(task, group)
                 bar.add(group)
 
             roles = SamplingRoles(policy=engine, **scoring_roles(config, tokenizer, rewards))
-            evaluation = await evaluate(roles, sets, done=done, finished=finished)
+            evaluation = await evaluate(roles, sets, done=done, finished=record)
         finally:
             await engine.close()
     finally:
@@ -169,8 +169,8 @@ def _prompts(args: EvalArgs, config: TrainConfig, tokenizer: Any) -> PromptSets:
     else:
         prompts = load_prompts(config, tokenizer)
     if args.limit:
-        named = {name: set_prompts[: args.limit] for name, set_prompts in prompts.named.items()}
-        prompts = replace(prompts, val=prompts.val[: args.limit], named=named)
+        val_by_name = {name: set_prompts[: args.limit] for name, set_prompts in prompts.val_by_name.items()}
+        prompts = replace(prompts, val=prompts.val[: args.limit], val_by_name=val_by_name)
     if not prompts.num_held_out:
         reason = "it was trained with data.val_size=0 and no data.val_files"
         raise UserError(f"{args.model} has no held-out prompts: {reason}")

@@ -61,7 +61,7 @@ def val_sets(prompts: PromptSets, config: TrainConfig, graders: Mapping[str, Rew
     """Return the held-out sets of a run, with their rewards by name in ``graders``; none of them is empty."""
     sampling = sampling_params(config)
     sets: list[ValSet] = []
-    for name, set_prompts in {"": prompts.val, **prompts.named}.items():
+    for name, set_prompts in {"": prompts.val, **prompts.val_by_name}.items():
         settings = config.rollout.val_kwargs.of_set(name)
         if not set_prompts:
             continue
@@ -105,21 +105,21 @@ class TextEvaluation:
     """How long it took; None: that is not known."""
 
     @property
-    def greedy(self) -> float:
+    def greedy_mean(self) -> float:
         """Mean score of the greedy responses of all sets; 0 without any."""
         overall = self._estimate_overall("greedy")
         return overall.mean if overall else 0.0
 
     @property
-    def sampled(self) -> float | None:
+    def sampled_mean(self) -> float | None:
         """Mean score of the sampled responses of all sets, each prompt counting once; None without any."""
         overall = self._estimate_overall("sampled")
         return overall.mean if overall else None
 
     def __str__(self) -> str:
-        if self.sampled is None:
-            return f"{self.greedy:.3f} greedy"
-        return f"{self.greedy:.3f} greedy, {self.sampled:.3f} sampled"
+        if self.sampled_mean is None:
+            return f"{self.greedy_mean:.3f} greedy"
+        return f"{self.greedy_mean:.3f} greedy, {self.sampled_mean:.3f} sampled"
 
     def by_set(self) -> Iterator[tuple[str, dict[str, Estimate]]]:
         """Yield the estimates of each set, and of its data sources, by ``NAME`` and ``NAME/SOURCE``; see `estimates`.

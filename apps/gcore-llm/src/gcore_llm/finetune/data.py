@@ -268,7 +268,9 @@ def _num_equal(sides: tuple[Tokens, ...]) -> int:
     """Return the number of first tokens that the sides share, at most all but the last."""
     length = min(side.ids.size for side in sides) - 1
     differs = np.any([side.ids[:length] != sides[0].ids[:length] for side in sides], axis=0)
-    return int(differs.argmax()) if differs.any() else length
+    if not differs.any():
+        return length
+    return int(differs.argmax())
 
 
 def in_micro_batches(

@@ -206,8 +206,10 @@ def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device,
     _print_memory(plan, device)
     if device.flops_per_s > 1:
         _print_step(plan)
-    print("fits" if plan.tightest.fits else "does not fit", flush=True)
-    if not plan.tightest.fits:
+    if plan.tightest.fits:
+        print("fits", flush=True)
+    else:
+        print("does not fit", flush=True)
         check_fits(name, model, plan.tightest, device, list(_find_larger(config, model, device, size)))
 
 
@@ -242,7 +244,9 @@ def _peak_bytes(config: TrainConfig, model: Path, device: Device, size: ClusterS
         tightest = plan_cluster(config, model, device, size).tightest
     except UserError:
         return None
-    return max(tightest.peaks.values()) if tightest.fits else None
+    if not tightest.fits:
+        return None
+    return max(tightest.peaks.values())
 
 
 def _print_map(plan: ClusterPlan, device: Device) -> None:

@@ -97,7 +97,9 @@ def _copied_weights(config: TrainConfig) -> Literal["none", "merged", "all"]:
         return "none"
     if config.rollout.num_processes:
         return "all"
-    return "merged" if config.rollout.engine == "vllm" else "none"
+    if config.rollout.engine == "vllm":
+        return "merged"
+    return "none"
 
 
 def choose_checkpointing(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
@@ -123,15 +125,14 @@ def choose_checkpointing(config: TrainConfig, model: Path, device: Device) -> tu
         new_config = replace(config, actor=new_actor)
         return new_config, plan_memory(new_config, model, device)
 
-    all_layers = plan_layers(num_layers)
-    _, most = all_layers
-    if not most.fits:
+    full_config, full_plan = plan_layers(num_layers)
+    if not full_plan.fits:
         return config, plan_memory(config, model, device)
     for count in sorted(counts):
         new_config, plan = plan_layers(count)
-        if plan.fits and plan.takes_turns == most.takes_turns and plan.kv_tokens >= most.kv_tokens:
+        if plan.fits and plan.takes_turns == full_plan.takes_turns and plan.kv_tokens >= full_plan.kv_tokens:
             return new_config, plan
-    return all_layers
+    return full_config, full_plan
 
 
 def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:

@@ -99,7 +99,9 @@ def _print_tables(name: str, config: TrainConfig, plan: DevicePlan, device: Devi
 
 def _gpus(count: int) -> str:
     """Name the first GPUs, for so many processes."""
-    return f"GPU 0 to {count - 1}" if count > 1 else "GPU 0"
+    if count > 1:
+        return f"GPU 0 to {count - 1}"
+    return "GPU 0"
 
 
 def _with_shapes(config: TrainConfig) -> TrainConfig:

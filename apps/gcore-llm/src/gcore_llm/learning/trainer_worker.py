@@ -127,11 +127,12 @@ def join_ranks(ranks: RanksConfig, device: str) -> "gcore_trainer.TorchParallel 
     if ranks.num_processes == 1 and ranks.backend == "torch":
         return None
     device_type = device.split(":")[0]
+    parallel = ranks.parallel
     if ranks.backend == "megatron":
         for name, value in gcore_trainer.MegatronConfig.environment(ranks.parallel, device_type).items():
             os.environ.setdefault(name, value)
-    # The reference does not run on Megatron; there it is sharded over all ranks.
-    parallel = gcore_trainer.ParallelConfig() if ranks.backend == "megatron" else ranks.parallel
+        # The reference does not run on Megatron; there it is sharded over all ranks.
+        parallel = gcore_trainer.ParallelConfig()
     return gcore_trainer.TorchParallel.join(parallel, device_type=device_type)
 
 
