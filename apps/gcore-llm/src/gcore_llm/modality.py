@@ -326,11 +326,10 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                     role_samples.append(group_samples)
             micro_batches = self._micro_batches(ctx, role_groups, role_samples)
             scores = await ctx.roles.learner.score(role, micro_batches)
-            for sample, log_probs in zip(
-                map(id, chain.from_iterable(micro_batches)), chain.from_iterable(scores), strict=True
-            ):
-                weighted = share_of[sample] * log_probs
-                means[sample] = means[sample] + weighted if sample in means else weighted
+            keys = map(id, chain.from_iterable(micro_batches))
+            for key, log_probs in zip(keys, chain.from_iterable(scores), strict=True):
+                weighted = share_of[key] * log_probs
+                means[key] = means[key] + weighted if key in means else weighted
         return [[means.get(id(sample)) for sample in group_samples] for group_samples in samples]
 
     async def _mismatch(
@@ -357,7 +356,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         micro_batches = self._micro_batches(ctx, groups, samples)
         scores = await ctx.roles.learner.score("actor", micro_batches)
-        log_probs = dict(zip(map(id, chain.from_iterable(micro_batches)), chain.from_iterable(scores), strict=True))
+        keys = map(id, chain.from_iterable(micro_batches))
+        log_probs = dict(zip(keys, chain.from_iterable(scores), strict=True))
         return [log_probs[id(sample)] for sample in chain.from_iterable(samples)]
 
     def _micro_batches(self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]) -> list[MicroBatch]:

@@ -51,8 +51,8 @@ def _row(name: str, estimates: Mapping[str, Estimate]) -> list[str]:
     n = max(int(key.partition("@")[2] or 0) for key in estimates)
     num_prompts = max(estimate.num for estimate in estimates.values())
     cells = [name, str(num_prompts), str(n)]
-    cells += [str(estimates.get(key, "")) for key in ("greedy", f"avg@{n}", f"pass@{n}", f"maj@{n}")]
-    return cells
+    keys = ("greedy", f"avg@{n}", f"pass@{n}", f"maj@{n}")
+    return cells + [str(estimates.get(key, "")) for key in keys]
 
 
 async def _evaluate(args: EvalArgs, display: Display) -> tuple[Path, int | None, TextEvaluation]:
@@ -240,7 +240,9 @@ class _Progress:
 
     def __init__(self, display: Display, sets: Sequence[ValSet], done: Mapping[EvaluationTask, Answered]) -> None:
         self._display = display
-        self._total = sum(len(val_set.prompts) * sum(val_set.num_responses.values()) for val_set in sets)
+        self._total = 0
+        for val_set in sets:
+            self._total += len(val_set.prompts) * sum(val_set.num_responses.values())
         self._num = 0
         self._sum = 0.0
         for answered in done.values():

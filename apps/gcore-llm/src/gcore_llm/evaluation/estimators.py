@@ -45,24 +45,20 @@ def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> 
     num_silent = answers.count(None)
     total = 0.0
     for m in range(1, min(most_votes, k) + 1):
-        # [winners, responses drawn]; what is above k responses, or k // m winners, is not needed.
-        ways = np.zeros((k // m + 1, k + 1))
-        ways[0] = [math.comb(num_silent, num_drawn) for num_drawn in range(k + 1)]
-        summed = np.zeros_like(ways)
+        # [winners, responses drawn] of both polynomials; above k responses, or k // m winners, nothing is needed.
+        ways = np.zeros((2, k // m + 1, k + 1))
+        ways[0, 0] = [math.comb(num_silent, num_drawn) for num_drawn in range(k + 1)]
         for count, score in votes_and_scores:
             new_ways = np.zeros_like(ways)
-            new_summed = np.zeros_like(ways)
             for votes in range(min(m, count + 1)):
-                weight = math.comb(count, votes)
-                new_ways[:, votes:] += weight * ways[:, : k + 1 - votes]
-                new_summed[:, votes:] += weight * summed[:, : k + 1 - votes]
+                new_ways[:, :, votes:] += math.comb(count, votes) * ways[:, :, : k + 1 - votes]
             if count >= m:
-                weight = math.comb(count, m)
-                new_ways[1:, m:] += weight * ways[:-1, : k + 1 - m]
-                new_summed[1:, m:] += weight * (summed[:-1, : k + 1 - m] + score * ways[:-1, : k + 1 - m])
+                won = ways[:, :-1, : k + 1 - m].copy()
+                won[1] += score * won[0]
+                new_ways[:, 1:, m:] += math.comb(count, m) * won
             ways = new_ways
-            summed = new_summed
-        total += float((summed[1:, k] / np.arange(1, len(summed))).sum())
+        scores_of_winners = ways[1, 1:, k]
+        total += float((scores_of_winners / np.arange(1, len(scores_of_winners) + 1)).sum())
     return total / math.comb(len(answers), k)
 
 

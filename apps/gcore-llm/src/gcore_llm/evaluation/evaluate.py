@@ -165,7 +165,8 @@ class TextEvaluation:
         lines = [f"held-out score {self}"]
         for name, by_key in self.by_set():
             if name and by_key:
-                lines.append(f"{name}: " + ", ".join(f"{key} {estimate}" for key, estimate in by_key.items()))
+                estimates_of_set = ", ".join(f"{key} {estimate}" for key, estimate in by_key.items())
+                lines.append(f"{name}: {estimates_of_set}")
         return lines
 
     def _estimate_overall(self, way: Way) -> Estimate | None:

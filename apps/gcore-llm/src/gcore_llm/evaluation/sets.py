@@ -44,7 +44,7 @@ class PublishedSet:
 
 
 def _choices(row: Row) -> str:
-    options = "\n".join(f"{chr(ord('A') + i)}. {option}" for i, option in enumerate(row["options"]))
+    options = "\n".join(f"{chr(code)}. {option}" for code, option in enumerate(row["options"], ord("A")))
     ending = 'Reason step by step, and end with a line "Answer: X", where X is the letter of the right choice.'
     return f"{row['question']}\n\n{options}\n\n{ending}"
 

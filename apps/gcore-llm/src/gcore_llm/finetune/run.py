@@ -59,7 +59,8 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         sets = load_examples(config, encoder, rows)
         model = model_folder(config.model) if config.model else None
         _check_fits(sets, model)
-        run = supervisor.open_run(*sets.notices, f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
+        sizes = f"{len(sets.train):,} training rows, {len(sets.val):,} held out"
+        run = supervisor.open_run(*sets.notices, sizes)
         if rows and model is None and not run.model.is_dir():
             supervisor.run_async(make_model(config, run, tokenizer, rows[0], supervisor.display))
         drop_other_export(run.export, config)

@@ -263,8 +263,8 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
             rows.append([str(node), str(gpu), *cells, _describe_rank(device_map, on.get("training rank"))])
         sections.append(rows)
     columns = ["node", "GPU", *names, "place of the rank"]
-    nodes = f"{len(sections)} node{'s' * (len(sections) > 1)} of {cluster.devices_per_node} {device.name}"
-    print(f"{nodes}: {sizes.training}")
+    noun = "nodes" if len(sections) > 1 else "node"
+    print(f"{len(sections)} {noun} of {cluster.devices_per_node} {device.name}: {sizes.training}")
     print_table("", columns, sections)
     if sizes.ranks_in_turns:
         print("ranks and engines take turns on their GPUs (rollout.colocated): while one works, the other is asleep")
@@ -300,7 +300,8 @@ def _print_memory(plan: ClusterPlan, device: Device) -> None:
         print(f"{len(counts[roles])} GPUs with {' + '.join(roles)}, in GB")
         print_table("", ["role", "GB", "of which"], sections)
         peaks = ", ".join(f"{stage} {size / _GB:.1f}" for stage, size in memory.peaks.items())
-        print(f"peak of each stage: {peaks}; {memory.usable_bytes / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable")
+        usable = f"{memory.usable_bytes / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable"
+        print(f"peak of each stage: {peaks}; {usable}")
         if memory.kv_tokens:
             number = memory.kv_tokens // memory.longest_sequence
             print(f"keys and values of {memory.kv_tokens:,} tokens: {number:,} of the longest sequences")
@@ -309,6 +310,9 @@ def _print_memory(plan: ClusterPlan, device: Device) -> None:
 
 def _print_step(plan: ClusterPlan) -> None:
     seconds = cast("Mapping[str, float]", vars(plan.step))
-    stages = [[name.removesuffix("_s").replace("_", " "), f"{value:.1f}"] for name, value in seconds.items()]
+    stages: list[list[str]] = []
+    for name, value in seconds.items():
+        stage = name.removesuffix("_s").replace("_", " ")
+        stages.append([stage, f"{value:.1f}"])
     print("predicted seconds, with every prompt and response at its longest")
     print_table("", ["stage", "s"], [stages, [["step", f"{plan.step.total_s:.1f}"]]])

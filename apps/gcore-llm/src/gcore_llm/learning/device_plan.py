@@ -254,7 +254,8 @@ def describe_checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
 
 def list_sizes(items: Mapping[str, float]) -> str:
     """Return the sizes of some items in GB, without those below 0.05."""
-    return ", ".join(f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20) or "less than 0.1"
+    sizes = [f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20]
+    return ", ".join(sizes) or "less than 0.1"
 
 
 def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: float) -> None:

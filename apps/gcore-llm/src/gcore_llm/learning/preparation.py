@@ -7,7 +7,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -107,7 +107,9 @@ async def prepare(
     if algorithm.kl_ctrl.kl_coef:
         all_samples = list(chain.from_iterable(samples))
         divergence = await follow_divergence(all_samples, algorithm.kl_ctrl.kl_penalty, kl, group)
-    settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
+    settings = AdvantageConfig(
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, gamma=algorithm.gamma, lam=algorithm.lam
+    )
     estimator = get_advantage_estimator(algorithm.adv_estimator)
     greedy_scores = [g.greedy_score for g in groups]
     metrics = await add_advantages(samples, rewards, greedy_scores, estimator, settings, group)
@@ -115,11 +117,6 @@ async def prepare(
     if algorithm.old_log_probs == "trainer":
         metrics |= await add_rollout_correction(samples, algorithm.rollout_correction, group)
     return metrics
-
-
-@cache
-def _advantage_config(norm_adv_by_std_in_grpo: bool, gamma: float, lam: float) -> AdvantageConfig:
-    return AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, gamma=gamma, lam=lam)
 
 
 def _rewards(
@@ -168,7 +165,8 @@ def workload_of(model: Path) -> TransformerWorkload:
 def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:
     """Return the simulated FLOPs of training on each group, whose prompt is computed once."""
     lengths = [group.lengths for group in groups]
-    padded = np.zeros((len(groups), max(map(len, lengths), default=1)), np.int64)
+    longest = max(map(len, lengths), default=1)
+    padded = np.zeros((len(groups), longest), np.int64)
     for row, group_lengths in zip(padded, lengths, strict=True):
         row[: group_lengths.size] = group_lengths
     return workload.group_flops([group.prompt_ids.size for group in groups], padded).tolist()
