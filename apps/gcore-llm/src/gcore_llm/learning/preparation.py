@@ -7,7 +7,6 @@ import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
