@@ -367,6 +367,7 @@ class TrainConfig(BaseRLConfig):
                 simulated: "whose roles have devices of their own",
             }
         for name, reasons in conflicts.items():
+            # A condition that does not hold is empty.
             for condition, reason in reasons.items():
                 self.require(name, not condition, f"false with {condition}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():

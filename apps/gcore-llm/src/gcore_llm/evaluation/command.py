@@ -101,11 +101,12 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
         if args.on:
             config = _replace_sets(config, args.on)
     else:
-        runs = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml")))
-        if runs and not path.exists():
-            raise UserError(f"model is {args.model!r}; expected one of the runs in {path.parent}: {runs}")
-        if not path.exists() and (path.parent.name == "runs" or not is_hub_model(args.model)):
-            raise UserError(f"model is {args.model!r}; expected a run's folder, a model's, or its name on the Hub")
+        if not path.exists():
+            runs = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml")))
+            if runs:
+                raise UserError(f"model is {args.model!r}; expected one of the runs in {path.parent}: {runs}")
+            if path.parent.name == "runs" or not is_hub_model(args.model):
+                raise UserError(f"model is {args.model!r}; expected a run's folder, a model's, or its name on the Hub")
         if not args.on:
             raise UserError(f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}")
         if args.checkpoint == "best":

@@ -181,11 +181,11 @@ class TextEvaluation:
                 if task in self.answered:
                     of_way.append(self.answered[task])
         right_from = self.sets[set_index].right_from
-        by_key: dict[str, Estimate] = {}
-        # Of one response each there is one estimate.
-        for estimate in estimates(answered["greedy"], right_from=right_from).values():
-            by_key["greedy"] = estimate
-        return by_key | estimates(answered["sampled"], right_from=right_from)
+        by_key = estimates(answered["sampled"], right_from=right_from)
+        greedy = estimates(answered["greedy"], right_from=right_from)
+        if greedy:
+            by_key = {"greedy": greedy["avg@1"]} | by_key
+        return by_key
 
 
 async def evaluate(
