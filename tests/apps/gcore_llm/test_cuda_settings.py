@@ -10,7 +10,7 @@ import torch
 
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.forecast import run_forecast
-from gcore_llm.learning.device_plan import planned
+from gcore_llm.learning.device_plan import plan_run
 from gcore_llm.learning.preparation import memory, speed
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.sampling import engine_factory
@@ -52,21 +52,21 @@ def test_a_run_plans_the_gpu_that_it_shares(tiny: Path, monkeypatch: pytest.Monk
     """Side by side where both fit, by turns where they do not, refused where neither does; elsewhere unplanned."""
     said: list[str] = []
     whole = resolve(config(tiny))
-    found = planned(whole, said.append)
+    found = plan_run(whole, said.append)
     assert found.rollout.colocated is False
     assert found.rollout.engine_options["kv_cache_bytes"] > 0
     assert any("80.0" in line for line in said)
     small = SimpleNamespace(name="a small GPU", total_memory=2_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: small)
     with pytest.raises(UserError, match=r"expected at most 0\.0 of the 0\.0 GB of a small GPU"):
-        planned(whole, said.append)
+        plan_run(whole, said.append)
     count = len(said)
     for other in (replace(whole, device="cpu"), replace(whole, runtime="ray"), replace(whole, model="")):
-        assert planned(other, said.append) is other
+        assert plan_run(other, said.append) is other
     # With a GPU more, an engine in a process of its own has it.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     apart = replace(whole, rollout=RolloutConfig(num_processes=1))
-    assert planned(apart, said.append) is apart
+    assert plan_run(apart, said.append) is apart
     assert len(said) == count
 
 

@@ -57,7 +57,7 @@ def test_top_p_and_top_k_are_of_evaluation_alone() -> None:
     rollout = RolloutConfig(val_kwargs=settings, stop=("</a>",))
     config = TrainConfig(rollout=rollout, data=DataConfig(train_files=("a.jsonl",), val_files=("x=b.jsonl", "c.jsonl")))
     prompt = Prompt(text="1+1=", token_ids=(1,), row={})
-    prompts = PromptSets(train=[], val=[prompt], named={"x": [prompt]}, num_too_long=0, longest=1)
+    prompts = PromptSets(train=[], val=[prompt], val_by_name={"x": [prompt]}, num_too_long=0, longest=1)
     samplings = [own.sampling for own in val_sets(prompts, config, {})]
     assert [(own.top_p, own.top_k) for own in samplings] == [(0.95, 20), (0.95, 5)]
     trained = sampling_params(config)

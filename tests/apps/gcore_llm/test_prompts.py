@@ -62,7 +62,7 @@ def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatc
     async def policy(*_: object) -> Any:
         return engine, 0
 
-    monkeypatch.setattr(training, "opened_run", lambda path: (path, config))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(training, "load_run", lambda path: (path, config))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr(training, "build_tokenizer", lambda _: tokenizer)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr(training, "finished_policy", policy)
     options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 1, "seed": 0}

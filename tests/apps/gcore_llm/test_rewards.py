@@ -16,7 +16,7 @@ from command_line import Cli, option_set, read_rows, step_rows, val_rows, write_
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gcore_llm.cli import parse_train
-from gcore_llm.sampling import Rewards
+from gcore_llm.sampling import TextRewards
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import RewardError, Scored
 from gcore_runs.settings.parsing import resolve
@@ -161,7 +161,7 @@ def test_a_classifier(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     rows = rows_of(cli, own_args, *options)
 
     async def score() -> float:
-        rewards = await Rewards.start(resolve(parse_train([*own_args[1:], *options])))
+        rewards = await TextRewards.start(resolve(parse_train([*own_args[1:], *options])))
         scored = await rewards.runner.score(prompt="1+1=", completion="2", row={})
         await rewards.close()
         assert isinstance(scored, Scored)
@@ -194,7 +194,7 @@ def test_a_classifier_of_another_family(own_args: list[str], tmp_path: Path) -> 
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1="}]
 
     async def scores(*calls: tuple[str, str, Any]) -> list[float]:
-        rewards = await Rewards.start(resolve(parse_train([*own_args[1:], *options])))
+        rewards = await TextRewards.start(resolve(parse_train([*own_args[1:], *options])))
         runner = rewards.runner
         scored = await asyncio.gather(*(runner.score(prompt=p, completion=c, row={"prompt": r}) for p, c, r in calls))
         await rewards.close()

@@ -16,7 +16,7 @@ from command_line import Cli, option_set, step_rows
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
 from gcore_llm.learning.config import ActorConfig
-from gcore_llm.learning.device_plan import check_host_fits, fitted, plan_memory
+from gcore_llm.learning.device_plan import check_host_fits, choose_checkpointing, plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_llm.training import train
@@ -320,7 +320,7 @@ def test_auto_checkpoints_as_few_layers_as_fit(gigabytes: int) -> None:
         return replace(config, actor=replace(config.actor, **changes))
 
     plans = {count: plan_memory(with_layers(count), model, device) for count in range(0, 25, 3)}
-    chosen, plan = fitted(config, model, device)
+    chosen, plan = choose_checkpointing(config, model, device)
     if not plans[24].fits:
         assert (chosen, plan.fits) == (config, False)
         return
@@ -330,4 +330,4 @@ def test_auto_checkpoints_as_few_layers_as_fit(gigabytes: int) -> None:
     # What is set stays.
     for setting in (True, False):
         own = replace(config, actor=replace(config.actor, enable_gradient_checkpointing=setting))
-        assert fitted(own, model, device)[0] is own
+        assert choose_checkpointing(own, model, device)[0] is own

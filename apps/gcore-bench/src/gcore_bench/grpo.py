@@ -429,7 +429,7 @@ def run_gcore(task: Task) -> list[Step]:
     from gcore_controller import Event, Stepped, run_inline, share_trainer
     from gcore_llm.learning.preparation import workload_of
     from gcore_llm.learning.trainer_worker import start_trainer
-    from gcore_llm.modality import Job, Roles, SamplingRoles
+    from gcore_llm.modality import LLMJob, Roles, SamplingRoles
     from gcore_llm.sampling import reward_function, start_policy
     from gcore_rollout import Completion, InstrumentedEngine, Request, RewardRunner
     from gcore_runs import build_tokenizer, eos_token_ids, resolve
@@ -462,7 +462,7 @@ def run_gcore(task: Task) -> list[Step]:
     learner = start_trainer(config, task.model, task.model.parent / "checkpoints")
     recorder = StepRecorder(reward_function(config))
     engine = WatchedEngine(policy, name="engine")
-    job = Job(
+    job = LLMJob(
         config=config,
         prompts=load_train_prompts(config, tokenizer),
         workload=workload_of(task.model),

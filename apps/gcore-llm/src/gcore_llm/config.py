@@ -261,7 +261,10 @@ class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
     model_settings: ClassVar[tuple[str, ...]] = (
-        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path"),
+        "model",
+        "critic.model",
+        "reward_model.path",
+        "reward_model.judges.*.path",
         "distillation.teachers",
     )
     tables: ClassVar[Mapping[str, str]] = {
@@ -318,12 +321,14 @@ class TrainConfig(BaseRLConfig):
         self.require("rollout.over_sample_rate", samples_more, "above 0 with rollout.tail_batching")
         # Raises for an entry that the optimizer does not have.
         assert self.critic_optimizer
-        algorithm, rollout = self.algorithm, self.rollout
-        longest, response = self.data.max_length, self.data.max_response_length
+        algorithm = self.algorithm
+        rollout = self.rollout
+        longest = self.data.max_length
+        response = self.data.max_response_length
         together = f"data.max_prompt_length + data.max_response_length = {longest}"
         expected = f"at least {together}, so that every sample fits a micro-batch"
         self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
-        fits = self.algorithm.overlong.buffer_len <= response
+        fits = algorithm.overlong.buffer_len <= response
         self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
         is_below = f"below data.max_response_length={response}"
         self.require("rollout.short_response_length", rollout.short_response_length < response, is_below)
@@ -335,37 +340,46 @@ class TrainConfig(BaseRLConfig):
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
         several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
         greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
-        own = self.trainer
-        overlapped = f"trainer.schedule {own.schedule!r}" if own.schedule != "sync" else ""
+        trainer = self.trainer
+        overlapped = f"trainer.schedule {trainer.schedule!r}" if trainer.schedule != "sync" else ""
         simulated = "a simulation" if self.is_simulated else ""
-        partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
-        tail, continued = "rollout.tail_batching", f"{partial} true" if rollout.partial_rollout else ""
-        is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
-        is_set[tail] = rollout.tail_batching
-        is_set[turns] = self.takes_turns
-        for name, other, reason in (
-            (partial, several_turns, "because an environment cannot wait for the next step"),
-            (partial, greedy, "whose greedy responses are of the present weights"),
-            (pairwise, several_turns, "because one response to one prompt is compared"),
-            (pairwise, greedy, "whose greedy response is in no group"),
-            (tail, overlapped, "whose batches are not by the present weights"),
-            (tail, continued, "which continues long responses instead"),
-            (tail, several_turns, "whose episodes end by other limits, too"),
-            (turns, overlapped, "which samples while it trains"),
-            (turns, simulated, "whose roles have devices of their own"),
-        ):
-            self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
+        continued = "rollout.partial_rollout true" if rollout.partial_rollout else ""
+        conflicts: dict[str, dict[str, str]] = {}
+        if rollout.partial_rollout:
+            conflicts["rollout.partial_rollout"] = {
+                several_turns: "because an environment cannot wait for the next step",
+                greedy: "whose greedy responses are of the present weights",
+            }
+        if self.reward_model.is_pairwise:
+            conflicts["reward_model.judge.pairwise"] = {
+                several_turns: "because one response to one prompt is compared",
+                greedy: "whose greedy response is in no group",
+            }
+        if rollout.tail_batching:
+            conflicts["rollout.tail_batching"] = {
+                overlapped: "whose batches are not by the present weights",
+                continued: "which continues long responses instead",
+                several_turns: "whose episodes end by other limits, too",
+            }
+        if self.takes_turns:
+            conflicts["rollout.colocated"] = {
+                overlapped: "which samples while it trains",
+                simulated: "whose roles have devices of their own",
+            }
+        for name, reasons in conflicts.items():
+            # A condition that does not hold is empty.
+            for condition, reason in reasons.items():
+                self.require(name, not condition, f"false with {condition}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
         self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated)
         self._check_memory_settings()
-        gathers_late = own.megatron_config.overlap_param_gather and self.actor.lora_rank
-        if gathers_late:
+        has_adapters = self.actor.lora_rank > 0
+        if trainer.megatron_config.overlap_param_gather and has_adapters:
             raise UserError("trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank")
-        has_te = own.megatron_config.transformer_engine is True
-        for other in ("actor.lora_rank" * (self.actor.lora_rank > 0), "device cpu" * (self.device == "cpu")):
-            if has_te and other:
-                raise UserError(f"trainer.megatron.transformer_engine is true; expected auto or false with {other}")
+        if trainer.megatron_config.transformer_engine is True and (has_adapters or self.device == "cpu"):
+            condition = "actor.lora_rank" if has_adapters else "device cpu"
+            raise UserError(f"trainer.megatron.transformer_engine is true; expected auto or false with {condition}")
         if self.runtime == "ray" and rollout.is_on_servers:
             self._check_servers_on_ray()
         if self.data.image_key:
@@ -394,12 +408,14 @@ class TrainConfig(BaseRLConfig):
     @property
     def critic_optimizer(self) -> OptimizerConfig:
         """The critic's optimizer: the actor's with a rate of its own, and with what critic.optim has."""
-        return override(self.actor.optim, {"lr": _CRITIC_LR, **self.critic.optim}, "critic.optim")
+        return override(self.actor.optim, {"lr": _CRITIC_LR} | self.critic.optim, "critic.optim")
 
     @property
     def set_rewards(self) -> dict[str, str]:
         """The rewards that held-out sets have in place of the run's, by the set's name."""
-        return self.rollout.val_kwargs.rewards(self.data.val_files) if self.data.val_files else {}
+        if not self.data.val_files:
+            return {}
+        return self.rollout.val_kwargs.rewards(self.data.val_files)
 
     @property
     def can_take_turns(self) -> bool:
@@ -407,7 +423,9 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def num_engines(self) -> int:
-        return 0 if self.rollout.is_on_servers else super().num_engines
+        if self.rollout.is_on_servers:
+            return 0
+        return super().num_engines
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
@@ -419,8 +437,9 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def gpus_per_controller(self) -> float:
-        has_own = self.reward_model.kind == "classifier" and self.device.startswith("cuda")
-        return self.ray.gpus_per_reward_model if has_own else 0.0
+        if self.reward_model.kind == "classifier" and self.device.startswith("cuda"):
+            return self.ray.gpus_per_reward_model
+        return 0.0
 
     @property
     def devices_per_engine(self) -> int:
@@ -429,9 +448,9 @@ class TrainConfig(BaseRLConfig):
     @property
     def rank_unit(self) -> int:
         """Training ranks are started and stopped by whole model-parallel, expert-parallel and sharding groups."""
-        own = self.trainer.parallel
-        experts = own.pipeline_model_parallel_size * own.expert_model_parallel_size
-        return math.lcm(own.model_parallel_size, experts, own.fsdp_size or 1)
+        parallel = self.trainer.parallel
+        experts = parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
+        return math.lcm(parallel.model_parallel_size, experts, parallel.fsdp_size or 1)
 
     @property
     def loop(self) -> RLHFConfig:
@@ -448,21 +467,23 @@ class TrainConfig(BaseRLConfig):
         )
 
     def _check_group(self) -> None:
-        algorithm, model = self.algorithm, self.reward_model
+        algorithm = self.algorithm
         needed_by = {
             f"for algorithm.adv_estimator {algorithm.adv_estimator!r}, which compares the responses of a group": (
                 algorithm.estimator.min_group_size
             ),
             "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
             "algorithm.filter_groups False": 2 * algorithm.filter_groups,
-            "with reward_model.judge.pairwise, which compares the responses of a group": 2 * model.is_pairwise,
+            "with reward_model.judge.pairwise, which compares the responses of a group": 2
+            * self.reward_model.is_pairwise,
         }
         for reason, fewest in needed_by.items():
             self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
 
     def _check_servers_on_ray(self) -> None:
         """Raise `UserError` for settings of a cluster that servers of the policy do not take."""
-        num_urls, engine = len(self.rollout.urls), f"rollout.engine {self.rollout.engine!r} and runtime 'ray'"
+        num_urls = len(self.rollout.urls)
+        engine = f"rollout.engine {self.rollout.engine!r} and runtime 'ray'"
         self.require(
             "controllers", self.controllers <= num_urls, f"at most one for each of the {num_urls} rollout.urls"
         )
@@ -473,17 +494,18 @@ class TrainConfig(BaseRLConfig):
         """Raise `UserError` for optimizers and compilation that do not fit other settings of memory."""
         is_torch = self.trainer.backend == "torch"
         optimizers = {"actor": self.actor.optim, "critic": self.critic_optimizer}
-        for role in optimizers:
-            name = optimizers[role].name
-            if not is_torch and name != "adamw":
+        for role, optimizer in optimizers.items():
+            if not is_torch and optimizer.name != "adamw":
                 raise UserError(
-                    f"{role}.optim.name is {name!r}; expected 'adamw' with trainer.backend {self.trainer.backend!r}"
+                    f"{role}.optim.name is {optimizer.name!r}; expected 'adamw' with trainer.backend "
+                    f"{self.trainer.backend!r}"
                 )
         offloads = self.actor.compile and self.actor.activation_offload
         self.require("actor.compile", not offloads, "false with actor.activation_offload, whose hooks are not compiled")
 
     def _check_images(self) -> None:
-        trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size
+        trainer = self.trainer
+        num_cp = trainer.parallel.context_parallel_size
         unfit = {
             "model is ''": not self.model,
             f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
@@ -492,11 +514,12 @@ class TrainConfig(BaseRLConfig):
             "rollout.multi_turn makes several turns": self.rollout.multi_turn.is_used,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
-        if found := [name for name, is_unfit in unfit.items() if is_unfit]:
-            raise UserError(
-                f"{found[0]}; expected a vision-language model, torch without context parallelism, the hf or vllm "
-                f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
-            )
+        for name, is_unfit in unfit.items():
+            if is_unfit:
+                raise UserError(
+                    f"{name}; expected a vision-language model, torch without context parallelism, the hf or vllm "
+                    f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
     num_engines = len(rollout.urls) or max(1, rollout.num_processes)
     job = planner_job(config, model)
     judge = slowest_judge(config)
-    num_judges = config.sizes.judges[judge.role] if judge else 0
+    num_judges = 0
+    if judge is not None:
+        num_judges = config.sizes.judges[judge.role]
     return forecast_job(
         config, job, path, num_engines=num_engines, num_judges=num_judges, most_num_seqs=rollout.max_num_seqs
     )
@@ -33,14 +35,16 @@ def slowest_judge(config: TrainConfig, shape_of: Callable[[Path], ModelShape] = 
 
     None: the run starts no judge.
     """
-    started = [own for own in config.reward_model.all_judges.values() if own.role in config.judges]
+    judges = [judge for judge in config.reward_model.all_judges.values() if judge.role in config.judges]
 
-    def work(own: RunJudge) -> float:
-        model, counts = shape_of(model_folder(own.path)), config.sizes.judges
-        return model.num_parameters * own.settings.max_response_length / counts[own.role]
+    def work(judge: RunJudge) -> float:
+        model = shape_of(model_folder(judge.path))
+        return model.num_parameters * judge.settings.max_response_length / config.sizes.judges[judge.role]
 
+    if len(judges) > 1:
+        return max(judges, key=work)
     # Of one, the model need not be known.
-    return max(started, key=work) if len(started) > 1 else next(iter(started), None)
+    return next(iter(judges), None)
 
 
 def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], ModelShape] = model_shape) -> Job:
@@ -50,18 +54,27 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         model: the policy's folder.
         shape_of: returns the shape of the model in a folder.
     """
-    data, judged = config.data, slowest_judge(config, shape_of)
+    data = config.data
+    judge_shape: ModelShape | None = None
+    judge_lengths: Lengths | None = None
+    judge = slowest_judge(config, shape_of)
+    if judge is not None:
+        judge_shape = shape_of(model_folder(judge.path))
+        judge_lengths = Lengths.recorded([judge.settings.max_response_length])
+    critic: ModelShape | None = None
+    if has_critic(config):
+        critic = shape_of(model_folder(config.critic.model or str(model)))
     return Job(
         policy=shape_of(model),
         prompt_lengths=Lengths.recorded([data.max_prompt_length]),
         response_lengths=Lengths.recorded([data.max_response_length]),
         train_batch_size=data.train_batch_size,
         n=config.rollout.n,
-        judge=shape_of(model_folder(judged.path)) if judged else None,
-        judge_lengths=Lengths.recorded([judged.settings.max_response_length]) if judged else None,
+        judge=judge_shape,
+        judge_lengths=judge_lengths,
         reference=has_reference(config),
         teachers=[shape_of(model_folder(name)) for name in config.distillation.teachers],
-        critic=shape_of(model_folder(config.critic.model or str(model))) if has_critic(config) else None,
+        critic=critic,
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",
         ppo_mini_batch_size=config.actor.ppo_mini_batch_size,

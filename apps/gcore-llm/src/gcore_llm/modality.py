@@ -22,7 +22,7 @@ from gcore_controller import (
     Wave,
 )
 from gcore_llm.config import TrainConfig
-from gcore_llm.evaluation.evaluate import Evaluation, evaluate, val_sets
+from gcore_llm.evaluation.evaluate import TextEvaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import (
     choose,
     group_costs,
@@ -81,7 +81,7 @@ class SamplingRoles(RolloutRoles):
     """The rewards that held-out sets have in place of the run's, by the set's name."""
 
     def failure_logs(self) -> list[FailureLog]:
-        return [*super().failure_logs(), *(runner.failures for runner in self.graders.values())]
+        return super().failure_logs() + [runner.failures for runner in self.graders.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Roles(SamplingRoles):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(RunJob[TrainConfig]):
+class LLMJob(RunJob[TrainConfig]):
     """A run of the RLHF program: where it starts, its prompts, and the cost model of its policy."""
 
     prompts: PromptSets
@@ -104,21 +104,25 @@ class Job(RunJob[TrainConfig]):
         return LLM(self)
 
 
-class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
+class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
     """Groups of responses to a prompt; an update is a list of micro-batches of packed samples."""
 
     throughput_of = "perf/total_num_tokens"
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._config, self._workload = job, job.config, job.workload
-        self._kl = kl_controller(job.config.algorithm.kl_ctrl)
-        self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
-        self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
-        self._distillation = job.config.distillation
-        self._source_key = job.config.distillation.read_column
-        self._keeps_cache = job.config.trainer.schedule == "async"
+    def __init__(self, job: LLMJob) -> None:
+        config = job.config
+        self._job = job
+        self._config = config
+        self._workload = job.workload
+        self._kl = kl_controller(config.algorithm.kl_ctrl)
+        self._sampling = sampling_params(config)
+        self._with_greedy = config.algorithm.estimator.needs_greedy
+        self._has_critic = has_critic(config)
+        self._has_reference = has_reference(config)
+        self._distillation = config.distillation
+        self._keeps_cache = config.trainer.schedule == "async"
         self._history = LengthHistory()
-        self.saves_evaluated = job.config.trainer.export == "best"
+        self.saves_evaluated = config.trainer.export == "best"
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -135,8 +139,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return float(self._history.expected(prompt) or self._sampling.max_tokens)
 
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
-        most = self._sampling.max_tokens
-        max_tokens = min(most, wave.max_length or most)
+        limit = self._sampling.max_tokens
+        max_tokens = min(limit, wave.max_length or limit)
         generation = Generation(
             roles=ctx.roles,
             sampling=replace(self._sampling, max_tokens=max_tokens),
@@ -146,12 +150,13 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
-            source_key=self._source_key,
+            source_key=self._distillation.read_column,
             history=self._history,
-            defers=max_tokens < most,
+            defers=max_tokens < limit,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
-        self._history.add([own for part in await ctx.group.all_gather(generation.measured) for own in part])
+        measured = await ctx.group.all_gather(generation.measured)
+        self._history.add(list(chain.from_iterable(measured)))
         return Generated(groups=groups, unfinished=unfinished, deferred=generation.deferred)
 
     def longest(self, group: Group) -> int:
@@ -179,36 +184,46 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return [part.tolist() for part in balance(costs, num_parts)]
 
     async def prepare(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> Prepared[list[MicroBatch]]:
-        config, groups = self._config, batch.groups
+        config = self._config
+        groups = batch.groups
         num_updates = -(-batch.num_groups // (config.actor.ppo_mini_batch_size or batch.num_groups))
         # A batch is on-policy if the weights that generated it are those that its one update changes. A single update
         # of on-policy samples has ratios of 1, whatever the log-probs are.
         is_on_policy = num_updates * config.actor.ppo_epochs == 1 and config.trainer.schedule == "sync"
         needs_old = config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
-        indices = sorted(i for part in await ctx.group.all_gather([g.prompt_index for g in groups]) for i in part)
-        update_of = {index: place % num_updates for place, index in enumerate(indices)}
+        indices = sorted(chain.from_iterable(await ctx.group.all_gather([g.prompt_index for g in groups])))
+        update_of = {index: i % num_updates for i, index in enumerate(indices)}
         samples = [unscored_samples(group, config.algorithm) for group in groups]
         await self._score(ctx, groups, samples, needs_old=needs_old)
-        compared = await self._mismatch(ctx, step, groups, samples if needs_old else None)
-        length = config.data.max_response_length
+        mismatch_metrics = await self._mismatch(ctx, step, groups, samples if needs_old else None)
         metrics = await prepare(
-            groups, samples, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
+            groups,
+            samples,
+            config.algorithm,
+            kl=self._kl,
+            max_response_length=config.data.max_response_length,
+            group=ctx.group,
         )
-        metrics |= compared
+        metrics |= mismatch_metrics
         is_taught = bool(self._distillation.teachers)
         if is_taught:
-            taught = await self._taught(ctx, groups, samples)
-            metrics |= await add_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
+            teacher_log_probs = await self._score_by_teachers(ctx, groups, samples)
+            metrics |= await add_distillation(samples, teacher_log_probs, ctx.group, coef=self._distillation.coef)
         metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
-            own = [place for place, group in enumerate(groups) if update_of[group.prompt_index] == update]
-            split = self._split(ctx, [groups[place] for place in own])
-            updates.append([[samples[own[g]][i] for g, i in pairs] for pairs in split])
+            update_groups: list[Group] = []
+            update_samples: list[list[Sample]] = []
+            for group, group_samples in zip(groups, samples, strict=True):
+                if update_of[group.prompt_index] == update:
+                    update_groups.append(group)
+                    update_samples.append(group_samples)
+            updates.append(self._micro_batches(ctx, update_groups, update_samples))
         return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics, of_groups=samples)
 
     async def update(self, ctx: Context[Roles], step: int, update: list[MicroBatch]) -> dict[str, float]:
-        learner, config = ctx.roles.learner, self._config
+        learner = ctx.roles.learner
+        config = self._config
         metrics: dict[str, float] = {}
         if self._has_critic:
             metrics |= await learner.train_step("critic", update)
@@ -222,7 +237,10 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
 
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return each metric's last value."""
-        return {name: value for metrics in updates for name, value in metrics.items()}
+        last: dict[str, float] = {}
+        for metrics in updates:
+            last |= metrics
+        return last
 
     async def update_weights(self, ctx: Context[Roles], step: int) -> None:
         await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
@@ -233,16 +251,18 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             return {}
         policy = ctx.roles.policy
         probed = await probe(policy, batch.groups, self._sampling, seed=self._seed(ctx, step))
-        known = {(g, 0): values for g, values in enumerate(await self._log_probs(ctx, probed))}
-        return await mismatch(probed, known, policy.weight_version, keeps_cache=False, group=ctx.group)
+        log_probs = {(g, 0): values for g, values in enumerate(await self._log_probs(ctx, probed))}
+        return await mismatch(probed, log_probs, policy.weight_version, keeps_cache=False, group=ctx.group)
 
     def samples(
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group], prepared: Prepared[list[MicroBatch]] | None
     ) -> Sequence[tuple[int, dict[str, Any]]]:
-        trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
+        trained: list[tuple[Group, list[Sample]]] = []
+        if prepared:
+            trained.extend(zip(batch.groups, prepared.of_groups, strict=True))
         return samples_to_show(trained, batch.filtered, step, ctx.roles.tokenizer, self._config.trainer.log_samples)
 
-    async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
+    async def evaluate(self, ctx: Context[Roles], step: int) -> TextEvaluation | None:
         del step
         if not self._job.prompts.num_held_out:
             return None
@@ -269,38 +289,48 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         learner = ctx.roles.learner
         if not (needs_old or self._has_reference or self._has_critic):
             return
-        micro_batches = [[samples[g][i] for g, i in batch] for batch in self._split(ctx, groups)]
-        scored = list(chain(*micro_batches))
+        micro_batches = self._micro_batches(ctx, groups, samples)
+
+        async def score(role: str, *, with_routing: bool = False) -> list[tuple[Sample, Any]]:
+            scores = await learner.score(role, micro_batches, with_routing=with_routing)
+            return list(zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True))
+
         if needs_old and self._config.actor.router_replay == "R2":
-            routed = chain(*await learner.score("actor", micro_batches, with_routing=True))
-            for sample, (log_probs, experts) in zip(scored, routed, strict=True):
+            for sample, (log_probs, experts) in await score("actor", with_routing=True):
                 sample.old_log_probs = log_probs
                 sample.routed_experts = experts
         elif needs_old:
-            for sample, log_probs in zip(scored, chain(*await learner.score("actor", micro_batches)), strict=True):
+            for sample, log_probs in await score("actor"):
                 sample.old_log_probs = log_probs
         if self._has_reference:
-            for sample, log_probs in zip(scored, chain(*await learner.score("reference", micro_batches)), strict=True):
+            for sample, log_probs in await score("reference"):
                 sample.ref_log_probs = log_probs
         if self._has_critic:
-            for sample, values in zip(scored, chain(*await learner.score("critic", micro_batches)), strict=True):
+            for sample, values in await score("critic"):
                 sample.values = values
 
-    async def _taught(
+    async def _score_by_teachers(
         self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
     ) -> list[list[NDArray[np.floating] | None]]:
         """Return the mean of the teachers' log-probs, [R] of each sample; None where a prompt has no teacher."""
-        found: list[list[NDArray[np.floating] | None]] = [[None] * len(own) for own in samples]
+        means: dict[int, NDArray[np.floating]] = {}
         for role in self._distillation.roles:
-            shares = {g: self._distillation.shares(group.source).get(role, 0.0) for g, group in enumerate(groups)}
-            own = [g for g, share in shares.items() if share]
-            pairs = [[(own[g], i) for g, i in batch] for batch in self._split(ctx, [groups[g] for g in own])]
-            micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
-            scored = chain(*await ctx.roles.learner.score(role, micro_batches))
-            for (g, i), log_probs in zip(chain(*pairs), scored, strict=True):
-                before = found[g][i]
-                found[g][i] = shares[g] * log_probs if before is None else before + shares[g] * log_probs
-        return found
+            share_of: dict[int, float] = {}
+            role_groups: list[Group] = []
+            role_samples: list[list[Sample]] = []
+            for group, group_samples in zip(groups, samples, strict=True):
+                share = self._distillation.shares(group.source).get(role)
+                if share:
+                    share_of |= dict.fromkeys(map(id, group_samples), share)
+                    role_groups.append(group)
+                    role_samples.append(group_samples)
+            micro_batches = self._micro_batches(ctx, role_groups, role_samples)
+            scores = await ctx.roles.learner.score(role, micro_batches)
+            keys = map(id, chain.from_iterable(micro_batches))
+            for key, log_probs in zip(keys, chain.from_iterable(scores), strict=True):
+                weighted = share_of[key] * log_probs
+                means[key] = means[key] + weighted if key in means else weighted
+        return [[means.get(id(sample)) for sample in group_samples] for group_samples in samples]
 
     async def _mismatch(
         self, ctx: Context[Roles], step: int, groups: list[Group], scored: list[list[Sample]] | None
@@ -309,37 +339,43 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         if not self._config.algorithm.max_rollout_kl:
             return {}
         version = ctx.roles.policy.weight_version
-        if scored is not None:
-            places = [(g, i) for g, samples in enumerate(scored) for i in range(len(samples))]
-            known = {(g, i): old for g, i in places if (old := scored[g][i].old_log_probs) is not None}
-        else:
+        log_probs: dict[tuple[int, int], NDArray[np.float32]] = {}
+        if scored is None:
             chosen = choose(groups, version, keeps_cache=self._keeps_cache, seed=self._seed(ctx, step))
-            known = dict(zip(chosen, await self._log_probs(ctx, single_responses(groups, chosen)), strict=True))
-        return await mismatch(groups, known, version, keeps_cache=self._keeps_cache, group=ctx.group)
+            chosen_log_probs = await self._log_probs(ctx, single_responses(groups, chosen))
+            log_probs.update(zip(chosen, chosen_log_probs, strict=True))
+        else:
+            for g, group_samples in enumerate(scored):
+                for i, sample in enumerate(group_samples):
+                    if sample.old_log_probs is not None:
+                        log_probs[g, i] = sample.old_log_probs
+        return await mismatch(groups, log_probs, version, keeps_cache=self._keeps_cache, group=ctx.group)
 
     async def _log_probs(self, ctx: Context[Roles], groups: list[Group]) -> list[NDArray[np.float32]]:
-        """Return the trainer's log-probs, [R], of each group's first response."""
-        pairs = self._split(ctx, groups)
-        samples = [unscored_samples(group, self._config.algorithm)[0] for group in groups]
-        found = await ctx.roles.learner.score("actor", [[samples[g] for g, _ in batch] for batch in pairs])
-        of_group = dict(zip((g for g, _ in chain(*pairs)), chain(*found), strict=True))
-        return [of_group[g] for g in range(len(groups))]
+        """Return the trainer's log-probs, [R], of the one response of each group."""
+        samples = [unscored_samples(group, self._config.algorithm) for group in groups]
+        micro_batches = self._micro_batches(ctx, groups, samples)
+        scores = await ctx.roles.learner.score("actor", micro_batches)
+        keys = map(id, chain.from_iterable(micro_batches))
+        log_probs = dict(zip(keys, chain.from_iterable(scores), strict=True))
+        return [log_probs[id(sample)] for sample in chain.from_iterable(samples)]
 
-    def _split(self, ctx: Context[Roles], groups: list[Group]) -> list[list[tuple[int, int]]]:
-        """Return micro-batches of (group index, response index)."""
-        return split_in_micro_batches(
+    def _micro_batches(self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]) -> list[MicroBatch]:
+        """Divide the samples of some groups into micro-batches."""
+        batches = split_in_micro_batches(
             groups,
             workload=self._workload,
             max_tokens=self._config.actor.ppo_max_token_len,
             num_multiple=ctx.roles.learner.num_replicas,
         )
+        return [[samples[g][i] for g, i in batch] for batch in batches]
 
     def _seed(self, ctx: Context[Roles], step: int) -> int:
         """Return the seed of this controller's choices for a comparison."""
         return hash((self._config.seed, step, ctx.rank)) % 2**63
 
 
-class RunRecorder(BaseRunRecorder[Job, Evaluation]):
+class RunRecorder(BaseRunRecorder[LLMJob, TextEvaluation]):
     """Recording of a run: its predicted steps, its mismatch, and the samples of evaluations."""
 
     cells = (
@@ -353,7 +389,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     )
     _has_warned = False
 
-    def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+    def show_evaluation(self, step: int, evaluation: TextEvaluation) -> dict[str, float]:
         for line in evaluation.lines():
             self.display.say(f"step {step}: {line}")
         name = "before" if step == 0 else "after"
@@ -366,7 +402,8 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Warn about a mismatch and cut-off episodes; return how long the step was predicted to take."""
         bound = self.job.config.algorithm.max_rollout_kl
-        if not self._has_warned and bound and (line := warning(step, metrics, bound)):
+        line = warning(step, metrics, bound)
+        if line and bound and not self._has_warned:
             self._has_warned = True
             self.display.say(line)
         for end, cause in _CUT_OFF.items():
@@ -374,7 +411,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
             if fraction > _MANY:
                 message = f"{fraction:.0%} of the episodes ended because {cause}"
                 self.warnings.warn(step, message, key=f"episodes ended by {end}")
-        return self._forecast.stepped(metrics) if self._forecast else {}
+        if self._forecast is None:
+            return {}
+        return self._forecast.stepped(metrics)
 
     @cached_property
     def _forecast(self) -> Forecast | None:
@@ -385,9 +424,8 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         if config.is_simulated:
             return None
         try:
-            return run_forecast(
-                config, model_folder(config.model) if config.model else self.run.model, self.run.placement
-            )
+            model = model_folder(config.model) if config.model else self.run.model
+            return run_forecast(config, model, self.run.placement)
         except PlacementError as error:
             _logger.info("steps are not predicted: %s", error)
             return None

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -59,21 +59,22 @@ class PromptSets:
     """Number of prompts left out because they exceed data.max_prompt_length."""
     longest: int
     """Most tokens of a prompt; of a large data set, whose prompts are not all tokenized, at most so many."""
-    named: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+    val_by_name: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
     """Held-out sets with names, in addition to ``val``."""
 
     @property
     def num_held_out(self) -> int:
         """Number of held-out prompts in all sets."""
-        return sum(map(len, (self.val, *self.named.values())))
+        return len(self.val) + sum(map(len, self.val_by_name.values()))
 
     @classmethod
-    def within(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
-        """Return the prompts of at most so many tokens."""
-        kept_train, kept_val = ([p for p in prompts if len(p.token_ids) <= max_length] for prompts in (train, val))
-        num_kept = len(kept_train) + len(kept_val)
-        longest = max((len(p.token_ids) for p in (*kept_train, *kept_val)), default=0)
-        return cls(train=kept_train, val=kept_val, num_too_long=len(train) + len(val) - num_kept, longest=longest)
+    def of_length(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
+        """Return the prompts of at most ``max_length`` tokens."""
+        short_train = [p for p in train if len(p.token_ids) <= max_length]
+        short_val = [p for p in val if len(p.token_ids) <= max_length]
+        short = short_train + short_val
+        longest = max((len(p.token_ids) for p in short), default=0)
+        return cls(train=short_train, val=short_val, num_too_long=len(train) + len(val) - len(short), longest=longest)
 
 
 def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
@@ -117,8 +118,10 @@ def _with_image_parts(content: Any) -> Any:
         return content
     parts: list[dict[str, str]] = []
     for i, text in enumerate(content.split(_IMAGE_MARK)):
-        parts += [{"type": "image"}] if i else []
-        parts += [{"type": "text", "text": text}] if text else []
+        if i:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
     return parts
 
 
@@ -129,18 +132,21 @@ def takes_special_tokens(text: str, tokenizer: Any) -> bool:
 
 def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
     """Render and tokenize prompts; text rendered by a chat template has only the template's special tokens."""
-    given = list(problems)
-    texts = [render(p.value, tokenizer, data, p.where) for p in given]
-    adds = [
-        uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer)
-        for p, text in zip(given, texts, strict=True)
-    ]
+    rows: list[Mapping[str, Any]] = []
+    texts: list[str] = []
+    indices: dict[bool, list[int]] = {False: [], True: []}
+    for i, problem in enumerate(problems):
+        text = render(problem.value, tokenizer, data, problem.where)
+        is_plain = uses_plain_text(problem.value, tokenizer, data)
+        indices[is_plain and takes_special_tokens(text, tokenizer)].append(i)
+        rows.append(problem.row)
+        texts.append(text)
     token_ids: dict[int, list[int]] = {}
-    for flag in set(adds):
-        places = [place for place, own in enumerate(adds) if own == flag]
-        encoded = tokenizer([texts[place] for place in places], add_special_tokens=flag)
-        token_ids |= zip(places, encoded["input_ids"], strict=True)
-    return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=p.row) for i, p in enumerate(given)]
+    for add_special_tokens, batch in indices.items():
+        if batch:
+            encoded = tokenizer([texts[i] for i in batch], add_special_tokens=add_special_tokens)
+            token_ids |= zip(batch, encoded["input_ids"], strict=True)
+    return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=row) for i, row in enumerate(rows)]
 
 
 def load_files(
@@ -166,33 +172,37 @@ def load_files(
         raise UserError("data.train_files is not set; expected one or more files, or data sets on the Hub")
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
     load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
-    train = [[load(rows) for rows in open_rows(source, data.columns)] for source in data.train_files]
-    val = load_val_files(data, tokenizer, fits=fits, progress=progress) if data.val_files else {}
-    files = [file for source in train for file in source]
-    num_prompts = sum(len(file.prompts) for file in files)
-    if not num_prompts:
+    sources = [list(map(load, open_rows(source, data.columns))) for source in data.train_files]
+    val: dict[str, list[LoadedPrompts]] = {}
+    val_size = data.val_size
+    if data.val_files:
+        val = load_val_files(data, tokenizer, fits=fits, progress=progress)
+        val_size = 0
+    files = list(chain.from_iterable(sources))
+    sizes = [len(file.prompts) for file in files]
+    num_too_long = sum(file.num_too_long for file in files)
+    if not any(sizes):
         raise UserError(
-            f"data.max_prompt_length is {data.max_prompt_length}: all {sum(file.num_too_long for file in files)} "
-            f"prompts are longer, the shortest has {min(file.shortest for file in files)} tokens"
+            f"data.max_prompt_length is {data.max_prompt_length}: all {num_too_long} prompts are longer, the shortest "
+            f"has {min(file.shortest for file in files)} tokens"
         )
-    size = 0 if data.val_files else data.val_size
-    places = iter(held_out_places([len(file.prompts) for file in files], size=size, seed=seed))
+    held_out_indices = iter(held_out_places(sizes, size=val_size, seed=seed))
     held_out: list[Prompt] = []
-    kept: list[Sequence[Prompt]] = []
-    for source in train:
+    train: list[Sequence[Prompt]] = []
+    for source in sources:
         parts: list[Sequence[Prompt]] = []
         for file in source:
-            own = next(places)
-            held_out += [file.prompts[place] for place in own]
-            parts.append(_without(file.prompts, set(own)))
-        kept.append(_joined(parts))
+            indices = next(held_out_indices)
+            held_out += [file.prompts[i] for i in indices]
+            parts.append(_remove(file.prompts, set(indices)))
+        train.append(_join(parts))
     sets = val_prompts(val, data)
     return replace(
         sets,
-        train=mixed(kept, data) if data.weights else _joined(kept),
-        val=sets.val if val else held_out,
-        num_too_long=sets.num_too_long + sum(file.num_too_long for file in files),
-        longest=max(sets.longest, *(file.longest for file in files)),
+        train=mixed(train, data) if data.weights else _join(train),
+        val=sets.val or held_out,
+        num_too_long=sets.num_too_long + num_too_long,
+        longest=max([sets.longest] + [file.longest for file in files]),
     )
 
 
@@ -205,39 +215,42 @@ def load_val_files(
     progress: Progress = no_progress,
 ) -> dict[str, list[LoadedPrompts]]:
     """Load the files of data.val-files by the names of their sets; see `load_files`."""
-    found: dict[str, list[LoadedPrompts]] = {}
+    files: dict[str, list[LoadedPrompts]] = {}
     for name, source, published in val_sources(data.val_files, setting=setting):
         for rows in open_rows(source, {} if published else data.columns, setting=setting):
             if published is None:
                 loaded = _load_rows(rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
             else:
-                places = [f"{rows.name}: row {n}" for n in range(1, len(rows.rows) + 1)]
-                pairs = [published.problem(row, where) for row, where in zip(rows.rows, places, strict=True)]
-                problems = (Problem(value=text, row=row, where=w) for (text, row), w in zip(pairs, places, strict=True))
-                loaded = _loaded(make_prompts(problems, tokenizer, data), data)
-            found.setdefault(name, []).append(loaded)
-    return found
+                problems: list[Problem] = []
+                for n, row in enumerate(rows.rows, 1):
+                    where = f"{rows.name}: row {n}"
+                    text, prompt_row = published.problem(row, where)
+                    problems.append(Problem(value=text, row=prompt_row, where=where))
+                loaded = _drop_long(make_prompts(problems, tokenizer, data), data)
+            files.setdefault(name, []).append(loaded)
+    return files
 
 
 def val_prompts(files: Mapping[str, Sequence[LoadedPrompts]], data: DataConfig) -> PromptSets:
     """Return held-out prompts alone, of files by the names of their sets; `UserError` if a set with a name has none."""
-    named = {name: _joined([file.prompts for file in own]) for name, own in files.items()}
-    if empty := [name for name, own in named.items() if name and not own]:
-        raise UserError(f"data.max_prompt_length is {data.max_prompt_length}: all prompts of {empty[0]} are longer")
-    everything = [file for own in files.values() for file in own]
+    val_by_name: dict[str, Sequence[Prompt]] = {}
+    num_too_long = 0
+    longest = 0
+    for name, parts in files.items():
+        val_by_name[name] = _join([part.prompts for part in parts])
+        if name and not val_by_name[name]:
+            raise UserError(f"data.max_prompt_length is {data.max_prompt_length}: all prompts of {name} are longer")
+        num_too_long += sum(part.num_too_long for part in parts)
+        longest = max([longest] + [part.longest for part in parts])
     return PromptSets(
-        train=[],
-        val=named.pop("", []),
-        num_too_long=sum(file.num_too_long for file in everything),
-        longest=max((file.longest for file in everything), default=0),
-        named=named,
+        train=[], val=val_by_name.pop("", []), num_too_long=num_too_long, longest=longest, val_by_name=val_by_name
     )
 
 
-def _joined(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
+def _join(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
     """Return the prompts of all parts, one part after the other."""
     if all(isinstance(part, list) for part in parts):
-        return [prompt for part in parts for prompt in part]
+        return list(chain.from_iterable(parts))
     if len(parts) == 1:
         return parts[0]
     from gcore_controller import Joined
@@ -245,14 +258,14 @@ def _joined(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
     return Joined(parts)
 
 
-def _without(prompts: Sequence[Prompt], places: set[int]) -> Sequence[Prompt]:
-    """Return the prompts without those at some places."""
+def _remove(prompts: Sequence[Prompt], indices: set[int]) -> Sequence[Prompt]:
+    """Return the prompts without those of some indices."""
     if isinstance(prompts, list):
-        return [prompt for place, prompt in enumerate(prompts) if place not in places]
+        return [prompt for i, prompt in enumerate(prompts) if i not in indices]
     from gcore_llm.data.large_prompts import LargePrompts
 
     assert isinstance(prompts, LargePrompts)
-    return prompts.without(sorted(places))
+    return prompts.without(sorted(indices))
 
 
 def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
@@ -264,38 +277,37 @@ def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int, progr
         from gcore_llm.data.large_prompts import load_large
 
         return load_large(rows, data, tokenizer, make=make, fits=fits, progress=progress)
-    return _loaded(make(rows, range(len(rows.rows))), data)
+    return _drop_long(make(rows, range(len(rows.rows))), data)
 
 
-def _loaded(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
+def _drop_long(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
     """Return those of some prompts in memory that are short enough."""
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_length]
-    longest = max((len(prompt.token_ids) for prompt in kept), default=0)
-    num_too_long = len(prompts) - len(kept)
-    return LoadedPrompts(prompts=kept, num_too_long=num_too_long, longest=longest, shortest=min(lengths))
+    sets = PromptSets.of_length(data.max_prompt_length, prompts, [])
+    shortest = min(len(prompt.token_ids) for prompt in prompts)
+    return LoadedPrompts(prompts=sets.train, num_too_long=sets.num_too_long, longest=sets.longest, shortest=shortest)
 
 
 def file_prompts(rows: Rows, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
-    name, key = rows.name, data.prompt_key
-    given = {number: rows.rows[number] for number in numbers}
-    for n, row in given.items():
+    key = data.prompt_key
+    problems: list[Problem] = []
+    for n in numbers:
+        row = rows.rows[n]
         if key not in row:
-            raise UserError(f"{name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}")
-    problems = (Problem(value=row[key], row=row, where=f"{name}: {key} of row {n + 1}") for n, row in given.items())
+            raise UserError(f"{rows.name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}")
+        problems.append(Problem(value=row[key], row=row, where=f"{rows.name}: {key} of row {n + 1}"))
     prompts = make_prompts(problems, tokenizer, data)
-    if not data.image_key:
-        return prompts
-    return [
-        _with_images(prompt, data.image_key, tokenizer, rows.folder, f"{name}: {data.image_key} of row {n + 1}")
-        for n, prompt in zip(given, prompts, strict=True)
-    ]
+    if data.image_key:
+        for i, n in enumerate(numbers):
+            where = f"{rows.name}: {data.image_key} of row {n + 1}"
+            prompts[i] = _add_images(prompts[i], data.image_key, tokenizer, rows.folder, where)
+    return prompts
 
 
-def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
+def _add_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
     """Return the prompt with the images of its row."""
-    model, sources = tokenizer.name_or_path, image_sources(prompt.row, image_key, folder, where)
+    model = tokenizer.name_or_path
+    sources = image_sources(prompt.row, image_key, folder, where)
     images = PromptImages(model=model, sources=sources) if sources else None
     try:
         token_ids = load_vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
@@ -306,7 +318,9 @@ def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, w
 
 def longest_sequence(model: Path | None) -> int | None:
     """Return how many tokens a model folder's model takes, or the embedded one; None: any number."""
-    return MAX_POSITION_EMBEDDINGS if model is None else max_sequence_length(model)
+    if model is None:
+        return MAX_POSITION_EMBEDDINGS
+    return max_sequence_length(model)
 
 
 def model_limits(config: TrainConfig) -> dict[str, int]:
@@ -314,8 +328,12 @@ def model_limits(config: TrainConfig) -> dict[str, int]:
     models = {"model": config.model}
     if config.algorithm.estimator.needs_critic and config.critic.model:
         models["critic.model"] = config.critic.model
-    limits = {name: longest_sequence(model_folder(model) if model else None) for name, model in models.items()}
-    return {name: limit for name, limit in limits.items() if limit is not None}
+    limits: dict[str, int] = {}
+    for name, model in models.items():
+        limit = longest_sequence(model_folder(model) if model else None)
+        if limit is not None:
+            limits[name] = limit
+    return limits
 
 
 def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:

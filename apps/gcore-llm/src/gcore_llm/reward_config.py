@@ -108,9 +108,9 @@ class RewardModelConfig(Checked, section="reward_model"):
     @property
     def all_judges(self) -> dict[str, RunJudge]:
         """All generative judges, by the names of their parts of the score: model, and those of further ones."""
-        found: dict[str, RunJudge] = {}
+        judges: dict[str, RunJudge] = {}
         if self.is_judge:
-            found["model"] = RunJudge(
+            judges["model"] = RunJudge(
                 role="judge",
                 section="reward_model.judge",
                 path=self.path,
@@ -118,23 +118,23 @@ class RewardModelConfig(Checked, section="reward_model"):
                 weight=self.weight,
                 settings=self.judge,
             )
-        for name, own in self.judges.items():
+        for name, settings in self.judges.items():
             section = f"reward_model.judges.{name}"
-            found[name] = RunJudge(
+            judges[name] = RunJudge(
                 role=f"judge_{name}",
                 section=section,
-                path=own.path,
+                path=settings.path,
                 path_setting=f"{section}.path",
-                weight=own.weight,
-                settings=own,
+                weight=settings.weight,
+                settings=settings,
             )
-        return found
+        return judges
 
     @property
     def started_judges(self) -> dict[str, JudgeConfig]:
         """The judges whose engines the run starts, by the roles of these."""
-        found = self.all_judges.values()
-        return {own.role: own.settings for own in found if not own.settings.is_on_servers}
+        judges = self.all_judges.values()
+        return {judge.role: judge.settings for judge in judges if not judge.settings.is_on_servers}
 
     @property
     def is_used(self) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from gcore_llm.prompts import PromptSets, longest_sequence, takes_special_tokens
 from gcore_llm.reward_config import RunJudge
 from gcore_rollout import (
     ChatEncoder,
+    Completion,
     CompositeReward,
     Engine,
     EngineReplicas,
@@ -79,19 +79,20 @@ async def connect_engine(
     world_size: int = 1,
 ) -> tuple[Engine, int]:
     """Connect controller ``rank`` to its share of a model's servers; return them as one engine, and their number."""
-    own = dict(list(enumerate(settings.urls))[rank::world_size])
     servers = await asyncio.to_thread(
         connect_servers,
         settings.engine,
-        list(own.values()),
+        settings.urls[rank::world_size],
         weights_dir=settings.weights_dir if isinstance(settings, RolloutConfig) else None,
         model_path=model,
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
     )
-    engines = [instrumentation.instrument(server, number) for number, server in zip(own, servers, strict=True)]
-    engine = EngineReplicas(engines, announce=instrumentation.announce) if len(engines) > 1 else engines[0]
-    return engine, len(engines)
+    numbers = range(rank, len(settings.urls), world_size)
+    engines = list(map(instrumentation.instrument, servers, numbers))
+    if len(engines) > 1:
+        return EngineReplicas(engines, announce=instrumentation.announce), len(engines)
+    return engines[0], 1
 
 
 def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
@@ -105,8 +106,10 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
     lengths = "data.max_prompt_length + data.max_response_length"
     try:
         check_servers(settings.engine, settings.urls, model, max_length=max_length, length_settings=lengths)
+    except RequestError as error:
+        raise UserError(f"{setting}.{error}") from error
     except RolloutError as error:
-        raise UserError(f"{setting}.{error}" if isinstance(error, RequestError) else str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def engine_factory(
@@ -115,28 +118,31 @@ def engine_factory(
     """Return what makes an engine with the weights of a model folder, in this process or, pickled, in another."""
     import torch
 
-    own: dict[str, Any] = {}
+    own_options = device_options(settings, config)
+    policy_options: dict[str, Any] = {}
     if isinstance(settings, RolloutConfig):
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
-        own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
-        own["own_options"] = settings.memory_options
-    own["own_options"] = own.get("own_options", {}) | device_options(settings, config)
+        max_length = config.data.max_length
+        policy_options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
+        own_options = settings.memory_options | own_options
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
-        guessing = engine_options["speculative_config"]
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)
-        engine_options["speculative_config"] = {**guessing, "model": str(draft)}
+        engine_options["speculative_config"] = {**engine_options["speculative_config"], "model": str(draft)}
+    device = config.device
     # A process of its own has a GPU of its own.
-    has_process = settings.num_processes > 0 or config.runtime == "ray"
+    if device.startswith("cuda") and (settings.num_processes > 0 or config.runtime == "ray"):
+        device = "cuda"
     return factory_of(
         settings.engine,
         model,
-        device="cuda" if has_process and config.device.startswith("cuda") else config.device,
+        device=device,
         dtype=getattr(torch, config.dtype),
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
         engine_options=engine_options,
-        **own,
+        own_options=own_options,
+        **policy_options,
     )
 
 
@@ -153,7 +159,9 @@ async def start_engine(
         return engine
     # All processes that generate at the same time share the cores.
     judges = sum(judge.num_processes for judge in config.judges.values())
-    num_lent = config.sizes.num_lent if settings is config.rollout else 0
+    num_lent = 0
+    if settings is config.rollout:
+        num_lent = config.sizes.num_lent
     return await instrumentation.start(
         engine_factory(settings, config, model, eos_token_ids=eos_token_ids),
         settings.num_processes,
@@ -169,23 +177,30 @@ def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int = 0) -> lis
 
     The last ``num_lent`` are on those of the training ranks.
     """
-    if not settings.num_processes or not (gpus := visible_gpus(config.device)):
+    if not settings.num_processes:
+        return []
+    gpus = visible_gpus(config.device)
+    if not gpus:
         return []
     from gcore_llm.learning.device_places import engine_gpus, training_gpus
 
     # A judge's come after the policy's and those of judges before it.
-    size, engines = settings.tensor_parallel_size, (config.rollout, *config.judges.values())
-    earlier = takewhile(lambda own: own is not settings, engines)
-    first = sum(own.num_processes * own.tensor_parallel_size for own in earlier)
-    training, takes_turns = training_gpus(config, len(gpus)), config.takes_turns
+    first = 0
+    for engine in (config.rollout, *config.judges.values()):
+        if engine is settings:
+            break
+        first += engine.num_processes * engine.tensor_parallel_size
+    size = settings.tensor_parallel_size
     count = settings.num_processes * size
-    places = engine_gpus(len(gpus), count, training, takes_turns=takes_turns, first=first)
-    places += engine_gpus(len(gpus), num_lent * size, training, takes_turns=True)
-    return [",".join(gpus[place] for place in places[i : i + size]) for i in range(0, len(places), size)]
+    training = training_gpus(config, len(gpus))
+    numbers = engine_gpus(len(gpus), count, training, takes_turns=config.takes_turns, first=first)
+    numbers += engine_gpus(len(gpus), num_lent * size, training, takes_turns=True)
+    names = [gpus[number] for number in numbers]
+    return [",".join(names[i : i + size]) for i in range(0, len(names), size)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class SampleComparison:
     """Adds to each response's own score a weighted score against the other responses of its group."""
 
     runner: RewardRunner
@@ -193,9 +208,9 @@ class Comparison:
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
         """Return the groups with their new scores, without those whose comparison failed and is dropped."""
-        tasks = [asyncio.create_task(self._compared(group, prompt, tokenizer)) for group, prompt in groups]
+        tasks = [asyncio.create_task(self._compare(group, prompt, tokenizer)) for group, prompt in groups]
         try:
-            return [group for group in await asyncio.gather(*tasks) if group is not None]
+            return list(filter(None, await asyncio.gather(*tasks)))
         finally:
             for task in tasks:
                 task.cancel()
@@ -204,24 +219,25 @@ class Comparison:
         """Compare two empty responses, so that a broken comparison is found before a run starts."""
         await self.runner.score_group(prompt=prompt.text, completions=["", ""], row=prompt.row)
 
-    async def _compared(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
+    async def _compare(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
         texts = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
         scored = await self.runner.score_group(prompt=prompt.text, completions=texts, row=prompt.row)
         if isinstance(scored, Failed):
             return None
-        responses = [
-            replace(r, score=r.score + self.weight * one.score, parts={**r.parts, **one.as_parts("model")})
-            for r, one in zip(group.responses, scored, strict=True)
-        ]
+        responses: list[Completion] = []
+        for response, comparison in zip(group.responses, scored, strict=True):
+            score = response.score + self.weight * comparison.score
+            parts = {**response.parts, **comparison.as_parts("model")}
+            responses.append(replace(response, score=score, parts=parts))
         return replace(group, responses=responses)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewards:
+class TextRewards:
     """Scores responses until it is closed; made by `start`."""
 
     runner: RewardRunner
-    comparison: Comparison | None
+    comparison: SampleComparison | None
     """Scores the responses of a group against each other; None: they are not compared."""
     models: AsyncExitStack
     """Frees the models."""
@@ -242,7 +258,10 @@ class Rewards:
 
         ``engines`` are those of judges, by their roles, to be closed with the rewards; others are started here.
         """
-        settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
+        settings = config.reward_model
+        calls = config.reward_calls.runner
+        comparison: SampleComparison | None = None
+        judges: list[Engine] = []
         limits = config.reward_calls.process_limits
         graders: dict[str, RewardRunner] = {}
         for name, spec in config.set_rewards.items():
@@ -252,10 +271,13 @@ class Rewards:
                 runner = RewardRunner(reward_function(config), calls)
                 return cls(runner=runner, comparison=None, models=models.pop_all(), graders=graders)
             rewards: dict[str, RewardFunction] = {}
-            weights, judges = {"function": 1.0, "model": settings.weight}, list[Engine]()
+            weights: dict[str, float] = {}
             # First what cannot leave a model behind if it fails.
             if config.reward or config.task.name:
                 rewards["function"] = reward_function(config)
+                weights["function"] = 1.0
+            if settings.kind in ("server", "classifier"):
+                weights["model"] = settings.weight
             if settings.kind == "server":
                 # The runner around it does not retry failures that were retried here.
                 rewards["model"] = server = HTTPReward(
@@ -264,19 +286,19 @@ class Rewards:
                 models.push_async_callback(server.close)
             elif settings.kind == "classifier":
                 rewards["model"] = _classifier(config, models)
-            for name, own in settings.all_judges.items():
-                given = (engines or {}).get(own.role)
-                asking, asked = await _judge(own, config, instrumentation, given, models)
-                if given is None and not own.settings.is_on_servers:
-                    judges.append(asked)
-                if isinstance(asking, PairwiseJudge):
-                    comparison = Comparison(runner=RewardRunner(asking, calls), weight=own.weight)
+            for name, judge in settings.all_judges.items():
+                running = (engines or {}).get(judge.role)
+                reward, engine = await _start_judge(judge, config, instrumentation, running, models)
+                if running is None and not judge.settings.is_on_servers:
+                    judges.append(engine)
+                if isinstance(reward, PairwiseJudge):
+                    comparison = SampleComparison(runner=RewardRunner(reward, calls), weight=judge.weight)
                 else:
-                    rewards[name], weights[name] = asking, own.weight
-            weights = {name: weights[name] for name in rewards}
-            reward = CompositeReward(rewards, weights=weights) if rewards else no_reward
+                    rewards[name] = reward
+                    weights[name] = judge.weight
+            composite = CompositeReward(rewards, weights=weights) if rewards else no_reward
             return cls(
-                runner=RewardRunner(reward, calls),
+                runner=RewardRunner(composite, calls),
                 comparison=comparison,
                 models=models.pop_all(),
                 judges=judges,
@@ -286,16 +308,16 @@ class Rewards:
     def check_rows(self, prompts: PromptSets) -> None:
         """Raise `UserError` for a prompt in memory whose row its reward cannot score."""
         sets = [("training prompt", self.runner, prompts.train), ("held-out prompt", self.runner, prompts.val)]
-        for name, held_out in prompts.named.items():
+        for name, held_out in prompts.val_by_name.items():
             sets.append((f"prompt of {name}", self.graders.get(name, self.runner), held_out))
-        for kind, runner, own in sets:
-            if not isinstance(own, list):  # its rows are read when they are sampled
+        for name, runner, set_prompts in sets:
+            if not isinstance(set_prompts, list):  # its rows are read when they are sampled
                 continue
-            for prompt in own:
+            for prompt in set_prompts:
                 try:
                     runner.check_row(prompt.row)
                 except RewardError as error:
-                    raise UserError(f"the row of the {kind} {prompt.text[-200:]!r}: {error}") from None
+                    raise UserError(f"the row of the {name} {prompt.text[-200:]!r}: {error}") from None
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
@@ -330,11 +352,12 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
     path = model_folder(config.reward_model.path, setting="reward_model.path")
     check_model(path, setting="reward_model.path", may_be_quantized=True)
     tokenizer = build_tokenizer(path)
-
     encode = _classifier_encoder(tokenizer, eos_token_ids(tokenizer, path), config.data.prompt_key)
     dtype: torch.dtype = getattr(torch, config.dtype)
+    device = config.device
     # Ray shows a controller its own GPU alone.
-    device = "cuda" if config.runtime == "ray" and config.device.startswith("cuda") else config.device
+    if config.runtime == "ray" and device.startswith("cuda"):
+        device = "cuda"
     model = SequenceClassifierReward.from_pretrained(path, dtype=dtype, device=device)
     models.callback(model.close)
 
@@ -362,55 +385,56 @@ def _classifier_encoder(
             raise RewardError("reward_model.path has no chat template; expected one for prompts that are chat messages")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        whole = [*messages, {"role": "assistant", "content": completion}]
+        conversation = [*messages, {"role": "assistant", "content": completion}]
         try:
-            text = render_chat(tokenizer, whole, tokenize=False)
+            text = render_chat(tokenizer, conversation, tokenize=False)
         except RequestError as error:
             raise RewardError(f"reward_model.path: {error}") from None
         return end(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def end(token_ids: list[int]) -> list[int]:
         """Return the tokens up to the last one that ends an answer, of the template or added."""
-        for place in reversed(range(len(token_ids))):
-            if token_ids[place] in eos:
-                return token_ids[: place + 1]
-            if tokenizer.decode(token_ids[place]).strip():
+        for i in reversed(range(len(token_ids))):
+            if token_ids[i] in eos:
+                return token_ids[: i + 1]
+            if tokenizer.decode(token_ids[i]).strip():
                 break
         return [*token_ids, tokenizer.eos_token_id]
 
     return encode
 
 
-async def _judge(
-    own: RunJudge,
+async def _start_judge(
+    judge: RunJudge,
     config: TrainConfig,
     instrumentation: Instrumentation,
     engine: Engine | None,
     models: AsyncExitStack,
 ) -> tuple[JudgeReward | PairwiseJudge, Engine]:
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
-    judge, path = own.settings, model_folder(own.path, setting=own.path_setting)
-    if judge.pairwise:
-        parse = WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern)
-        on_unparsable = "drop" if judge.unparsable_score is None else "tie"
+    settings = judge.settings
+    path = model_folder(judge.path, setting=judge.path_setting)
+    if settings.pairwise:
+        parse = WinnerPattern(pattern=settings.pattern or WinnerPattern.pattern)
+        on_unparsable = "drop" if settings.unparsable_score is None else "tie"
         make = partial(PairwiseJudge, parse=parse, on_unparsable=on_unparsable)
     else:
-        on_unparsable = "drop" if judge.unparsable_score is None else judge.unparsable_score
-        make = partial(JudgeReward, parse=judge.scores(), reduce=judge.reduce, on_unparsable=on_unparsable)
-    template = judge.question()
-    check_model(path, setting=own.path_setting, may_be_quantized=True)
-    check_engine(judge, path, setting=own.section)
+        on_unparsable = "drop" if settings.unparsable_score is None else settings.unparsable_score
+        make = partial(JudgeReward, parse=settings.scores(), reduce=settings.reduce, on_unparsable=on_unparsable)
+    template = settings.question()
+    check_model(path, setting=judge.path_setting, may_be_quantized=True)
+    check_engine(settings, path, setting=judge.section)
     tokenizer = build_tokenizer(path)
     if engine is None:
         eos = eos_token_ids(tokenizer, path)
-        engine = await start_engine(judge, config, path, eos, replace(instrumentation, role=own.role))
+        engine = await start_engine(settings, config, path, eos, replace(instrumentation, role=judge.role))
     models.push_async_callback(engine.close)
     encoder = ChatEncoder(tokenizer)
 
     def encode(question: str) -> list[int]:
         return encoder.first([{"role": "user", "content": question}])
 
-    model = judge.model(engine=engine, encode=encode, decode=encoder.text, seed=config.seed)
+    model = settings.model(engine=engine, encode=encode, decode=encoder.text, seed=config.seed)
     return make(model=model, template=template), engine
 
 

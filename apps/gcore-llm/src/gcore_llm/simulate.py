@@ -9,7 +9,7 @@ from typing import Any
 from gcore_llm.config import DataConfig, SimulatedConfig, TrainConfig, TrainerConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
-from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
+from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -47,12 +47,22 @@ from gcore_trainer import ParallelConfig
 
 _PROG = "gcore-llm simulate"
 _SETTINGS = {
-    **{name: name for name in ("seed", "controllers", "model")},
-    **{name: f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")},
-    **{name: f"rollout.{name}" for name in ("n", "partial_rollout", "tail_batching", "short_response_length")},
+    "seed": "seed",
+    "controllers": "controllers",
+    "model": "model",
+    "train_batch_size": "data.train_batch_size",
+    "max_prompt_length": "data.max_prompt_length",
+    "max_response_length": "data.max_response_length",
+    "n": "rollout.n",
+    "partial_rollout": "rollout.partial_rollout",
+    "tail_batching": "rollout.tail_batching",
+    "short_response_length": "rollout.short_response_length",
     "over_sample_rate": "rollout.over_sample_rate",
-    **{name: f"algorithm.{name}" for name in ("filter_groups", "max_num_gen_batches", "old_log_probs")},
-    **{name: f"actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len")},
+    "filter_groups": "algorithm.filter_groups",
+    "max_num_gen_batches": "algorithm.max_num_gen_batches",
+    "old_log_probs": "algorithm.old_log_probs",
+    "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    "ppo_max_token_len": "actor.ppo_max_token_len",
     "kl_loss_coef": "actor.loss.kl_loss_coef",
 }
 """For settings of simulate, those of train."""
@@ -99,11 +109,12 @@ def train_simulated(config: SimulatedConfig, display: Display | None = None) -> 
 
     config = resolve_inputs(config)
     config.sim.check_unit("sim.", {name: attrgetter(name)(config) for name in _LENGTHS})
-    schedule, turns, key = config.trainer.schedule, config.rollout.multi_turn, config.data.image_key
+    schedule = config.trainer.schedule
+    image_key = config.data.image_key
     unfit = {
         f"trainer.schedule is {schedule!r}": schedule != "sync",
-        "rollout.multi_turn makes several turns": turns.is_used,
-        f"data.image_key is {key!r}": bool(key),
+        "rollout.multi_turn makes several turns": config.rollout.multi_turn.is_used,
+        f"data.image_key is {image_key!r}": bool(image_key),
     }
     _refuse(unfit, "the schedule 'sync', single turns and no images in a simulation")
     return _cluster(config).train(config, RunRecorder, KINDS, app="gcore-llm", display=display)
@@ -120,16 +131,23 @@ def train_config(config: SimulateConfig) -> SimulatedConfig:
 
 def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
     """Return the cluster of a run, whose program has lengths in units of ``token_unit`` tokens."""
-    sim, unit = config.sim, config.sim.token_unit
-    workload = coarse_workload(config.model, unit, workload_of)
-    values = {name: attrgetter(name)(config) // unit for name in (*_LENGTHS, "algorithm.overlong.buffer_len")}
-    values |= {"device": "cpu", "data.num_workers": 0, "trainer.num_processes": sim.devices, "trainer.backend": "torch"}
-    # Modelled engines and learners have no policy that could differ.
-    values |= {"trainer.parallel": asdict(ParallelConfig()), "algorithm.max_rollout_kl": 0.0}
-    own = merge(config, values, keep=values)
+    sim = config.sim
+    workload = coarse_workload(config.model, sim.token_unit, workload_of)
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "data.num_workers": 0,
+        "trainer.num_processes": sim.devices,
+        "trainer.backend": "torch",
+        "trainer.parallel": asdict(ParallelConfig()),
+        # Modelled engines and learners have no policy that could differ.
+        "algorithm.max_rollout_kl": 0.0,
+    }
+    for name in [*_LENGTHS, "algorithm.overlong.buffer_len"]:
+        values[name] = attrgetter(name)(config) // sim.token_unit
+    coarse_config = merge(config, values, keep=values)
     flops = partial(sample_flops, workload)
     return SimulatedCluster(
-        job=Job(config=own, prompts=make_prompts(config), workload=workload),
+        job=LLMJob(config=coarse_config, prompts=make_prompts(config), workload=workload),
         sim=sim,
         modality=SimulatedTokens(sim, workload, seed=config.seed, flops=flops, replay=replay),
         n=config.rollout.n,
@@ -141,7 +159,8 @@ def _cluster(config: SimulatedConfig, replay: Replay | None = None) -> Simulated
 
 def make_prompts(config: SimulatedConfig) -> PromptSets:
     """Return the prompts of the config's task or files; without any, prompts of drawn lengths. None is held out."""
-    data, task = config.data, config.task
+    data = config.data
+    task = config.task
     if not (task.name or data.train_files):
         train = drawn_prompts(config.sim, config.seed, data.max_prompt_length, at_least=data.train_batch_size)
     else:
@@ -156,7 +175,9 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
     folder = RunFolder.existing(path)
     is_simulated = read_toml(folder.config).get("command") == "simulate"
     config = folder.load_config(SimulatedConfig if is_simulated else TrainConfig)
-    estimator, rollout, epochs = config.algorithm.adv_estimator, config.rollout, config.actor.ppo_epochs
+    estimator = config.algorithm.adv_estimator
+    rollout = config.rollout
+    epochs = config.actor.ppo_epochs
     unfit = {
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
         "rollout.partial_rollout is true": rollout.partial_rollout,
@@ -166,10 +187,10 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
     }
     expected = "a run without a critic and greedy responses, of single turns that end in the step that started them"
     _refuse(unfit, f"{expected}, and with one epoch", f"{path}: ")
-    model = next(
-        (f for f in (folder.export, folder.model, model_folder(config.model)) if (f / "config.json").is_file()), None
-    )
-    if model is None:
+    for model in (folder.export, folder.model, model_folder(config.model)):
+        if (model / "config.json").is_file():
+            break
+    else:
         raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
     settings = {name: attrgetter(setting)(config) for name, setting in _SETTINGS.items()}
     settings["model"] = str(model.resolve())

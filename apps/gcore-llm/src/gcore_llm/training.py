@@ -16,11 +16,11 @@ from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.config import drop_other_export
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
-from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
+from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts, model_limits
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import (
-    Rewards,
+    TextRewards,
     check_engine,
     connect_engine,
     engine_factory,
@@ -80,12 +80,12 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
         if config.device.startswith("cuda"):
-            from gcore_llm.learning.device_plan import planned
+            from gcore_llm.learning.device_plan import plan_run
 
             # Before anything is loaded: a run that does not fit is refused here.
-            config = planned(config, say)
+            config = plan_run(config, say)
         instrumentation = Instrumentation(devices=device_timers(config), announce=say)
-        with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
+        with supervisor.started(TextRewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
             scoring = scoring_roles(config, tokenizer, rewards)
@@ -110,10 +110,13 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
                     logged = replace(instrumentation, logs=run.logs)
                     starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
                 with supervisor.started(starting) as backend:
-                    # Engines start from the model's folder, without adapters.
-                    starts_adapted = bool(config.actor.lora_adapter_path)
-                    workload = workload_of(model)
-                    job = Job(config=config, prompts=prompts, workload=workload, is_policy_behind=starts_adapted)
+                    job = LLMJob(
+                        config=config,
+                        prompts=prompts,
+                        workload=workload_of(model),
+                        # Engines start from the model's folder, without adapters.
+                        is_policy_behind=bool(config.actor.lora_adapter_path),
+                    )
                     supervisor.train(backend, job, RunRecorder)
                     best = supervisor.best_policy()
 
@@ -130,7 +133,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
 
 def resolve_inputs(config: ConfigT) -> ConfigT:
     """Return the settings with the sources of published sets, and of this machine; see `resolve`."""
-    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
+    data = replace(config.data, val_files=with_sources(config.data.val_files))
     resolved = resolve(replace(config, data=data))
     return replace(resolved, actor=with_adapter(resolved.actor))
 
@@ -145,7 +148,8 @@ def load_prompts(config: TrainConfig, tokenizer: Any, *, progress: Progress = no
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
-    rollout, model = config.rollout, model_folder(config.model)
+    rollout = config.rollout
+    model = model_folder(config.model)
     if not config.model and rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
     critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
@@ -170,7 +174,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     return tokenizer
 
 
-async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str], None]) -> None:
+async def _try_rewards(rewards: TextRewards, prompts: PromptSets, say: Callable[[str], None]) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
     rewards.check_rows(prompts)
     first = prompts.train[0]
@@ -180,11 +184,11 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
     for name, grader in rewards.graders.items():
-        for prompt in prompts.named[name][:1]:
+        for prompt in prompts.val_by_name[name][:1]:
             await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
 
 
-def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
+def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: TextRewards) -> dict[str, Any]:
     """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
     environment = config.rollout.multi_turn.build(
         tokenizer,
@@ -193,8 +197,13 @@ def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict
         on_error=config.reward_calls.on_error,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
-    own = {"reward": rewards.runner, "comparison": rewards.comparison, "graders": rewards.graders}
-    return own | {"tokenizer": tokenizer, "environment": environment}
+    return {
+        "reward": rewards.runner,
+        "comparison": rewards.comparison,
+        "graders": rewards.graders,
+        "tokenizer": tokenizer,
+        "environment": environment,
+    }
 
 
 async def _start_inline(
@@ -204,7 +213,7 @@ async def _start_inline(
     scoring: dict[str, Any],
     judges: Sequence[Engine],
     instrumentation: Instrumentation,
-) -> Backend[Job, TrainConfig]:
+) -> Backend[LLMJob, TrainConfig]:
     """Load the model in a folder for every role that needs it, in this process."""
     devices = instrumentation.devices or DeviceTimers()
     # vLLM sets process-wide state as it starts, so it comes first.
@@ -227,8 +236,13 @@ async def _start_inline(
 
 
 async def _start_on_ray(
-    config: TrainConfig, model: Path, run: RunFolder, tokenizer: Any, rewards: Rewards, announce: Callable[[str], None]
-) -> Backend[Job, TrainConfig]:
+    config: TrainConfig,
+    model: Path,
+    run: RunFolder,
+    tokenizer: Any,
+    rewards: TextRewards,
+    announce: Callable[[str], None],
+) -> Backend[LLMJob, TrainConfig]:
     """Load the model in a folder for every role that needs it, on a cluster."""
     from gcore_runs.on_ray import start_ray_backend
 
@@ -241,8 +255,8 @@ async def _start_on_ray(
     for judge in config.reward_model.all_judges.values():
         if judge.role in config.judges:
             path = model_folder(judge.path, setting=judge.path_setting)
-            own = partial(lambda role, config: config.judges[role], judge.role)
-            judges[judge.role] = _engines(path, build_tokenizer(path), own)
+            settings = partial(lambda role, config: config.judges[role], judge.role)
+            judges[judge.role] = _engines(path, build_tokenizer(path), settings)
     return await start_ray_backend(
         config,
         engine=_engines(model, tokenizer, lambda config: config.rollout),
@@ -274,22 +288,27 @@ def _engines(
 
 
 async def _run_controller(
-    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "Recorder"
+    tokenizer: Any, job: LLMJob, ctx: "Context[Handles]", services: "ControllerServices", recorder: "Recorder"
 ) -> None:
     """Build a controller's roles in its process, and run the program with them."""
     from gcore_controller import RayTrainerClient
 
-    config, cost_of = job.config, partial(sample_flops, job.workload)
-    rewards = await Rewards.start(config, engines=own.judges)
+    config = job.config
+    rewards = await TextRewards.start(config, engines=services.judges)
     try:
         roles = Roles(
-            policy=own.policy,
+            policy=services.policy,
             **scoring_roles(config, tokenizer, rewards),
-            policy_slots=own.num_engines * config.rollout.max_num_seqs,
+            policy_slots=services.num_engines * config.rollout.max_num_seqs,
             learner=RayTrainerClient(
-                ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing, lending=own.lending
+                ctx.roles.ranks,
+                ctx.group,
+                services.devices,
+                cost_of=partial(sample_flops, job.workload),
+                sharing=services.sharing,
+                lending=services.lending,
             ),
-            devices=own.devices,
+            devices=services.devices,
             owns_process=True,
         )
         await job.program(recorder)(ctx.with_roles(roles))
@@ -297,14 +316,16 @@ async def _run_controller(
         await rewards.close()
 
 
-def opened_run(path: Path) -> tuple[RunFolder, TrainConfig]:
+def load_run(path: Path) -> tuple[RunFolder, TrainConfig]:
     """Return a run's folder, and its settings with the folder of its model; `UserError` if it has none yet."""
     run, config = RunFolder.opened(path, TrainConfig)
     if not config.model and not run.model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
         )
-    return run, config if config.model else replace(config, model=str(run.model))
+    if not config.model:
+        config = replace(config, model=str(run.model))
+    return run, config
 
 
 async def finished_policy(
@@ -320,25 +341,33 @@ async def finished_policy(
     torch.set_num_threads(config.threads)
     model = model_folder(config.model)
     check_model(model, may_be_quantized=config.rollout.engine != "hf")
-    kept_step = best_step(run) if run is not None and best else None
-    if run is not None and best and kept_step is None:
-        raise UserError(f"checkpoint is 'best'; expected 'latest': {run.path} has kept none (trainer.export is 'last')")
+    kept_step = None
+    if run is not None and best:
+        kept_step = best_step(run)
+        if kept_step is None:
+            raise UserError(
+                f"checkpoint is 'best'; expected 'latest': {run.path} has kept none (trainer.export is 'last')"
+            )
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
-    checkpointer = None if run is None else Checkpointer(run.checkpoints)
-    lora, step = config.actor.lora, kept_step or 0
+    lora = config.actor.lora
+    step = kept_step or 0
     trained: Mapping[str, Any] = {} if lora is None else read_adapters(lora)
     if run is not None and kept_step is not None:
-        kept = run.best / "trained"
-        if lora is not None and (kept / "adapter_config.json").is_file():
-            trained = read_adapters(replace(lora, path=str(kept)))
+        folder = run.best / "trained"
+        if lora is not None and (folder / "adapter_config.json").is_file():
+            trained = read_adapters(replace(lora, path=str(folder)))
         else:
-            trained, lora = load(kept), None
-    elif checkpointer is not None and checkpointer.steps():
-        saved = checkpointer.load(only=["step", "trainer.model"])
-        step, trained = saved["step"], saved["trainer"]["model"]
+            lora = None
+            trained = load(folder)
+    elif run is not None:
+        checkpointer = Checkpointer(run.checkpoints)
+        if checkpointer.steps():
+            saved = checkpointer.load(only=["step", "trainer.model"])
+            step = saved["step"]
+            trained = saved["trainer"]["model"]
     if trained:
         weights = trained.items() if lora is None else merge_lora(load(model).items(), trained, lora)
         await engine.update_weights(weights, version=max(step, 1))
@@ -347,7 +376,7 @@ async def finished_policy(
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    folder, config = opened_run(run)
+    folder, config = load_run(run)
     tokenizer = build_tokenizer(model_folder(config.model))
     engine, _ = await finished_policy(folder, config, tokenizer)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
@@ -370,7 +399,7 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
 
 def check_teachers(teachers: Sequence[str], tokenizer: Any, *, max_length: int) -> None:
     """Raise `UserError` unless each is a model with the policy's tokens, which takes sequences of so many tokens."""
-    own: dict[str, int] = tokenizer.get_vocab()
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
     for name in teachers:
         folder = model_folder(name, setting="distillation.teachers")
         check_model(folder, setting="distillation.teachers")
@@ -380,11 +409,12 @@ def check_teachers(teachers: Sequence[str], tokenizer: Any, *, max_length: int) 
                 f"distillation.teachers holds {name!r}, which takes at most {limit} tokens; expected models that take "
                 f"data.max_prompt_length + data.max_response_length = {max_length}"
             )
-        others: dict[str, int] = build_tokenizer(folder).get_vocab()
-        if differing := {token for token, _ in own.items() ^ others.items()}:
+        teacher_vocabulary: dict[str, int] = build_tokenizer(folder).get_vocab()
+        differing = dict(vocabulary.items() ^ teacher_vocabulary.items())
+        if differing:
             token = min(differing)
             raise UserError(
                 f"distillation.teachers holds {name!r}; expected models with the policy's tokenizer: of "
-                f"{len(differing)} tokens that differ, {token!r} is {own.get(token)} for the policy and "
-                f"{others.get(token)} for this teacher"
+                f"{len(differing)} tokens that differ, {token!r} is {vocabulary.get(token)} for the policy and "
+                f"{teacher_vocabulary.get(token)} for this teacher"
             )

@@ -2,7 +2,6 @@
 
 import string
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,15 @@ from gcore_runs.data.rows import LazySequence
 MakePrompts = Callable[[Rows, Sequence[int]], list[Prompt]]
 """Returns the prompts of some rows, by their numbers."""
 _BATCH_ROWS = 1000
-_ASCII = string.printable
 
 
 class LargePrompts(LazySequence[Prompt]):
     """The prompts of rows that are not in memory, each made when it is indexed; ``left_out`` are numbers of rows."""
 
     def __init__(self, rows: Rows, make: MakePrompts, left_out: NDArray[np.int64]) -> None:
-        self._rows, self._make, self._left_out = rows, make, left_out
+        self._rows = rows
+        self._make = make
+        self._left_out = left_out
         # How many rows are kept before each one that is left out.
         self._num_kept_before = self._left_out - np.arange(self._left_out.size)
 
@@ -40,10 +40,10 @@ class LargePrompts(LazySequence[Prompt]):
     def _row(self, index: int) -> int:
         return index + int(np.searchsorted(self._num_kept_before, index, side="right"))
 
-    def without(self, places: Sequence[int]) -> "LargePrompts":
+    def without(self, indices: Sequence[int]) -> "LargePrompts":
         """Return the prompts without those of these indices."""
-        left_out = np.sort(np.concatenate([self._left_out, [self._row(place) for place in places]]).astype(np.int64))
-        return LargePrompts(self._rows, self._make, left_out)
+        left_out = np.concatenate([self._left_out, list(map(self._row, indices))])
+        return LargePrompts(self._rows, self._make, np.sort(left_out.astype(np.int64)))
 
 
 def load_large(
@@ -68,8 +68,9 @@ def load_large(
         with path.open("wb") as file:
             np.savez(file, left_out=left_out, lengths=lengths)
 
-    with np.load(cached("lengths.npz", key, write)) as found:
-        left_out, (longest, shortest) = found["left_out"], found["lengths"].tolist()
+    with np.load(cached("lengths.npz", key, write)) as arrays:
+        left_out = arrays["left_out"]
+        longest, shortest = arrays["lengths"].tolist()
     prompts = LargePrompts(rows, make, left_out)
     return LoadedPrompts(prompts=prompts, num_too_long=left_out.size, longest=longest, shortest=shortest)
 
@@ -81,12 +82,14 @@ def _scan(
 
     The lengths are exact where they are above ``fits``.
     """
-    most_characters = fits - _overhead(data.prompt_key, make) if not data.image_key else -1
+    most_characters = -1
+    if not data.image_key:
+        most_characters = fits - _overhead(data.prompt_key, make)
     left_out: list[int] = []
-    longest, shortest = 0, 2**31
-    unsure = _unsure(rows, data.prompt_key, most_characters)
+    longest = 0
+    shortest = 2**31
     num_unsure = 0
-    while batch := list(islice(unsure, _BATCH_ROWS)):
+    for batch in _unsure_batches(rows, data.prompt_key, most_characters):
         num_unsure += len(batch)
         progress(f"tokenizing {rows.name}", batch[-1] + 1, len(rows.rows))
         for number, prompt in zip(batch, make(rows, batch), strict=True):
@@ -97,19 +100,26 @@ def _scan(
             else:
                 longest = max(longest, length)
     if num_unsure < len(rows.rows):
-        longest, shortest = max(longest, fits), min(shortest, fits)
+        longest = max(longest, fits)
+        shortest = min(shortest, fits)
     return np.array(left_out, np.int64), [longest, shortest]
 
 
-def _unsure(rows: Rows, key: str, most_characters: int) -> Iterator[int]:
-    """Yield the numbers of the rows whose prompts may be too long, or are none."""
+def _unsure_batches(rows: Rows, key: str, most_characters: int) -> Iterator[list[int]]:
+    """Yield, in batches, the numbers of the rows whose prompts may be too long, or are none."""
+    batch: list[int] = []
     for number, value in enumerate(values_of(rows.rows, key)):
         text = value
         if isinstance(value, list) and len(value) == 1 and value[0].keys() == {"role", "content"}:
             # The same as its text alone.
             text = value[0]["content"] if value[0]["role"] == "user" else None
         if not (isinstance(text, str) and 0 < len(text) <= most_characters and text.isascii()):
-            yield number
+            batch.append(number)
+        if len(batch) == _BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _overhead(key: str, make: MakePrompts) -> int:
@@ -118,12 +128,15 @@ def _overhead(key: str, make: MakePrompts) -> int:
     It is found by texts of one character, and of many: for a tokenizer or a template that makes more tokens of a text
     than it has characters, the second have more.
     """
-    probes = [character * count for count in (1, 64) for character in _ASCII]
-    try:
-        rows = Rows(name="probe", rows=[{key: text} for text in probes], folder=Path())
-        found = make(rows, range(len(probes)))
-    except UserError:
+    overheads: list[int] = []
+    for count in (1, 64):
+        rows = Rows(name="probe", rows=[{key: character * count} for character in string.printable], folder=Path())
+        try:
+            prompts = make(rows, range(len(rows.rows)))
+        except UserError:
+            return 2**31
+        overheads.append(max(len(prompt.token_ids) for prompt in prompts) - count)
+    single, many = overheads
+    if many > single:
         return 2**31
-    extra = [len(prompt.token_ids) - len(text) for prompt, text in zip(found, probes, strict=True)]
-    single, many = extra[: len(_ASCII)], extra[len(_ASCII) :]
-    return max(single) if max(many) <= max(single) else 2**31
+    return single

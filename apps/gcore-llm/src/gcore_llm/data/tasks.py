@@ -15,20 +15,27 @@ from gcore_runs import UserError, converted, one_line
 
 _VAL_SEED = 1_000_003
 
-_OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
+_SET_BY_GCORE = {"size": "task.num_train and task.num_val", "seed": "seed"}
 """Settings of every task that gcore gives itself, and ours that say what."""
 
 
 def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
     """Generate a task's problems and make prompts of them; raises as `make_problems`, or if all are too long."""
-    train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
-    sets = PromptSets.within(data.max_prompt_length, train, val)
+    train_problems, val_problems = make_problems(task, seed=seed)
+    train = make_prompts(train_problems, tokenizer, data)
+    val = make_prompts(val_problems, tokenizer, data)
+    sets = PromptSets.of_length(data.max_prompt_length, train, val)
     if data.val_files:
         further = val_prompts(load_val_files(data, tokenizer, fits=data.max_prompt_length), data)
-        longest, num_too_long = max(sets.longest, further.longest), sets.num_too_long + further.num_too_long
-        sets = replace(further, train=sets.train, val=sets.val, longest=longest, num_too_long=num_too_long)
+        sets = replace(
+            further,
+            train=sets.train,
+            val=sets.val,
+            longest=max(sets.longest, further.longest),
+            num_too_long=sets.num_too_long + further.num_too_long,
+        )
     if not sets.train or not sets.val:
-        lengths = [len(p.token_ids) for p in (*train, *val)]
+        lengths = [len(p.token_ids) for p in train + val]
         raise UserError(
             f"data.max_prompt_length is {data.max_prompt_length}: the problems of {task.name} are longer, they have "
             f"{min(lengths)} to {max(lengths)} tokens"
@@ -58,7 +65,9 @@ def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise UserError(f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}") from error
         # Without the sentence around a sum, which a tiny model would spend its time reading: 7+8-3=
-        question = f"{_terms(entry)}=" if task.name == "chain_sum" else entry["question"]
+        question = entry["question"]
+        if task.name == "chain_sum":
+            question = f"{_terms(entry)}="
         row = {"prompt": question, "entry": entry, "answer": entry["answer"]}
         yield Problem(value=question, row=row, where=f"task {task.name}")
 
@@ -72,7 +81,7 @@ def worked_sum(row: Mapping[str, Any]) -> str:
     terms: list[str] = re.findall(r"[+-]?\d+", _terms(row["entry"]))
     sums = accumulate(map(int, terms))
     next(sums)
-    return "=".join("".join([str(total), *terms[place:]]) for place, total in enumerate(sums, 2))
+    return "=".join(str(total) + "".join(terms[i:]) for i, total in enumerate(sums, 2))
 
 
 WORKED_EXAMPLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": worked_sum}
@@ -82,8 +91,8 @@ WORKED_EXAMPLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": w
 def require_worked_examples(task: str, *, instead: str) -> None:
     """Raise a `UserError` if a task has no worked examples; it says what to do with such a task ``instead``."""
     if task not in WORKED_EXAMPLES:
-        known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
+        names = ", ".join(WORKED_EXAMPLES)
+        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({names}), {instead}")
 
 
 def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
@@ -118,49 +127,53 @@ def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[
     """``params`` with the types that the task declares: tuples for lists, enumerations for text, and so on."""
     tasks = gym.factory.DATASETS
     if name not in tasks:
-        raise UserError(f"task.name is {name!r}; expected a task of reasoning-gym, {_nearest(name, tasks)}")
-    kind = tasks[name][1]
-    hints = get_type_hints(kind)
-    known = {f.name: f for f in fields(kind) if f.name not in _OURS}
-    found: dict[str, Any] = {}
+        raise UserError(f"task.name is {name!r}; expected a task of reasoning-gym, {_name_nearest(name, tasks)}")
+    settings_class = tasks[name][1]
+    hints = get_type_hints(settings_class)
+    declared = {f.name: f for f in fields(settings_class) if f.name not in _SET_BY_GCORE}
+    converted_params: dict[str, Any] = {}
     for key, value in params.items():
-        if key in _OURS:
-            raise UserError(f"{where}.{key} is {value!r}: {_OURS[key]} set it")
-        if key not in known:
-            raise UserError(f"{where}.{key} is not a setting of {name!r}; expected {_nearest(key, known)}")
-        make = known[key].default_factory
-        default = known[key].default if make is MISSING else make()
-        found[key] = _value(f"{where}.{key}", value, hints[key], default=default)
+        if key in _SET_BY_GCORE:
+            raise UserError(f"{where}.{key} is {value!r}: {_SET_BY_GCORE[key]} set it")
+        if key not in declared:
+            raise UserError(f"{where}.{key} is not a setting of {name!r}; expected {_name_nearest(key, declared)}")
+        make = declared[key].default_factory
+        default = declared[key].default if make is MISSING else make()
+        converted_params[key] = _convert(f"{where}.{key}", value, hints[key], default=default)
     if name == "composite":
-        for i, spec in enumerate(found.get("datasets", [])):
+        for i, spec in enumerate(converted_params.get("datasets", [])):
             spec.config = _params(spec.name, spec.config, f"{where}.datasets[{i}].config", gym)
-    return found
+    return converted_params
 
 
-def _value(field: str, value: Any, kind: Any, *, default: Any) -> Any:
-    """``value`` as the type ``kind`` that a task declares, or as that of its default, as some declare another."""
-    if value == "None" and type(None) in get_args(kind):
+def _convert(field: str, value: Any, declared: Any, *, default: Any) -> Any:
+    """Return a value as the type that a task has ``declared``, or as that of its default, as some declare another."""
+    args = get_args(declared)
+    if value == "None" and type(None) in args:
         return None
-    if get_origin(kind) is tuple and len(get_args(kind)) == 1:
-        kind = tuple[get_args(kind)[0], ...]  # tuple[str] is written for any number of them
-    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
-    is_sequence = any((get_origin(k) or k) in (list, tuple) for k in kinds)
-    if kind is str:
+    if get_origin(declared) is tuple and len(args) == 1:
+        declared = tuple[args[0], ...]  # tuple[str] is written for any number of them
+    accepted = args if type(None) in args else (declared,)
+    is_sequence = any((get_origin(t) or t) in (list, tuple) for t in accepted)
+    if declared is str:
         value = str(value)
-    elif isinstance(value, list) and get_args(kind)[:1] == (str,):
-        value = [str(v) for v in value]
-    elif isinstance(value, bool) and bool not in (kind, *get_args(kind)):
-        raise UserError(f"{field} is {value}; expected {getattr(kind, '__name__', kind)}")
+    elif isinstance(value, list) and args[:1] == (str,):
+        value = list(map(str, value))
+    elif isinstance(value, bool) and declared is not bool and bool not in args:
+        raise UserError(f"{field} is {value}; expected {getattr(declared, '__name__', declared)}")
     elif is_sequence and not isinstance(value, list | tuple | type(default)):
         value = [value]  # one value on the command line
     try:
-        return converted(field, value, kind)
+        return converted(field, value, declared)
     except UserError:
-        if type(value) is type(default) and get_origin(kind) is not Literal:
+        if type(value) is type(default) and get_origin(declared) is not Literal:
             return value
         raise
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3) or [k for k in known if name in k or k in name][:3]
-    return f"such as {', '.join(near)}" if near else f"one of {', '.join(sorted(known))}"
+def _name_nearest(name: str, accepted: Collection[str]) -> str:
+    similar = difflib.get_close_matches(name, accepted, n=3)
+    similar = similar or [key for key in accepted if name in key or key in name][:3]
+    if similar:
+        return f"such as {', '.join(similar)}"
+    return f"one of {', '.join(sorted(accepted))}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from gcore_llm.evaluation.sets import val_sources
 from gcore_runs import Amount, Bound, Checked, FractionAbove0, NonNegative, UserError, at_least, converted
 
-_OWN: dict[str, Any] = {"n": int, "temperature": float, "top_p": float, "top_k": int, "reward": str}
+_SET_TYPES: dict[str, Any] = {"n": int, "temperature": float, "top_p": float, "top_k": int, "reward": str}
 """Settings that a set may have of its own, and their types."""
 _FINITE = Bound(lambda score: abs(score) < float("inf"), "a finite number")
 
@@ -33,12 +33,18 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
 
     def of_set(self, name: str) -> Self:
         """Return these settings with what the set of this name has of its own; `UserError` if that is wrong."""
-        where, own = f"rollout.val_kwargs.sets.{name}", self.sets.get(name, {})
-        if not isinstance(own, Mapping):
-            raise UserError(f"{where} is {own!r}; expected a table of {', '.join(_OWN)}")
-        if unknown := own.keys() - _OWN.keys():
-            raise UserError(f"{where} has {', '.join(sorted(map(str, unknown)))}; expected {', '.join(_OWN)}")
-        values = {key: converted(f"{where}.{key}", value, _OWN[key]) for key, value in own.items() if key != "reward"}
+        where = f"rollout.val_kwargs.sets.{name}"
+        settings = self.sets.get(name, {})
+        names = ", ".join(_SET_TYPES)
+        if not isinstance(settings, Mapping):
+            raise UserError(f"{where} is {settings!r}; expected a table of {names}")
+        unknown = settings.keys() - _SET_TYPES.keys()
+        if unknown:
+            raise UserError(f"{where} has {', '.join(sorted(map(str, unknown)))}; expected {names}")
+        values: dict[str, Any] = {}
+        for key, value in settings.items():
+            if key != "reward":
+                values[key] = converted(f"{where}.{key}", value, _SET_TYPES[key])
         try:
             return replace(self, **values, sets={})
         except UserError as error:
@@ -46,15 +52,23 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
 
     def rewards(self, val_files: Sequence[str]) -> dict[str, str]:
         """Return the rewards that sets of data.val_files have in place of the run's, by the set's name."""
-        sources = val_sources(val_files, setting="data.val_files")
-        known = {source.name: source.published.reward for source in sources if source.published}
-        return known | {name: str(own["reward"]) for name, own in self.sets.items() if "reward" in own}
+        rewards: dict[str, str] = {}
+        for source in val_sources(val_files, setting="data.val_files"):
+            if source.published:
+                rewards[source.name] = source.published.reward
+        for name, settings in self.sets.items():
+            if "reward" in settings:
+                rewards[name] = str(settings["reward"])
+        return rewards
 
     def check(self, val_files: Sequence[str], *, is_pairwise: bool) -> None:
         """Raise `UserError` for a set that data.val_files does not name, or more than two responses to be compared."""
         names = [source.name for source in val_sources(val_files, setting="data.val_files") if source.name]
-        if unknown := sorted(self.sets.keys() - set(names)):
-            known = ", ".join(names) or "none has a name"
-            raise UserError(f"rollout.val_kwargs.sets has {unknown[0]!r}; expected a set of data.val_files: {known}")
-        for own in map(self.of_set, ("", *names)):
-            own.require("n", own.n == 1 or not is_pairwise, "1 with reward_model.judge.pairwise")
+        unknown = self.sets.keys() - set(names)
+        if unknown:
+            accepted = ", ".join(names) or "none has a name"
+            raise UserError(
+                f"rollout.val_kwargs.sets has {min(unknown)!r}; expected a set of data.val_files: {accepted}"
+            )
+        for settings in map(self.of_set, ["", *names]):
+            settings.require("n", settings.n == 1 or not is_pairwise, "1 with reward_model.judge.pairwise")

@@ -33,35 +33,37 @@ def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> 
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"k is {k}; expected 1 to {len(answers)}, the number of responses")
-    of_answer: dict[str, list[float]] = defaultdict(list)
+    scores_of: dict[str, list[float]] = defaultdict(list)
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
-            of_answer[answer].append(score)
-    voted = [(len(own), math.fsum(own) / len(own)) for own in of_answer.values()]
-    num_silent = len(answers) - sum(count for count, _ in voted)
-    most = max((count for count, _ in voted), default=0)
+            scores_of[answer].append(score)
+    votes_and_scores = [(len(values), _mean(values)) for values in scores_of.values()]
+    most_votes = max(map(len, scores_of.values()), default=0)
     if k == len(answers):
-        winners = [score for count, score in voted if count == most]
-        return math.fsum(winners) / len(winners) if winners else 0.0
-    found = 0.0
-    for m in range(1, min(most, k) + 1):
-        # [winners, responses taken]; what is above k responses, or k // m winners, is not needed.
-        ways = np.zeros((k // m + 1, k + 1))
-        ways[0] = [math.comb(num_silent, taken) for taken in range(k + 1)]
-        summed = np.zeros_like(ways)
-        for count, score in voted:
-            new_ways, new_summed = np.zeros_like(ways), np.zeros_like(ways)
+        winners = [score for count, score in votes_and_scores if count == most_votes]
+        return _mean(winners) if winners else 0.0
+    num_silent = answers.count(None)
+    total = 0.0
+    for m in range(1, min(most_votes, k) + 1):
+        # [winners, responses drawn] of both polynomials; above k responses, or k // m winners, nothing is needed.
+        ways = np.zeros((2, k // m + 1, k + 1))
+        ways[0, 0] = [math.comb(num_silent, num_drawn) for num_drawn in range(k + 1)]
+        for count, score in votes_and_scores:
+            new_ways = np.zeros_like(ways)
             for votes in range(min(m, count + 1)):
-                weight = math.comb(count, votes)
-                new_ways[:, votes:] += weight * ways[:, : k + 1 - votes]
-                new_summed[:, votes:] += weight * summed[:, : k + 1 - votes]
+                new_ways[:, :, votes:] += math.comb(count, votes) * ways[:, :, : k + 1 - votes]
             if count >= m:
-                weight = math.comb(count, m)
-                new_ways[1:, m:] += weight * ways[:-1, : k + 1 - m]
-                new_summed[1:, m:] += weight * (summed[:-1, : k + 1 - m] + score * ways[:-1, : k + 1 - m])
-            ways, summed = new_ways, new_summed
-        found += float((summed[1:, k] / np.arange(1, len(summed))).sum())
-    return found / math.comb(len(answers), k)
+                won = ways[:, :-1, : k + 1 - m].copy()
+                won[1] += score * won[0]
+                new_ways[:, 1:, m:] += math.comb(count, m) * won
+            ways = new_ways
+        scores_of_winners = ways[1, 1:, k]
+        total += float((scores_of_winners / np.arange(1, len(scores_of_winners) + 1)).sum())
+    return total / math.comb(len(answers), k)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +80,17 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Estimate":
         """Return the estimate from one number of each prompt, at least one."""
-        num, mean = len(values), math.fsum(values) / len(values)
+        num = len(values)
+        mean = _mean(values)
         if num < 2:
             return cls(mean=mean, stderr=None, num=num)
         variance = math.fsum((value - mean) ** 2 for value in values) / (num - 1)
         return cls(mean=mean, stderr=math.sqrt(variance / num), num=num)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
+        if self.stderr is None:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} ± {self.stderr:.3f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,10 @@ class Answered:
 
 def group_sizes(n: int) -> list[int]:
     """Return the numbers k of responses that are reported with n: the powers of two from 2 on, and n."""
-    return sorted({*(2**power for power in range(1, n.bit_length()) if 2**power <= n), *([n] if n > 1 else [])})
+    powers = [2**power for power in range(1, n.bit_length())]
+    if n > 1 and n not in powers:
+        powers.append(n)
+    return powers
 
 
 def estimates(answered: Sequence[Answered], *, right_from: float) -> dict[str, Estimate]:
@@ -111,11 +119,14 @@ def estimates(answered: Sequence[Answered], *, right_from: float) -> dict[str, E
     if not answered:
         return {}
     n = len(answered[0].scores)
-    found = {f"avg@{n}": Estimate.of([math.fsum(one.scores) / n for one in answered])}
-    rights = [sum(score >= right_from for score in one.scores) for one in answered]
-    has_answers = any(answer is not None for one in answered for answer in one.answers)
+    by_name = {f"avg@{n}": Estimate.of([math.fsum(prompt.scores) / n for prompt in answered])}
+    has_answers = any(set(prompt.answers) != {None} for prompt in answered)
     for k in group_sizes(n):
-        found[f"pass@{k}"] = Estimate.of([pass_at_k(n, num_right, k) for num_right in rights])
+        shares: list[float] = []
+        for prompt in answered:
+            num_right = sum(score >= right_from for score in prompt.scores)
+            shares.append(pass_at_k(n, num_right, k))
+        by_name[f"pass@{k}"] = Estimate.of(shares)
         if has_answers:
-            found[f"maj@{k}"] = Estimate.of([maj_at_k(one.answers, one.scores, k) for one in answered])
-    return found
+            by_name[f"maj@{k}"] = Estimate.of([maj_at_k(prompt.answers, prompt.scores, k) for prompt in answered])
+    return by_name

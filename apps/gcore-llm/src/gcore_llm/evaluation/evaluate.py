@@ -41,92 +41,95 @@ class ValSet:
     @property
     def num_responses(self) -> dict[Way, int]:
         """Responses to each prompt by the way that they are generated."""
-        return {"greedy": 1, "sampled": self.n} if self.n else {"greedy": 1}
+        if self.n == 0:
+            return {"greedy": 1}
+        return {"greedy": 1, "sampled": self.n}
 
     def sources(self) -> dict[str, list[int]]:
-        """Return the places of the prompts of each data source, where there are several."""
-        found = defaultdict[str, list[int]](list)
-        for place, prompt in enumerate(self.prompts):
-            if (source := prompt.row.get(_SOURCE)) is not None:
-                found[str(source)].append(place)
-        return dict(sorted(found.items())) if len(found) > 1 else {}
+        """Return the indices of the prompts of each data source, where there are several."""
+        prompts_of = defaultdict[str, list[int]](list)
+        for i, prompt in enumerate(self.prompts):
+            source = prompt.row.get(_SOURCE)
+            if source is not None:
+                prompts_of[str(source)].append(i)
+        if len(prompts_of) < 2:
+            return {}
+        return dict(sorted(prompts_of.items()))
 
 
 def val_sets(prompts: PromptSets, config: TrainConfig, graders: Mapping[str, RewardRunner]) -> list[ValSet]:
     """Return the held-out sets of a run, with their rewards by name in ``graders``; none of them is empty."""
-    sampling, found = sampling_params(config), list[ValSet]()
-    for name, own in {"": prompts.val, **prompts.named}.items():
+    sampling = sampling_params(config)
+    sets: list[ValSet] = []
+    for name, set_prompts in {"": prompts.val, **prompts.val_by_name}.items():
         settings = config.rollout.val_kwargs.of_set(name)
-        own_sampling = replace(
+        if not set_prompts:
+            continue
+        set_sampling = replace(
             sampling,
             temperature=settings.temperature or sampling.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
         )
-        found.append(
-            ValSet(
-                name=name,
-                prompts=own,
-                sampling=own_sampling,
-                n=settings.n,
-                reward=graders.get(name),
-                right_from=settings.right_from,
-            )
+        val_set = ValSet(
+            name=name,
+            prompts=set_prompts,
+            sampling=set_sampling,
+            n=settings.n,
+            reward=graders.get(name),
+            right_from=settings.right_from,
         )
-    return [own for own in found if own.prompts]
+        sets.append(val_set)
+    return sets
 
 
-class Task(NamedTuple):
+class EvaluationTask(NamedTuple):
     """The responses to one prompt in one way: a unit of work."""
 
     set: int
-    """Place of its set."""
+    """Index of its set."""
     way: Way
     prompt: int
-    """Place of the prompt in its set."""
-
-    @property
-    def sampled(self) -> "Task":
-        """The sampled responses to the same prompt."""
-        return Task(self.set, "sampled", self.prompt)
+    """Index of the prompt in its set."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class TextEvaluation:
     """The scores of all responses that have one, and some texts."""
 
     sets: Sequence[ValSet]
-    answered: Mapping[Task, Answered]
+    answered: Mapping[EvaluationTask, Answered]
     samples: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
     """Some prompts with their greedy responses."""
     seconds: float | None = None
     """How long it took; None: that is not known."""
 
     @property
-    def greedy(self) -> float:
+    def greedy_mean(self) -> float:
         """Mean score of the greedy responses of all sets; 0 without any."""
-        found = self._overall("greedy")
-        return found.mean if found else 0.0
+        overall = self._estimate_overall("greedy")
+        return overall.mean if overall else 0.0
 
     @property
-    def sampled(self) -> float | None:
+    def sampled_mean(self) -> float | None:
         """Mean score of the sampled responses of all sets, each prompt counting once; None without any."""
-        found = self._overall("sampled")
-        return found.mean if found else None
+        overall = self._estimate_overall("sampled")
+        return overall.mean if overall else None
 
     def __str__(self) -> str:
-        sampled = "" if self.sampled is None else f", {self.sampled:.3f} sampled"
-        return f"{self.greedy:.3f} greedy{sampled}"
+        if self.sampled_mean is None:
+            return f"{self.greedy_mean:.3f} greedy"
+        return f"{self.greedy_mean:.3f} greedy, {self.sampled_mean:.3f} sampled"
 
     def by_set(self) -> Iterator[tuple[str, dict[str, Estimate]]]:
         """Yield the estimates of each set, and of its data sources, by ``NAME`` and ``NAME/SOURCE``; see `estimates`.
 
         Those of greedy responses are ``greedy``.
         """
-        for place, own in enumerate(self.sets):
-            yield own.name, self._estimates(place, range(len(own.prompts)))
-            for source, prompts in own.sources().items():
-                yield f"{own.name}/{source}".strip("/"), self._estimates(place, prompts)
+        for set_index, val_set in enumerate(self.sets):
+            yield val_set.name, self._estimate(set_index, range(len(val_set.prompts)))
+            for source, prompts in val_set.sources().items():
+                yield f"{val_set.name}/{source}".strip("/"), self._estimate(set_index, prompts)
 
     def metrics(self) -> dict[str, float]:
         """Return the means and their standard errors by their names in metrics.jsonl.
@@ -135,46 +138,54 @@ class Evaluation:
         ``val/NAME/avg@n``, ``val/NAME/pass@k`` and ``val/NAME/maj@k`` of one set, or of one data source of it, without
         ``NAME/`` those of the set that has no name. Each has its standard error at ``/stderr``.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+
+        def add(name: str, estimate: Estimate, mean: str = "") -> None:
+            metrics[f"{name}{mean}"] = estimate.mean
+            if estimate.stderr is not None:
+                metrics[f"{name}/stderr"] = estimate.stderr
+
         for way in ("greedy", "sampled"):
-            if estimate := self._overall(way):
-                found |= _named(f"val/{way}/score", estimate, mean="/mean")
-        for name, own in self.by_set():
-            # Without a name they are the overall ones.
-            left_out = ("greedy", "avg@1") if not name else ()
-            for key, estimate in own.items():
-                if key not in left_out:
-                    found |= _named("/".join(filter(None, ("val", name, key))), estimate)
-        return found if self.seconds is None else found | {"timing_s/val": self.seconds}
+            overall = self._estimate_overall(way)
+            if overall:
+                add(f"val/{way}/score", overall, "/mean")
+        for name, by_key in self.by_set():
+            for key, estimate in by_key.items():
+                if name:
+                    add(f"val/{name}/{key}", estimate)
+                elif key not in ("greedy", "avg@1"):
+                    # Without a name these two are the overall ones.
+                    add(f"val/{key}", estimate)
+        if self.seconds is not None:
+            metrics["timing_s/val"] = self.seconds
+        return metrics
 
     def lines(self) -> list[str]:
         """Return the mean scores, and a line for each set with a name, for the screen."""
-        sets = [(name, own) for name, own in self.by_set() if name and own]
-        of_sets = [f"{name}: {', '.join(f'{key} {one}' for key, one in own.items())}" for name, own in sets]
-        return [f"held-out score {self}", *of_sets]
+        lines = [f"held-out score {self}"]
+        for name, by_key in self.by_set():
+            if name and by_key:
+                estimates_of_set = ", ".join(f"{key} {estimate}" for key, estimate in by_key.items())
+                lines.append(f"{name}: {estimates_of_set}")
+        return lines
 
-    def _overall(self, way: Way) -> Estimate | None:
-        scores = [one.scores for task, one in self.answered.items() if task.way == way]
-        return Estimate.of([math.fsum(own) / len(own) for own in scores]) if scores else None
+    def _estimate_overall(self, way: Way) -> Estimate | None:
+        means = [math.fsum(p.scores) / len(p.scores) for task, p in self.answered.items() if task.way == way]
+        return Estimate.of(means) if means else None
 
-    def _estimates(self, place: int, prompts: Sequence[int]) -> dict[str, Estimate]:
-        right_from = self.sets[place].right_from
-        found: dict[str, Estimate] = {}
-        for way in ("greedy", "sampled"):
-            tasks = (Task(place, way, prompt) for prompt in prompts)
-            own = estimates([self.answered[task] for task in tasks if task in self.answered], right_from=right_from)
-            found |= {"greedy" if way == "greedy" else key: estimate for key, estimate in own.items()}
-        return found
-
-
-def _named(name: str, estimate: Estimate, *, mean: str = "") -> dict[str, float]:
-    found = {f"{name}{mean}": estimate.mean}
-    return found if estimate.stderr is None else found | {f"{name}/stderr": estimate.stderr}
-
-
-def answered(group: Group) -> Answered:
-    """Return the scores and answers of a group of responses."""
-    return Answered(scores=tuple(group.scores), answers=tuple(response.answer for response in group.responses))
+    def _estimate(self, set_index: int, prompts: Sequence[int]) -> dict[str, Estimate]:
+        answered: dict[Way, list[Answered]] = {"greedy": [], "sampled": []}
+        for way, of_way in answered.items():
+            for prompt in prompts:
+                task = EvaluationTask(set_index, way, prompt)
+                if task in self.answered:
+                    of_way.append(self.answered[task])
+        right_from = self.sets[set_index].right_from
+        by_key = estimates(answered["sampled"], right_from=right_from)
+        greedy = estimates(answered["greedy"], right_from=right_from)
+        if greedy:
+            by_key = {"greedy": greedy["avg@1"]} | by_key
+        return by_key
 
 
 async def evaluate(
@@ -184,9 +195,9 @@ async def evaluate(
     group: Collectives | None = None,
     timer: StageTimer | None = None,
     clock: Callable[[], float] | None = None,
-    done: Mapping[Task, Answered] | None = None,
-    finished: Callable[[Task, Group], None] | None = None,
-) -> Evaluation:
+    done: Mapping[EvaluationTask, Answered] | None = None,
+    finished: Callable[[EvaluationTask, Group], None] | None = None,
+) -> TextEvaluation:
     """Answer every prompt greedily and by sampling; the result is the same on every controller.
 
     All responses of a controller are given to its engines at once. Those without a score do not count. With a
@@ -197,88 +208,110 @@ async def evaluate(
         sets: the prompts, with n of 1 where there is a comparison.
         group: the controllers; None: there is one.
         timer: times the stages.
-        clock: returns seconds, for `Evaluation.seconds`; None: they are not measured.
+        clock: returns seconds, for `TextEvaluation.seconds`; None: they are not measured.
         done: what was answered before, and is not generated again.
         finished: called with each group of scored responses as soon as it is complete, before any comparison.
     """
-    group, timer = group or InlineCollectives(InlineGroup(1), 0), timer or StageTimer()
-    done, start_s = done or {}, clock() if clock else 0.0
-    places = [(number, place) for number, own in enumerate(sets) for place in range(len(own.prompts))]
-    mine = places[group.rank :: group.world_size]
+    group = group or InlineCollectives(InlineGroup(1), 0)
+    timer = timer or StageTimer()
+    start_s = clock() if clock else 0.0
+    answered = dict(done or {})
+    indices: list[tuple[int, int]] = []
+    for set_index, val_set in enumerate(sets):
+        indices += [(set_index, prompt) for prompt in range(len(val_set.prompts))]
     work = defaultdict[tuple[int, Way], list[tuple[int, Prompt]]](list)
-    for number, place in mine:
-        for way in sets[number].num_responses:
-            if Task(number, way, place) not in done:
-                work[number, way].append((place, sets[number].prompts[place]))
+    for set_index, prompt in indices[group.rank :: group.world_size]:
+        for way in sets[set_index].num_responses:
+            if EvaluationTask(set_index, way, prompt) not in answered:
+                work[set_index, way].append((prompt, sets[set_index].prompts[prompt]))
+    running: dict[tuple[int, Way], asyncio.Task[list[Group]]] = {}
     try:
-        async with asyncio.TaskGroup() as running:
-            tasks = {
-                key: running.create_task(_generate(roles, sets[key[0]], *key, prompts, timer, finished))
-                for key, prompts in work.items()
-            }
+        async with asyncio.TaskGroup() as task_group:
+            for (set_index, way), prompts in work.items():
+                generating = _generate(roles, sets[set_index], set_index, way, prompts, timer, finished)
+                running[set_index, way] = task_group.create_task(generating)
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
-    groups = {Task(*key, one.prompt_index): one for key, task in tasks.items() for one in task.result()}
+    groups: dict[EvaluationTask, Group] = {}
+    for (set_index, way), generated in running.items():
+        for responses in generated.result():
+            groups[EvaluationTask(set_index, way, responses.prompt_index)] = responses
     if roles.comparison is not None:
         with timer.stage("reward"):
-            groups = await _compared(roles, sets, groups)
-    shown: list[tuple[tuple[int, int], dict[str, object]]] = []
-    for number, place in places[:_NUM_SHOWN]:
-        if one := groups.get(Task(number, "greedy", place)):
-            shown.append(((number, place), _sample(sets[number].prompts[place], one, roles.tokenizer)))
-    own = {task: answered(one) for task, one in groups.items()}
-    parts = await group.all_gather((own, shown))
-    found = dict(done) | {task: one for answers, _ in parts for task, one in answers.items()}
-    samples = sorted((entry for _, rows in parts for entry in rows), key=lambda entry: entry[0])
-    return Evaluation(
+            groups = await _compare_responses(roles, sets, groups)
+    samples: dict[tuple[int, int], dict[str, object]] = {}
+    for set_index, prompt in indices[:_NUM_SHOWN]:
+        greedy = groups.get(EvaluationTask(set_index, "greedy", prompt))
+        if greedy is not None:
+            samples[set_index, prompt] = _sample(sets[set_index].prompts[prompt], greedy, roles.tokenizer)
+    answers: dict[EvaluationTask, Answered] = {}
+    for task, responses in groups.items():
+        group_answers = tuple(response.answer for response in responses.responses)
+        answers[task] = Answered(scores=tuple(responses.scores), answers=group_answers)
+    all_samples: dict[tuple[int, int], dict[str, object]] = {}
+    for rank_answers, rank_samples in await group.all_gather((answers, samples)):
+        answered |= rank_answers
+        all_samples |= rank_samples
+    return TextEvaluation(
         sets=sets,
         # In one order on any number of controllers.
-        answered=dict(sorted(found.items())),
-        samples=[row for _, row in samples],
+        answered=dict(sorted(answered.items())),
+        samples=[all_samples[key] for key in sorted(all_samples)],
         seconds=clock() - start_s if clock else None,
     )
 
 
 async def _generate(
     roles: RolloutRoles,
-    own: ValSet,
-    number: int,
+    val_set: ValSet,
+    set_index: int,
     way: Way,
     prompts: Sequence[tuple[int, Prompt]],
     timer: StageTimer,
-    finished: Callable[[Task, Group], None] | None,
+    finished: Callable[[EvaluationTask, Group], None] | None,
 ) -> list[Group]:
+    def report(group: Group) -> None:
+        if finished is not None:
+            finished(EvaluationTask(set_index, way, group.prompt_index), group)
+
     generation = Generation(
-        roles=roles if own.reward is None else replace(roles, reward=own.reward),
-        sampling=own.sampling if way == "sampled" else replace(own.sampling, temperature=0.0),
-        n=own.num_responses[way],
+        roles=replace(roles, reward=val_set.reward or roles.reward),
+        sampling=val_set.sampling if way == "sampled" else replace(val_set.sampling, temperature=0.0),
+        n=val_set.num_responses[way],
         seed=_SEED,
         timer=timer,
-        finished=None if finished is None else lambda group: finished(Task(number, way, group.prompt_index), group),
+        finished=report,
     )
-    return (await generation.run(prompts))[0]
+    groups, _ = await generation.run(prompts)
+    return groups
 
 
-async def _compared(roles: RolloutRoles, sets: Sequence[ValSet], groups: Mapping[Task, Group]) -> dict[Task, Group]:
+async def _compare_responses(
+    roles: RolloutRoles, sets: Sequence[ValSet], groups: Mapping[EvaluationTask, Group]
+) -> dict[EvaluationTask, Group]:
     """Return the groups with the scores of their comparisons, without prompts that lack one of both responses.
 
     Sets with a reward of their own are not compared.
     """
     assert roles.comparison is not None
-    found = {task: group for task, group in groups.items() if sets[task.set].reward is not None}
-    compared = groups.keys() - found.keys()
-    pairs = [(task, task.sampled) for task in groups if task in compared and task.way == "greedy"]
-    pairs = [(task, other) for task, other in pairs if other in groups]
-    both = [
-        replace(groups[a], prompt_index=i, responses=groups[a].responses + groups[b].responses)
-        for i, (a, b) in enumerate(pairs)
-    ]
-    prompts = [sets[task.set].prompts[task.prompt] for task, _ in pairs]
-    for scored in await roles.comparison.run(list(zip(both, prompts, strict=True)), roles.tokenizer):
-        for task, response in zip(pairs[scored.prompt_index], scored.responses, strict=True):
-            found[task] = replace(groups[task], responses=[response])
-    return found
+    scored_groups: dict[EvaluationTask, Group] = {}
+    pairs: list[tuple[EvaluationTask, EvaluationTask]] = []
+    pair_groups: list[tuple[Group, Prompt]] = []
+    for task, group in groups.items():
+        if sets[task.set].reward is not None:
+            scored_groups[task] = group
+            continue
+        sampled = task._replace(way="sampled")
+        if task.way == "greedy" and sampled in groups:
+            responses = group.responses + groups[sampled].responses
+            pair = replace(group, prompt_index=len(pairs), responses=responses)
+            pairs.append((task, sampled))
+            pair_groups.append((pair, sets[task.set].prompts[task.prompt]))
+    for pair in await roles.comparison.run(pair_groups, roles.tokenizer):
+        for task, response in zip(pairs[pair.prompt_index], pair.responses, strict=True):
+            scored_groups[task] = replace(groups[task], responses=[response])
+    return scored_groups
 
 
 def _sample(prompt: Prompt, group: Group, tokenizer: Any) -> dict[str, object]:
@@ -286,4 +319,6 @@ def _sample(prompt: Prompt, group: Group, tokenizer: Any) -> dict[str, object]:
     text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
     row: dict[str, object] = {"prompt": prompt.text, "completion": text, "score": response.score}
     answer = prompt.row.get("answer")
-    return row if answer is None else row | {"answer": str(answer)}
+    if answer is not None:
+        row["answer"] = str(answer)
+    return row

@@ -11,6 +11,7 @@ from gcore_runs import UserError, columns
 Row = Mapping[str, Any]
 
 _NAMED = re.compile(r"(\w+)=(.+)", re.DOTALL)
+_GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 _BOX = "Reason step by step, and put the final answer in \\boxed{}."
 
 
@@ -33,27 +34,27 @@ class PublishedSet:
 
     def problem(self, row: Row, where: str) -> tuple[str, dict[str, Any]]:
         """Return a row's prompt, and the row for the grader; `UserError` if it lacks a column."""
-        if missing := [name for name in self.columns if name not in row]:
-            raise UserError(f"{where} has no column {missing[0]!r}; it has {columns(row)}")
-        own = self.of_row(row)
+        for name in self.columns:
+            if name not in row:
+                raise UserError(f"{where} has no column {name!r}; it has {columns(row)}")
+        prompt_row = self.of_row(row)
         if self.data_source:
-            own["data_source"] = str(row[self.data_source])
-        return self.prompt(own), own
+            prompt_row["data_source"] = str(row[self.data_source])
+        return self.prompt(prompt_row), prompt_row
 
 
 def _choices(row: Row) -> str:
-    options = "\n".join(f"{chr(ord('A') + place)}. {option}" for place, option in enumerate(row["options"]))
+    options = "\n".join(f"{chr(code)}. {option}" for code, option in enumerate(row["options"], ord("A")))
     ending = 'Reason step by step, and end with a line "Answer: X", where X is the letter of the right choice.'
     return f"{row['question']}\n\n{options}\n\n{ending}"
 
 
 def _gpqa(row: Row) -> dict[str, Any]:
     """Return a row with its choices in an order that depends on the question alone."""
-    right = row["Correct Answer"]
-    options = [right, *(row[f"Incorrect Answer {number}"] for number in (1, 2, 3))]
+    options = [row[name].strip() for name in _GPQA_ANSWERS]
+    right = options[0]
     random.Random(row["Question"]).shuffle(options)
-    options = [option.strip() for option in options]
-    letter = chr(ord("A") + options.index(right.strip()))
+    letter = chr(ord("A") + options.index(right))
     return {"question": row["Question"], "options": options, "answer": letter}
 
 
@@ -61,8 +62,6 @@ def _code(row: Row) -> str:
     ask = "Complete this function of Python. Answer with the whole function, in one fenced block of code."
     return f"{ask}\n\n```python\n{row['prompt'].rstrip()}\n```"
 
-
-_GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 PUBLISHED: dict[str, PublishedSet] = {
     "gsm8k": PublishedSet(
@@ -95,7 +94,7 @@ PUBLISHED: dict[str, PublishedSet] = {
     "gpqa_diamond": PublishedSet(
         source="hf://Idavidrein/gpqa/gpqa_diamond:train",
         reward="multiple-choice",
-        columns=_GPQA,
+        columns=("Question", *_GPQA_ANSWERS),
         prompt=_choices,
         of_row=_gpqa,
     ),
@@ -132,16 +131,21 @@ def val_sources(entries: Sequence[str], *, setting: str) -> list[ValSource]:
     ``NAME=FILE`` with the name of a published set is that set from a file of its own rows. `UserError` if two sets have
     the same name.
     """
-    found: list[ValSource] = []
+    sources: list[ValSource] = []
     for entry in entries:
         match = _NAMED.fullmatch(entry)
-        name, path = (match[1], match[2]) if match else (entry if entry in PUBLISHED else "", entry)
-        published = PUBLISHED.get(name)
-        found.append(ValSource(name, published.source if published and not match else path, published))
-    names = [source.name for source in found if source.name]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{setting} has {twice[0]!r} twice; expected sets of different names")
-    return found
+        if match:
+            source = ValSource(match[1], match[2], PUBLISHED.get(match[1]))
+        elif entry in PUBLISHED:
+            source = ValSource(entry, PUBLISHED[entry].source, PUBLISHED[entry])
+        else:
+            source = ValSource("", entry, None)
+        sources.append(source)
+    names = [source.name for source in sources if source.name]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{setting} has {name!r} twice; expected sets of different names")
+    return sources
 
 
 def with_sources(entries: Sequence[str]) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ def reward_model_embedded() -> RewardModelRunConfig:
 
 def dpo_embedded() -> DPORunConfig:
     """Under a minute on one core: a tiny model learns to prefer right sums to wrong ones."""
-    optim, length = OptimConfig(lr=2e-4, lr_warmup_steps=5), LengthConfig(total_training_steps=80, test_freq=20)
+    optim = OptimConfig(lr=2e-4, lr_warmup_steps=5)
+    length = LengthConfig(total_training_steps=80, test_freq=20)
     return DPORunConfig(**_sums(batch_size=32), warmup_steps=150, optim=optim, trainer=length)
 
 

@@ -67,10 +67,11 @@ class OptimConfig(Checked, section="optim"):
     def build(self, *, total_training_steps: int) -> OptimizerConfig:
         """Return the trainer's settings for a run of this many steps."""
         warmup_steps = self.lr_warmup_steps or round(self.lr_warmup_steps_ratio * total_training_steps)
-        same = {name: value for name, value in vars(self).items() if not name.startswith("lr_warmup")}
+        values = dict(vars(self))
+        del values["lr_warmup_steps_ratio"]
+        values["lr_warmup_steps"] = warmup_steps
         # A warm-up longer than the run is cut short by its end.
-        length = max(total_training_steps, warmup_steps + 1)
-        return OptimizerConfig(**same, lr_warmup_steps=warmup_steps, total_training_steps=length)
+        return OptimizerConfig(**values, total_training_steps=max(total_training_steps, warmup_steps + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +141,12 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
         self.task.check_only_source(self.data.train_files, of="rows")
         is_plain = self.trainer.backend == "torch" or self.optim.name == "adamw"
         self.require("optim.name", is_plain, f"'adamw' with trainer.backend {self.trainer.backend!r}")
-        longest = (2 if self.rows_are_pairs else 1) * self.data.max_length
+        longest = self.data.max_length
+        product = "data.max_length"
+        if self.rows_are_pairs:
+            longest *= 2
+            product = "2 * data.max_length"
         if self.max_token_len < longest:
-            product = "2 * data.max_length" if self.rows_are_pairs else "data.max_length"
             raise UserError(
                 f"max_token_len is {self.max_token_len}; expected at least {product} = {longest}, so that every row "
                 "fits a micro-batch"
@@ -182,8 +186,8 @@ class RewardModelRunConfig(PairsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_torch, backend = self.trainer.backend == "torch", self.trainer.backend
-        self.require("lora_rank", is_torch or not self.lora_rank, f"0 with trainer.backend {backend!r}")
+        backend = self.trainer.backend
+        self.require("lora_rank", backend == "torch" or not self.lora_rank, f"0 with trainer.backend {backend!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

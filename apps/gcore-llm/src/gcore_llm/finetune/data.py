@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,38 +40,46 @@ class ExampleSets:
 def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
     """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's own of both."""
     data = config.data
-    too_long, equal = f"longer than {data.max_length} tokens", "whose chosen and rejected answers are equal"
-    left_out = dict.fromkeys((too_long, equal), 0)
+    num_too_long = 0
+    num_equal = 0
 
-    def kept(part: Sequence[Row]) -> list[tuple[Tokens, ...]]:
-        found: list[tuple[Tokens, ...]] = []
-        for row in part:
-            sides = pair_tokens(encoder, *row) if config.rows_are_pairs else (sft_tokens(encoder, *row),)
+    def encode(part: Sequence[Row]) -> list[tuple[Tokens, ...]]:
+        nonlocal num_too_long, num_equal
+        encoded: list[tuple[Tokens, ...]] = []
+        for row, where in part:
+            sides = pair_tokens(encoder, row, where) if config.rows_are_pairs else (sft_tokens(encoder, row, where),)
             if max(side.ids.size for side in sides) > data.max_length:
-                left_out[too_long] += 1
+                num_too_long += 1
             elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
-                left_out[equal] += 1
+                num_equal += 1
             else:
-                found.append(sides)
-        return found
+                encoded.append(sides)
+        return encoded
 
-    given = [rows[0]] if rows else [_read(source, data) for source in data.train_files]
-    train = list(map(kept, given))
-    val = kept(rows[1] if rows else [row for source in data.val_files for row in _read(source, data)])
+    if rows:
+        train = [encode(rows[0])]
+        val = encode(rows[1])
+    else:
+        train = [encode(part) for part in [_read(source, data) for source in data.train_files]]
+        val = encode(list(chain.from_iterable(_read(source, data) for source in data.val_files)))
+    notices: list[str] = []
+    if num_too_long:
+        notices.append(f"left out {num_too_long} rows longer than {data.max_length} tokens")
+    if num_equal:
+        notices.append(f"left out {num_equal} rows whose chosen and rejected answers are equal")
     if not any(train):
-        raise UserError(
-            f"no row is left to train on: {left_out[too_long]} are longer than data.max_length={data.max_length} tokens"
-            + (f", in {left_out[equal]} chosen and rejected are equal" if left_out[equal] else "")
-        )
+        reason = f"{num_too_long} are longer than data.max_length={data.max_length} tokens"
+        if num_equal:
+            reason += f", in {num_equal} chosen and rejected are equal"
+        raise UserError(f"no row is left to train on: {reason}")
     if not rows and not data.val_files:
         train, val = hold_out(train, size=data.val_size, seed=data.shuffle_seed)
-    notices = [f"left out {count} rows {reason}" for reason, count in left_out.items() if count]
     notices += encoder.notices()
-    prepare = _scored if isinstance(config, RewardModelRunConfig) else _learned
+    prepare = _scored_example if isinstance(config, RewardModelRunConfig) else _learned_example
     return ExampleSets(
-        train=[prepare(tokens) for part in train for tokens in part],
+        train=list(map(prepare, chain.from_iterable(train))),
         sizes=list(map(len, train)),
-        val=[prepare(tokens) for tokens in val],
+        val=list(map(prepare, val)),
         notices=notices,
     )
 
@@ -82,22 +91,29 @@ def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
 
     def row(problem: Problem) -> Row:
         answer = WORKED_EXAMPLES[config.task.name](problem.row)
-        pair = {"chosen": answer, "rejected": _miscounted(answer, rng)} if config.rows_are_pairs else None
-        return {"prompt": problem.value, **(pair or {"completion": answer})}, f"task {config.task.name}"
+        columns: dict[str, Any] = {"prompt": problem.value}
+        if config.rows_are_pairs:
+            columns["chosen"] = answer
+            columns["rejected"] = _miscount(answer, rng)
+        else:
+            columns["completion"] = answer
+        return columns, f"task {config.task.name}"
 
-    train, val = (list(map(row, part)) for part in make_problems(config.task, seed=config.seed))
-    return train, val
+    train, val = make_problems(config.task, seed=config.seed)
+    return list(map(row, train)), list(map(row, val))
 
 
-def _miscounted(answer: str, rng: np.random.Generator) -> str:
+def _miscount(answer: str, rng: np.random.Generator) -> str:
     """Return the answer with its last number up to twenty too high or too low."""
     error = int(rng.integers(1, 21)) * int(rng.choice([-1, 1]))
     return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
 
 
 def _read(source: str, data: BaseDataConfig) -> list[Row]:
-    files = open_rows(source, data.columns)
-    return [(row, f"{file.name}: row {n}") for file in files for n, row in enumerate(file.rows, 1)]
+    rows: list[Row] = []
+    for file in open_rows(source, data.columns):
+        rows += [(row, f"{file.name}: row {n}") for n, row in enumerate(file.rows, 1)]
+    return rows
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
@@ -110,7 +126,7 @@ def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
         messages = _messages(columns, "messages", where)
         return encoder.conversation(messages, where, tools=_tools(row, where))
     if columns.keys() == {"prompt", "completion"}:
-        return _answered(encoder, columns, "completion", where, _tools(row, where))
+        return _encode_answer(encoder, columns, "completion", where, _tools(row, where))
     if columns.keys() == {"text"}:
         return encoder.text(_text(columns, "text", where), where)
     raise UserError(
@@ -124,27 +140,29 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
     ``tools`` are as in `sft_tokens`.
     """
     columns = _read_columns(row, ("prompt", "chosen", "rejected"), where)
-    chosen, rejected = columns.get("chosen"), columns.get("rejected")
+    chosen = columns.get("chosen")
+    rejected = columns.get("rejected")
     if chosen is None or rejected is None:
         raise UserError(
             f"{where} has the columns {', '.join(row) or 'none'}; expected chosen and rejected, and prompt "
             "unless they are whole conversations"
         )
-    num_given: int | None = None
+    num_shared = 0
     # Some data sets repeat the start of their conversations as text in `prompt`.
     if are_messages(chosen) and are_messages(rejected) and not are_messages(columns.get("prompt")):
         shortest = min(len(chosen), len(rejected))
-        num_shared = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-        num_given = min(num_shared, shortest - 1) if num_shared else None
+        while num_shared < shortest and chosen[num_shared] == rejected[num_shared]:
+            num_shared += 1
 
     tools = _tools(row, where)
 
     def encode(key: str) -> Tokens:
-        if num_given is not None:
+        if num_shared:
+            num_given = min(num_shared, len(chosen) - 1, len(rejected) - 1)
             return encoder.conversation(columns[key], f"{where}, {key}", num_given=num_given, tools=tools)
         if "prompt" not in columns:
             return encoder.text(_text(columns, key, where), f"{where}, {key}")
-        return _answered(encoder, columns, key, where, tools)
+        return _encode_answer(encoder, columns, key, where, tools)
 
     return encode("chosen"), encode("rejected")
 
@@ -187,17 +205,21 @@ def _tools(row: Mapping[str, Any], where: str) -> Tools:
         raise UserError(f"{where}: {error}") from None
 
 
-def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str, tools: Tools) -> Tokens:
+def _encode_answer(encoder: Encoder, row: Mapping[str, Any], key: str, where: str, tools: Tools) -> Tokens:
     """Encode the prompt with the answer in column ``key``, which is learned."""
-    prompt, answer = row["prompt"], row[key]
-    for name, value in (("prompt", prompt), (key, answer)):
-        if value == "":
+    prompt = row["prompt"]
+    answer = row[key]
+    for name in ("prompt", key):
+        if row[name] == "":
             raise UserError(f"{where} has an empty {name}")
     if isinstance(prompt, str) and isinstance(answer, str) and not encoder.makes_messages:
         return encoder.completion(prompt, answer)
     messages: list[dict[str, Any]] = []
-    for name, value, role in (("prompt", prompt, "user"), (key, answer, "assistant")):
-        messages += [{"role": role, "content": value}] if isinstance(value, str) else _messages(row, name, where)
+    for name, role in (("prompt", "user"), (key, "assistant")):
+        if isinstance(row[name], str):
+            messages.append({"role": role, "content": row[name]})
+        else:
+            messages += _messages(row, name, where)
     num_given = 1 if isinstance(prompt, str) else len(prompt)
     return encoder.conversation(messages, f"{where}, {key}", num_given=num_given, tools=tools)
 
@@ -216,32 +238,39 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     return row[key]
 
 
-def _learned(sides: tuple[Tokens, ...]) -> Example:
+def _learned_example(sides: tuple[Tokens, ...]) -> Example:
     """Return samples of one prompt, all tokens before the first one to learn, up to the last one to learn."""
-    num_given = max(1, min(_num_equal(sides), *(side.num_given for side in sides)))
-    return [
-        Sample(
-            prompt_ids=side.ids[:num_given],
-            response_ids=side.ids[num_given : side.end],
-            response_mask=side.mask[num_given : side.end],
+    num_given = max(1, min([_num_equal(sides)] + [side.num_given for side in sides]))
+    samples: Example = []
+    for side in sides:
+        response = slice(num_given, side.end)
+        samples.append(
+            Sample(
+                prompt_ids=side.ids[:num_given],
+                response_ids=side.ids[response],
+                response_mask=side.mask[response],
+            )
         )
-        for side in sides
-    ]
+    return samples
 
 
-def _scored(sides: tuple[Tokens, ...]) -> Example:
+def _scored_example(sides: tuple[Tokens, ...]) -> Example:
     """Return samples whose prompt is all that the sides share, scored at their last token."""
     num_shared = max(1, _num_equal(sides))
-    return [
-        scored_at_end(Sample(prompt_ids=side.ids[:num_shared], response_ids=side.ids[num_shared:])) for side in sides
-    ]
+    samples: Example = []
+    for side in sides:
+        sample = Sample(prompt_ids=side.ids[:num_shared], response_ids=side.ids[num_shared:])
+        samples.append(scored_at_end(sample))
+    return samples
 
 
 def _num_equal(sides: tuple[Tokens, ...]) -> int:
     """Return the number of first tokens that the sides share, at most all but the last."""
     length = min(side.ids.size for side in sides) - 1
     differs = np.any([side.ids[:length] != sides[0].ids[:length] for side in sides], axis=0)
-    return int(differs.argmax()) if differs.any() else length
+    if not differs.any():
+        return length
+    return int(differs.argmax())
 
 
 def in_micro_batches(
@@ -253,8 +282,12 @@ def in_micro_batches(
 
     Computed are an example's prompt once, and each response without its last token.
     """
-    tokens = [e[0].prompt_ids.size + sum(s.response_ids.size - 1 for s in e) for e in examples]
-    lengths = [np.array([s.response_ids.size for s in e]) for e in examples]
-    costs = [float(workload.group_flops(e[0].prompt_ids.size, own)) for e, own in zip(examples, lengths, strict=True)]
+    tokens: list[int] = []
+    costs: list[float] = []
+    for example in examples:
+        prompt_length = example[0].prompt_ids.size
+        lengths = np.array([sample.response_ids.size for sample in example])
+        tokens.append(prompt_length + int((lengths - 1).sum()))
+        costs.append(float(workload.group_flops(prompt_length, lengths)))
     parts = micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
-    return [[sample for i in part.tolist() for sample in examples[i]] for part in parts if part.size]
+    return [list(chain.from_iterable(examples[i] for i in part)) for part in parts if part.size]

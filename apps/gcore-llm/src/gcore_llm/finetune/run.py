@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from gcore_runs import Result, Stop, Supervisor, mixed, model_folder, with_adapt
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import MetricsWriter, write_atomically
 from gcore_runs.settings.parsing import resolve
-from gcore_trainer import MicroBatch, TokenScores, check_extras
+from gcore_trainer import MicroBatch, Sample, TokenScores, check_extras
 
 if TYPE_CHECKING:
     from gcore_runs.loop.recorder import Display
@@ -59,7 +59,8 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         sets = load_examples(config, encoder, rows)
         model = model_folder(config.model) if config.model else None
         _check_fits(sets, model)
-        run = supervisor.open_run(*sets.notices, f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
+        sizes = f"{len(sets.train):,} training rows, {len(sets.val):,} held out"
+        run = supervisor.open_run(*sets.notices, sizes)
         if rows and model is None and not run.model.is_dir():
             supervisor.run_async(make_model(config, run, tokenizer, rows[0], supervisor.display))
         drop_other_export(run.export, config)
@@ -77,10 +78,13 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
         raise UserError(
             "model is not set; expected a Hugging Face folder, or a model's name on its Hub, with data.train_files"
         )
-    model = model_folder(config.model) if config.model else None
-    if model:
+    if config.model:
+        model = model_folder(config.model)
         check_model(model)
-    tokenizer = build_tokenizer(model) if model else tiny_tokenizer()
+        tokenizer = build_tokenizer(model)
+    else:
+        model = None
+        tokenizer = tiny_tokenizer()
     encoder = Encoder(
         tokenizer,
         eos_token_ids=eos_token_ids(tokenizer, model),
@@ -92,12 +96,16 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
 
 def _check_fits(sets: ExampleSets, model: Path | None) -> None:
     limit = longest_sequence(model)
-    longest = max(s.prompt_ids.size + s.response_ids.size for e in (*sets.train, *sets.val) for s in e)
+    longest = max(map(_num_tokens, chain(*sets.train, *sets.val)))
     if limit and longest > limit:
         raise UserError(
             f"the longest row has {longest} tokens; expected at most {limit}, which the model takes; a lower "
             "data.max_length leaves longer rows out"
         )
+
+
+def _num_tokens(sample: Sample) -> int:
+    return sample.prompt_ids.size + sample.response_ids.size
 
 
 def _padding_token(tokenizer: Any, model: Path) -> str:
@@ -108,11 +116,11 @@ def _padding_token(tokenizer: Any, model: Path) -> str:
     from gcore_runs import eos_token_ids
 
     ends = eos_token_ids(tokenizer, model)
-    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
+    special = [tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids]
     # Without a special token to spare any other one will do: the attention mask hides it.
-    candidates.extend(range(len(ends) + 1))
-    usable = [token for token in candidates if token is not None and token not in ends]
-    return tokenizer.convert_ids_to_tokens(usable[0])
+    candidates = chain(special, range(len(ends) + 1))
+    usable = next(token for token in candidates if token is not None and token not in ends)
+    return tokenizer.convert_ids_to_tokens(usable)
 
 
 class _Loop:
@@ -123,7 +131,8 @@ class _Loop:
         self._sets = sets
         self._supervisor = supervisor
         self._tokenizer = tokenizer
-        self._display, self._run_async = supervisor.display, supervisor.run_async
+        self._display = supervisor.display
+        self._run_async = supervisor.run_async
         self._objective = objective_of(config)
         num_rows = math.ceil(config.trainer.total_epochs * len(sets.train))
         self._total = config.trainer.total_training_steps or math.ceil(num_rows / config.data.train_batch_size)
@@ -135,21 +144,24 @@ class _Loop:
         from gcore_llm.learning.preparation import workload_of
         from gcore_llm.learning.trainer_worker import start_ranks
 
-        config, run = self._config, self._supervisor.run
+        config = self._config
+        run = self._supervisor.run
         is_resumed = bool(Checkpointer(run.checkpoints).steps())
         first_step = self._supervisor.resume(self._total)
         if first_step is None:
             return
         self._workload = workload_of(model)
-        whole = replace(config, trainer=replace(config.trainer, total_training_steps=self._total))
-        self._learner = start_ranks(FineTuneWorker, whole, whole.trainer, model, run.checkpoints)
+        trainer = replace(config.trainer, total_training_steps=self._total)
+        config_with_length = replace(config, trainer=trainer)
+        self._learner = start_ranks(FineTuneWorker, config_with_length, trainer, model, run.checkpoints)
         try:
             with self._stop.noted():
-                train, val = self._sets.train, self._sets.val
+                sets = self._sets
                 if isinstance(config, DPORunConfig):
-                    train, val = self._with_reference(is_resumed=is_resumed)
-                self._val = self._micro_batches(val)
-                self._loader: PromptLoader[Example] = PromptLoader(self._mixed(train), seed=config.data.shuffle_seed)
+                    sets = self._add_reference(is_resumed=is_resumed)
+                self._val = self._micro_batches(sets.val)
+                train = self._mix(sets.train)
+                self._loader: PromptLoader[Example] = PromptLoader(train, seed=config.data.shuffle_seed)
                 if is_resumed:
                     self._loader.load_state(self._learner.load()["loader"])
                 with self._supervisor.metrics_writer(last_step=first_step) as writer:
@@ -158,7 +170,7 @@ class _Loop:
         finally:
             self._learner.close()
 
-    def _mixed(self, train: list[Example]) -> Sequence[Example]:
+    def _mix(self, train: list[Example]) -> Sequence[Example]:
         """Return the training examples, by data.weights if there are any."""
         if not self._config.data.weights:
             return train
@@ -176,22 +188,23 @@ class _Loop:
             file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
         self._tokenizer.save_pretrained(path)
 
-    def _with_reference(self, *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
+    def _add_reference(self, *, is_resumed: bool) -> ExampleSets:
         """Return the training and held-out pairs with their log-probs under the initial model.
 
         They are computed once, and kept in the run's folder: a frozen copy of the model would take memory during the
         whole run and a forward pass whenever a pair is used again.
         """
-        examples = [*self._sets.train, *self._sets.val]
+        examples = self._sets.train + self._sets.val
         path = self._supervisor.run.path / "reference_log_probs.npz"
-        sizes = [s.response_ids.size for e in examples for s in e]
+        samples = list(chain(*examples))
+        sizes = [sample.response_ids.size for sample in samples]
         if not is_resumed:
             self._display.phase("reference log-probs", total=len(examples))
-            found: dict[int, Any] = {}
-            for batch, log_probs in self._scored(self._micro_batches(examples)):
-                found |= {id(s): own for s, own in zip(batch, log_probs, strict=True)}
-                self._display.progressed(len(found) // 2)
-            log_probs = np.concatenate([found[id(s)] for e in examples for s in e])
+            log_probs_of: dict[int, Any] = {}
+            for batch, scores in self._score(self._micro_batches(examples)):
+                log_probs_of.update(zip(map(id, batch), scores, strict=True))
+                self._display.progressed(len(log_probs_of) // 2)
+            log_probs = np.concatenate([log_probs_of[id(sample)] for sample in samples])
 
             def write(partial: Path) -> None:
                 with partial.open("wb") as file:
@@ -212,18 +225,21 @@ class _Loop:
                 )
         parts = iter(np.split(log_probs, np.cumsum(sizes)[:-1]))
         examples = [[replace(s, ref_log_probs=next(parts)) for s in example] for example in examples]
-        return examples[: len(self._sets.train)], examples[len(self._sets.train) :]
+        num_train = len(self._sets.train)
+        return replace(self._sets, train=examples[:num_train], val=examples[num_train:])
 
-    def _scored(self, micro_batches: Sequence[MicroBatch]) -> Generator[tuple[MicroBatch, list[Any]]]:
+    def _score(self, micro_batches: Sequence[MicroBatch]) -> Generator[tuple[MicroBatch, list[Any]]]:
         """Yield micro-batches and the scores [R] of their samples, by the present model."""
         count = self._learner.num_replicas
         for first in range(0, len(micro_batches), count):
-            some = micro_batches[first : first + count]
-            yield from zip(some, self._run_async(self._learner.score("actor", some)), strict=True)
+            batches = micro_batches[first : first + count]
+            yield from zip(batches, self._run_async(self._learner.score("actor", batches)), strict=True)
             self._stop.check()
 
     def _steps(self, first_step: int, writer: MetricsWriter) -> None:
-        config, total, loader = self._config, self._total, self._loader
+        config = self._config
+        total = self._total
+        loader = self._loader
         self._display.phase("training", total=total, done=first_step)
         step = saved_step = first_step
 
@@ -239,7 +255,7 @@ class _Loop:
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
                 metrics = self._run_async(self._learner.train_step("actor", self._micro_batches(batch)))
                 step += 1
-                num_tokens = sum(s.prompt_ids.size + s.response_ids.size for example in batch for s in example)
+                num_tokens = sum(map(_num_tokens, chain(*batch)))
                 step_s = time.perf_counter() - start_s
                 metrics |= {
                     "data/epoch": loader.epoch,
@@ -270,17 +286,16 @@ class _Loop:
     def _record(self, step: int, metrics: dict[str, float], writer: MetricsWriter) -> None:
         writer.write(step, metrics)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
-        own = {name: value for name, value in metrics.items() if name.startswith(("sft/", "rm/", "dpo/"))}
-        self._display.progressed(
-            step,
-            [
-                *((name.partition("/")[2].replace("_", " "), f"{value:.3f}") for name, value in own.items()),
-                ("held-out", self._held_out),
-                ("lr", f"{metrics['actor/lr']:.2g}"),
-                ("epoch", f"{metrics['data/epoch']:.2f}"),
-                ("tokens/s", f"{metrics['perf/throughput']:,.0f}"),
-            ],
-        )
+        cells: list[tuple[str, str]] = []
+        for name, value in metrics.items():
+            prefix, _, label = name.partition("/")
+            if prefix in ("sft", "rm", "dpo"):
+                cells.append((label.replace("_", " "), f"{value:.3f}"))
+        cells.append(("held-out", self._held_out))
+        cells.append(("lr", f"{metrics['actor/lr']:.2g}"))
+        cells.append(("epoch", f"{metrics['data/epoch']:.2f}"))
+        cells.append(("tokens/s", f"{metrics['perf/throughput']:,.0f}"))
+        self._display.progressed(step, cells)
         if not math.isfinite(metrics["actor/grad_norm"]):
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
@@ -288,17 +303,23 @@ class _Loop:
         """Record the objective's metrics of the held-out samples, under ``val/``."""
         if not self._val:
             return
-        totals = self._objective.totals([s for batch in self._val for s in batch])
+        totals = self._objective.totals(list(chain(*self._val)))
         sums: dict[str, float] = {}
-        for batch, found_scores in self._scored(self._val):
-            scores: Any = torch.from_numpy(np.concatenate(found_scores))
+        for batch, sample_scores in self._score(self._val):
+            scores: Any = torch.from_numpy(np.concatenate(sample_scores))
             if self._objective.scores == "tokens":
                 # Predictions come without entropies.
                 scores = TokenScores(log_probs=scores, entropies=torch.zeros_like(scores))
-            for name, value in self._objective.partial_loss(scores, batch, totals)[1].items():
+            _, partial_metrics = self._objective.partial_loss(scores, batch, totals)
+            for name, value in partial_metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        found = {name: value for name, value in self._objective.metrics(sums).items() if name != "sft/entropy"}
-        writer.write(step, {f"val/{name}": value for name, value in found.items()})
-        shown = {name.rpartition("/")[2].replace("_", " "): f"{value:.3f}" for name, value in found.items()}
-        self._held_out = shown["loss"]
-        self._display.say(f"step {step}: held-out " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+        metrics = dict(self._objective.metrics(sums))
+        metrics.pop("sft/entropy", None)
+        writer.write(step, {f"val/{name}": value for name, value in metrics.items()})
+        cells: list[str] = []
+        for name, value in metrics.items():
+            label = name.rpartition("/")[2].replace("_", " ")
+            cells.append(f"{label} {value:.3f}")
+            if label == "loss":
+                self._held_out = f"{value:.3f}"
+        self._display.say(f"step {step}: held-out {', '.join(cells)}")

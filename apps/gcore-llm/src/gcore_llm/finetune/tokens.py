@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ class Encoder:
         if not text:
             raise UserError(f"{where} is empty")
         ids, _ = self._encode(text, add_special_tokens=takes_special_tokens(text, self._tokenizer))
-        return self._ended(ids, np.ones(ids.shape, np.bool_))
+        return self._add_ends(ids, np.ones(ids.shape, np.bool_))
 
     def completion(self, prompt: str, completion: str) -> Tokens:
         """Encode a prompt and a completion, which is learned; neither is empty.
@@ -95,7 +96,7 @@ class Encoder:
         """
         adds = takes_special_tokens(prompt, self._tokenizer)
         ids, ends = self._encode(prompt + completion, add_special_tokens=adds)
-        return self._ended(ids, ends > len(prompt))
+        return self._add_ends(ids, ends > len(prompt))
 
     def conversation(self, messages: Messages, where: str, *, num_given: int = 0, tools: Tools = ()) -> Tokens:
         """Encode messages, of which the assistant's after the first ``num_given`` are learned.
@@ -114,56 +115,59 @@ class Encoder:
             raise UserError(
                 f"{where}: tools are given; expected a chat template that announces them, the model's does not"
             )
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_given]
+        turns = [i for i in range(num_given, len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
             raise UserError(f"{where} has no message of the assistant to learn from")
         if _GENERATION_MARK.search(template):
-            ids, mask = self._marked(messages, num_given, where, tools)
+            ids, mask = self._encode_by_marks(messages, num_given, where, tools)
         else:
-            ids, mask = self._found(messages, turns, where, tools)
+            ids, mask = self._encode_by_prefixes(messages, turns, where, tools)
         if not mask.any():
             raise UserError(f"{where} has no token of the assistant to learn from, as the chat template renders it")
         self._count_left_out_thoughts(messages, turns, where, tools)
-        return self._ended(ids, mask)
+        return self._add_ends(ids, mask)
 
     def _count_left_out_thoughts(self, messages: Messages, turns: Sequence[int], where: str, tools: Tools) -> None:
-        thoughts = [thought for i in turns for thought in _find_thoughts(messages[i])]
+        thoughts = list(chain.from_iterable(_find_thoughts(messages[i]) for i in turns))
         if thoughts:
-            whole: str = self._apply(messages, where, tools, tokenize=False)
-            self._num_without_thoughts += any(thought not in whole for thought in thoughts)
+            text: str = self._apply(messages, where, tools, tokenize=False)
+            self._num_without_thoughts += any(thought not in text for thought in thoughts)
 
-    def _marked(
+    def _encode_by_marks(
         self, messages: Messages, num_given: int, where: str, tools: Tools
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True}
         encoded = self._apply(messages, where, tools, **options, return_assistant_tokens_mask=True)
         mask = np.array(encoded["assistant_masks"], np.bool_)
         if num_given:
-            given = self._apply(messages[:num_given], where, tools, **options)
-            mask[: len(given["input_ids"])] = False
+            prefix = self._apply(messages[:num_given], where, tools, **options)
+            mask[: len(prefix["input_ids"])] = False
         return np.array(encoded["input_ids"], np.int64), mask
 
-    def _found(
+    def _encode_by_prefixes(
         self, messages: Messages, turns: Sequence[int], where: str, tools: Tools
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        whole: str = self._apply(messages, where, tools, tokenize=False)
+        text: str = self._apply(messages, where, tools, tokenize=False)
         starts: list[int] = []
         for i in turns:
             opening: str = self._apply(messages[:i], where, tools, tokenize=False, add_generation_prompt=True)
-            if not whole.startswith(opening):
+            if not text.startswith(opening):
                 raise _unstable(where, i)
             starts.append(len(opening))
-        ids, ends = self._encode(whole, add_special_tokens=False)
+        ids, ends = self._encode(text, add_special_tokens=False)
         is_end = np.isin(ids, list(self._eos_token_ids))
         mask = np.zeros(ids.shape, np.bool_)
-        for i, start, next_start in zip(turns, starts, [*starts[1:], len(whole)], strict=True):
+        for i, start, next_start in zip(turns, starts, [*starts[1:], len(text)], strict=True):
             closing: str = self._apply(messages[: i + 1], where, tools, tokenize=False)
-            is_stable = whole.startswith(closing)
-            turn = np.flatnonzero((ends > start) & (ends <= (len(closing) if is_stable else next_start)))
+            is_stable = text.startswith(closing)
+            turn_end = len(closing) if is_stable else next_start
+            turn = np.flatnonzero((ends > start) & (ends <= turn_end))
             closers = np.flatnonzero(is_end[turn])
-            if not closers.size and not is_stable:
+            if closers.size:
+                turn = turn[: closers[0] + 1]
+            elif not is_stable:
                 raise _unstable(where, i)
-            mask[turn[: closers[0] + 1] if closers.size else turn] = True
+            mask[turn] = True
         return ids, mask
 
     def _apply(self, messages: Messages, where: str, tools: Tools, **options: Any) -> Any:
@@ -181,7 +185,7 @@ class Encoder:
         offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], np.int64), offsets[:, 1]
 
-    def _ended(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tokens:
+    def _add_ends(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tokens:
         """Return the tokens with one after each turn that ends a response, to be learned too.
 
         After the last turn it is added where the template has none.
@@ -203,8 +207,7 @@ def _find_thoughts(message: Mapping[str, Any]) -> list[str]:
     """Return the reasoning of a turn, in its content or in a field of its own."""
     thoughts: list[str] = _THOUGHT.findall(message["content"])
     thoughts += [message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message]
-    stripped = [thought.strip() for thought in thoughts]
-    return [thought for thought in stripped if thought]
+    return list(filter(None, map(str.strip, thoughts)))
 
 
 def _unstable(where: str, message: int) -> UserError:

@@ -52,8 +52,8 @@ async def make_warm_model(
     async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
         result = await evaluate(roles, held_out)
-        accuracy = result.sampled or 0.0
-        append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
+        accuracy = result.sampled_mean or 0.0
+        append_json(run.warmup, {"step": step, "sft/loss": loss} | result.metrics())
         cells = [("loss", f"{loss:.3f}"), ("held-out accuracy", f"{accuracy:.3f}")]
         display.progressed(step, cells, unit="warm-up")
         return accuracy >= warmup.target_accuracy

@@ -15,8 +15,9 @@ def objective_of(config: FineTuneConfig) -> Objective[Any]:
     """Return what a command minimises."""
     if isinstance(config, DPORunConfig):
         return gcore_trainer.DPOObjective(config.loss)
-    is_reward = isinstance(config, RewardModelRunConfig)
-    return gcore_trainer.RewardModelObjective(config.loss) if is_reward else gcore_trainer.SFTObjective()
+    if isinstance(config, RewardModelRunConfig):
+        return gcore_trainer.RewardModelObjective(config.loss)
+    return gcore_trainer.SFTObjective()
 
 
 class FineTuneWorker(BaseTrainerWorker[MicroBatch]):
@@ -38,15 +39,20 @@ class FineTuneWorker(BaseTrainerWorker[MicroBatch]):
         """Return log-probabilities or values, [R] of each sample."""
         del with_routing
         trainer = self.trainers[role]
-        return trainer.values(micro_batches) if self._scores == "values" else trainer.log_probs(micro_batches)
+        if self._scores == "values":
+            return trainer.values(micro_batches)
+        return trainer.log_probs(micro_batches)
 
 
 def _build(config: FineTuneConfig, model: Path) -> "gcore_trainer.Trainer":
     import torch
 
-    parallel, objective, ranks = join_ranks(config.trainer, config.device), objective_of(config), config.trainer
+    ranks = config.trainer
+    parallel = join_ranks(ranks, config.device)
+    objective = objective_of(config)
     optimizer = config.optim.build(total_training_steps=ranks.total_training_steps)
-    dtype, checkpointing = getattr(torch, config.dtype), config.enable_gradient_checkpointing
+    dtype = getattr(torch, config.dtype)
+    checkpointing = config.enable_gradient_checkpointing
     if ranks.backend == "megatron":
         return gcore_trainer.MegatronTrainer(
             model,
@@ -58,8 +64,9 @@ def _build(config: FineTuneConfig, model: Path) -> "gcore_trainer.Trainer":
             device=torch.device(config.device),
             lora=config.lora,
         )
-    kind = gcore_trainer.PackedValueModel if objective.scores == "values" else gcore_trainer.PackedModel
-    packed = kind.from_pretrained(
+    is_value_model = objective.scores == "values"
+    model_class = gcore_trainer.PackedValueModel if is_value_model else gcore_trainer.PackedModel
+    packed = model_class.from_pretrained(
         model,
         device=config.device,
         sharded=parallel is not None,

@@ -4,12 +4,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job, slowest_judge
-from gcore_llm.learning.device_plan import check_fits, plan_memory, shape_of, training_layout
+from gcore_llm.learning.device_plan import check_fits, list_sizes, plan_memory, shape_of, training_layout
 from gcore_placement import (
     STRATEGIES,
     Cluster,
@@ -27,6 +28,7 @@ from gcore_placement import (
     predict_layout,
 )
 from gcore_runs import UserError, print_table
+from gcore_runs.engines import EngineConfig
 
 _GB = 1e9
 _GPUS_PER_NODE = 8
@@ -69,7 +71,7 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedCluster:
+class ClusterSize:
     """The machines that a dry run plans for."""
 
     nodes: int = 0
@@ -77,26 +79,32 @@ class AskedCluster:
     gpus_per_node: int = _GPUS_PER_NODE
 
 
-def plan_cluster(config: TrainConfig, model: Path, device: Device, asked: AskedCluster = AskedCluster()) -> ClusterPlan:
+def plan_cluster(config: TrainConfig, model: Path, device: Device, size: ClusterSize = ClusterSize()) -> ClusterPlan:
     """Plan a run on a cluster of these devices; `UserError` where its processes have no place."""
     config = replace(config, device="cuda")
     sizes = _role_sizes(config, model)
-    cluster, found = _mapped(config, sizes, device, asked)
+    cluster, device_map = _map_devices(config, sizes, device, size)
     memory: dict[tuple[MappedRole, ...], DevicePlan] = {}
-    for roles in _slots_by_roles(found):
+    for roles in _slots_by_roles(device_map):
         residents: list[Resident] = [_RESIDENTS[role] for role in roles if role in _RESIDENTS]
         if residents:
             memory[roles] = plan_memory(config, model, device, residents)
-    step = _predicted(config, model, cluster, sizes, memory)
-    return ClusterPlan(device_map=found, cluster=cluster, memory=memory, step=step)
+    step = _predict_step(config, model, cluster, sizes, memory)
+    return ClusterPlan(device_map=device_map, cluster=cluster, memory=memory, step=step)
 
 
 def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
-    counts, (_, judge), judged = config.sizes, config.judge, config.reward_model
+    counts = config.sizes
+    _, judge = config.judge
+    num_reward_models = 0
+    if config.reward_model.kind == "classifier":
+        num_reward_models = config.controllers
     if config.runtime != "ray":
-        own = {"rollout": config.rollout.num_processes, "reward_model.judge": judge.num_processes if judge else 1}
-        for section, number in own.items():
-            if not number:
+        engines: dict[str, EngineConfig] = {"rollout": config.rollout}
+        if judge is not None:
+            engines["reward_model.judge"] = judge
+        for section, settings in engines.items():
+            if not settings.num_processes:
                 raise UserError(
                     f"{section}.num_processes is 0; expected 1 or more with dry_run_gpus_per_node and runtime "
                     f"{config.runtime!r}: engines of the main process are on the GPU of its rank"
@@ -107,24 +115,25 @@ def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
         devices_per_engine=config.rollout.tensor_parallel_size,
         num_judges=counts.num_judges,
         devices_per_judge=judge.tensor_parallel_size if judge else 1,
-        num_reward_models=config.controllers if judged.kind == "classifier" else 0,
+        num_reward_models=num_reward_models,
         judges_in_turns=counts.in_turns and counts.num_judges > 0,
         ranks_in_turns=config.takes_turns,
         lends_ranks=config.lends_ranks,
     )
 
 
-def _mapped(config: TrainConfig, sizes: RoleSizes, device: Device, asked: AskedCluster) -> tuple[Cluster, DeviceMap]:
-    """Return the cluster that is asked for, or the smallest one of whole nodes that has enough devices, and the map."""
-    per_node = asked.gpus_per_node
+def _map_devices(config: TrainConfig, sizes: RoleSizes, device: Device, size: ClusterSize) -> tuple[Cluster, DeviceMap]:
+    """Return the cluster of this size, or the smallest one of whole nodes that has enough devices, and the map."""
+    per_node = size.gpus_per_node
     engines = sizes.num_engines * sizes.devices_per_engine
-    engines += 0 if sizes.judges_in_turns else sizes.num_judges * sizes.devices_per_judge
+    if not sizes.judges_in_turns:
+        engines += sizes.num_judges * sizes.devices_per_judge
     ranks = sizes.training.num_ranks
-    needed = sizes.num_reward_models + (max(engines, ranks) if sizes.ranks_in_turns else engines + ranks)
-    fewest = math.ceil(needed / per_node)
-    num_nodes = asked.nodes if config.runtime == "ray" else 1
+    needed = max(engines, ranks) if sizes.ranks_in_turns else engines + ranks
+    fewest = math.ceil((sizes.num_reward_models + needed) / per_node)
+    num_nodes = size.nodes if config.runtime == "ray" else 1
     # Groups that do not divide a node leave some of it free.
-    numbers = [num_nodes] if num_nodes else [*range(fewest, 2 * fewest + 1)]
+    numbers = [num_nodes] if num_nodes else range(fewest, 2 * fewest + 1)
     errors: list[PlacementError] = []
     for nodes in numbers:
         cluster = Cluster(num_devices=nodes * per_node, device=device, devices_per_node=per_node)
@@ -138,16 +147,16 @@ def _mapped(config: TrainConfig, sizes: RoleSizes, device: Device, asked: AskedC
     raise UserError(message)
 
 
-def _slots_by_roles(found: DeviceMap) -> Mapping[tuple[MappedRole, ...], Sequence[Slot]]:
+def _slots_by_roles(device_map: DeviceMap) -> Mapping[tuple[MappedRole, ...], Sequence[Slot]]:
     """Return the GPUs with the same roles."""
-    slots = {slot for processes in found.placed().values() for own in processes for slot in own}
+    processes = chain.from_iterable(device_map.placed().values())
     by_roles: defaultdict[tuple[MappedRole, ...], list[Slot]] = defaultdict(list)
-    for slot in sorted(slots):
-        by_roles[tuple(found.on(slot))].append(slot)
+    for slot in sorted(set(chain.from_iterable(processes))):
+        by_roles[tuple(device_map.on(slot))].append(slot)
     return by_roles
 
 
-def _predicted(
+def _predict_step(
     config: TrainConfig,
     model: Path,
     cluster: Cluster,
@@ -157,19 +166,22 @@ def _predicted(
     job = planner_job(config, model, shape_of)
 
     def engines(count: int, size: int, tokens: Sequence[int], longest: float) -> EngineLayout:
-        held = min([number for number in tokens if number] or [0])
-        most = max(1, min(config.rollout.max_num_seqs, int(held / longest)))
-        return EngineLayout(num_engines=count, devices_per_engine=size, max_num_seqs=most)
+        fewest = min(filter(None, tokens), default=0)
+        max_num_seqs = max(1, min(config.rollout.max_num_seqs, int(fewest / longest)))
+        return EngineLayout(num_engines=count, devices_per_engine=size, max_num_seqs=max_num_seqs)
 
-    plans, judge, strategy = memory.values(), None, config.strategy
-    if (slowest := slowest_judge(config, shape_of)) is not None:
+    plans = memory.values()
+    judge = None
+    slowest = slowest_judge(config, shape_of)
+    if slowest is not None:
         _, read, written = job.engine_role("reward")
-        held = [plan.judge_kv_tokens for plan in plans]
-        number = config.sizes.judges[slowest.role]
-        judge = engines(number, sizes.devices_per_judge, held, read.longest + written.longest)
-    held = [plan.kv_tokens for plan in plans]
-    policy = engines(sizes.num_engines + sizes.num_lent, sizes.devices_per_engine, held, job.longest_sequence)
-    is_time_shared = job.judge is None or STRATEGIES[strategy].is_time_shared
+        judge_tokens = [plan.judge_kv_tokens for plan in plans]
+        count = config.sizes.judges[slowest.role]
+        judge = engines(count, sizes.devices_per_judge, judge_tokens, read.longest + written.longest)
+    policy_tokens = [plan.kv_tokens for plan in plans]
+    num_engines = sizes.num_engines + sizes.num_lent
+    policy = engines(num_engines, sizes.devices_per_engine, policy_tokens, job.longest_sequence)
+    is_time_shared = job.judge is None or STRATEGIES[config.strategy].is_time_shared
     return predict_layout(
         cluster,
         job,
@@ -181,7 +193,7 @@ def _predicted(
     )
 
 
-def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device, asked: AskedCluster) -> None:
+def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device, size: ClusterSize) -> None:
     """Print the map, the memory and the predicted step of a run on a cluster.
 
     ``name`` is the model's for users, ``model`` a folder with its shape.
@@ -189,63 +201,70 @@ def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device,
     Raises:
         UserError: a process has no place; or the run does not fit, after the tables are printed.
     """
-    plan = plan_cluster(config, model, device, asked)
+    plan = plan_cluster(config, model, device, size)
     _print_map(plan, device)
     _print_memory(plan, device)
     if device.flops_per_s > 1:
         _print_step(plan)
-    print("fits" if plan.tightest.fits else "does not fit", flush=True)
-    if not plan.tightest.fits:
-        check_fits(name, model, plan.tightest, device, list(_larger(config, model, device, asked)))
+    if plan.tightest.fits:
+        print("fits", flush=True)
+    else:
+        print("does not fit", flush=True)
+        check_fits(name, model, plan.tightest, device, list(_find_larger(config, model, device, size)))
 
 
-def _larger(config: TrainConfig, model: Path, device: Device, asked: AskedCluster) -> Iterator[str]:
+def _find_larger(config: TrainConfig, model: Path, device: Device, size: ClusterSize) -> Iterator[str]:
     """Yield settings of more devices under which a run fits, the smallest of each kind."""
-    rollout, trainer = config.rollout, config.trainer
-    free = replace(asked, nodes=0)
-    for doublings in range(1, _MOST_DOUBLINGS + 1):
-        size = rollout.tensor_parallel_size * 2**doublings
-        if (
-            size <= asked.gpus_per_node
-            and "tensor_parallel_size" in rollout.kind.own_options
-            and config.judge[1] is None
-        ):
-            larger = replace(config, rollout=replace(rollout, tensor_parallel_size=size))
-            if (peak := _peak(larger, model, device, free)) is not None:
-                yield f"rollout.tensor_parallel_size {size} ({peak / _GB:.1f} GB)"
+    rollout = config.rollout
+    trainer = config.trainer
+    free = replace(size, nodes=0)
+    factors = [2**doublings for doublings in range(1, _MOST_DOUBLINGS + 1)]
+    if "tensor_parallel_size" in rollout.kind.own_options and config.judge[1] is None:
+        for factor in factors:
+            num_devices = rollout.tensor_parallel_size * factor
+            if num_devices > size.gpus_per_node:
                 break
-    for doublings in range(1, _MOST_DOUBLINGS + 1):
-        count = trainer.num_processes * 2**doublings
-        larger = replace(config, trainer=replace(trainer, num_processes=count))
-        if (peak := _peak(larger, model, device, free)) is not None:
-            yield f"trainer.num_processes {count} ({peak / _GB:.1f} GB)"
+            larger = replace(config, rollout=replace(rollout, tensor_parallel_size=num_devices))
+            peak = _peak_bytes(larger, model, device, free)
+            if peak is not None:
+                yield f"rollout.tensor_parallel_size {num_devices} ({peak / _GB:.1f} GB)"
+                break
+    for factor in factors:
+        num_ranks = trainer.num_processes * factor
+        larger = replace(config, trainer=replace(trainer, num_processes=num_ranks))
+        peak = _peak_bytes(larger, model, device, free)
+        if peak is not None:
+            yield f"trainer.num_processes {num_ranks} ({peak / _GB:.1f} GB)"
             break
 
 
-def _peak(config: TrainConfig, model: Path, device: Device, asked: AskedCluster) -> float | None:
+def _peak_bytes(config: TrainConfig, model: Path, device: Device, size: ClusterSize) -> float | None:
     """Return the bytes of the fullest GPU at its peak; None where a run does not fit."""
     try:
-        tightest = plan_cluster(config, model, device, asked).tightest
+        tightest = plan_cluster(config, model, device, size).tightest
     except UserError:
         return None
-    return max(tightest.peaks.values()) if tightest.fits else None
+    if not tightest.fits:
+        return None
+    return max(tightest.peaks.values())
 
 
 def _print_map(plan: ClusterPlan, device: Device) -> None:
-    found, cluster = plan.device_map, plan.cluster
-    sizes = found.sizes
-    names: list[MappedRole] = [role for role, processes in found.placed().items() if processes]
+    device_map = plan.device_map
+    cluster = plan.cluster
+    sizes = device_map.sizes
+    names: list[MappedRole] = [role for role, processes in device_map.placed().items() if processes]
     sections: list[list[list[str]]] = []
     for node in range(math.ceil(cluster.num_devices / cluster.devices_per_node)):
         rows: list[list[str]] = []
         for gpu in range(cluster.devices_per_node):
-            on = found.on(Slot(node, gpu))
-            cells = [str(on[role]) if role in on else "" for role in names]
-            rows.append([str(node), str(gpu), *cells, _place(found, on.get("training rank"))])
+            on = device_map.on(Slot(node, gpu))
+            cells = [str(on.get(role, "")) for role in names]
+            rows.append([str(node), str(gpu), *cells, _describe_rank(device_map, on.get("training rank"))])
         sections.append(rows)
     columns = ["node", "GPU", *names, "place of the rank"]
-    nodes = f"{len(sections)} node{'s' * (len(sections) > 1)} of {cluster.devices_per_node} {device.name}"
-    print(f"{nodes}: {sizes.training}")
+    noun = "nodes" if len(sections) > 1 else "node"
+    print(f"{len(sections)} {noun} of {cluster.devices_per_node} {device.name}: {sizes.training}")
     print_table("", columns, sections)
     if sizes.ranks_in_turns:
         print("ranks and engines take turns on their GPUs (rollout.colocated): while one works, the other is asleep")
@@ -258,45 +277,42 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
     print("controllers have no GPU")
 
 
-def _place(found: DeviceMap, rank: int | None) -> str:
+def _describe_rank(device_map: DeviceMap, rank: int | None) -> str:
     if rank is None:
         return ""
-    place = found.rank_place(rank)
-    layout = found.sizes.training
+    indices = device_map.rank_place(rank)
+    layout = device_map.sizes.training
     counts = {
         "TP": layout.tensor_model_parallel_size,
         "CP": layout.context_parallel_size,
         "DP": layout.data_parallel_size,
         "PP": layout.pipeline_model_parallel_size,
     }
-    return " ".join(f"{name} {place[name]}" for name, count in counts.items() if count > 1)
+    return " ".join(f"{name} {indices[name]}" for name, count in counts.items() if count > 1)
 
 
 def _print_memory(plan: ClusterPlan, device: Device) -> None:
     counts = _slots_by_roles(plan.device_map)
     for roles, memory in plan.memory.items():
-        rows = [
-            [role, f"{sum(items.values()) / _GB:.1f}", ", ".join(_items(items)) or "less than 0.1"]
-            for role, items in memory.roles.items()
+        sections = [
+            [[role, f"{sum(items.values()) / _GB:.1f}", list_sizes(items)]] for role, items in memory.roles.items()
         ]
-        name = f"{len(counts[roles])} GPUs with {' + '.join(roles)}"
-        print(f"{name}, in GB")
-        print_table("", ["role", "GB", "of which"], [[row] for row in rows])
+        print(f"{len(counts[roles])} GPUs with {' + '.join(roles)}, in GB")
+        print_table("", ["role", "GB", "of which"], sections)
         peaks = ", ".join(f"{stage} {size / _GB:.1f}" for stage, size in memory.peaks.items())
-        print(f"peak of each stage: {peaks}; {memory.usable_bytes / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable")
+        usable = f"{memory.usable_bytes / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable"
+        print(f"peak of each stage: {peaks}; {usable}")
         if memory.kv_tokens:
             number = memory.kv_tokens // memory.longest_sequence
             print(f"keys and values of {memory.kv_tokens:,} tokens: {number:,} of the longest sequences")
         print(f"in the host's memory, for each such GPU: {memory.host_bytes / _GB:.1f}")
 
 
-def _items(items: Mapping[str, float]) -> Iterator[str]:
-    return (f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20)
-
-
 def _print_step(plan: ClusterPlan) -> None:
     seconds = cast("Mapping[str, float]", vars(plan.step))
-    rows = [[name.removesuffix("_s").replace("_", " "), f"{value:.1f}"] for name, value in seconds.items()]
-    rows.append(["step", f"{plan.step.total_s:.1f}"])
+    stages: list[list[str]] = []
+    for name, value in seconds.items():
+        stage = name.removesuffix("_s").replace("_", " ")
+        stages.append([stage, f"{value:.1f}"])
     print("predicted seconds, with every prompt and response at its longest")
-    print_table("", ["stage", "s"], [rows[:-1], rows[-1:]])
+    print_table("", ["stage", "s"], [stages, [["step", f"{plan.step.total_s:.1f}"]]])

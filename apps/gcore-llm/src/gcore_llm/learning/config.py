@@ -115,7 +115,9 @@ class DistillationConfig(Checked, section="distillation"):
     @property
     def read_column(self) -> str:
         """The column that is read of a row; empty: none is."""
-        return self.source_key if self.sources else ""
+        if not self.sources:
+            return ""
+        return self.source_key
 
     @property
     def roles(self) -> dict[str, str]:
@@ -126,12 +128,10 @@ class DistillationConfig(Checked, section="distillation"):
         """Return the weights of the teachers of a source's prompts, by role; they sum to 1."""
         sources = self.sources or [ANY_SOURCE] * len(self.teachers)
         weights = self.weights or [1.0] * len(self.teachers)
-        own = {
-            role: weight
-            for role, weight, taught in zip(self.roles, weights, sources, strict=True)
-            if taught in (ANY_SOURCE, source)
-        }
-        return {role: weight / sum(own.values()) for role, weight in own.items()}
+        teachers = zip(self.roles, weights, sources, strict=True)
+        role_weights = {role: weight for role, weight, taught in teachers if taught in (ANY_SOURCE, source)}
+        total = sum(role_weights.values())
+        return {role: weight / total for role, weight in role_weights.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

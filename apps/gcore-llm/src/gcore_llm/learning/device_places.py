@@ -27,4 +27,4 @@ def engine_gpus(
         first: processes of other engines that were placed before by the same rule.
     """
     order = engine_order(range(count), training, takes_turns=takes_turns)
-    return [order[(first + place) % count] for place in range(num_engines)]
+    return [order[i % count] for i in range(first, first + num_engines)]

@@ -34,7 +34,7 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
     "sync": ("judge",),
 }
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
-_HELD = ("weights", "gradients", "optimizer")
+_AWAKE_IN_SYNC = ("weights", "gradients", "optimizer")
 """Items that are on the GPU while weights pass to the engine."""
 _MOMENTS: Mapping[str, Literal["float32", "8bit", "muon"]] = {"adamw": "float32", "adamw_8bit": "8bit", "muon": "muon"}
 _PARTS = 8
@@ -49,42 +49,60 @@ def plan_memory(
     With several ranks each has a GPU of its own, and the plan is of the first, which has the first engine, too; with
     ``residents``, of a GPU of a map that has these.
     """
-    rollout, judged = config.rollout, config.reward_model
+    rollout = config.rollout
+    reward_model = config.reward_model
     job = planner_job(config, model, shape_of)
-    others: dict[str, float] = {}
-    if judged.kind == "classifier" and residents is None:
-        others["reward model"] = float(job.compute_bytes * count_parameters(Path(judged.path)))
-    is_auto = rollout.colocated == "auto" and config.can_take_turns and residents is None and not config.lends_ranks
-    is_mapped, strategy = residents is not None, config.strategy
+    takes_turns: bool | None = config.takes_turns or config.lends_ranks
+    judge_takes_turns = False
+    further_roles: dict[str, float] = {}
+    if residents is None:
+        residents = ("trainer", "policy engine", "judge")
+        if rollout.colocated == "auto" and config.can_take_turns and not config.lends_ranks:
+            takes_turns = None
+        if reward_model.kind == "classifier":
+            num_parameters = count_parameters(Path(reward_model.path))
+            further_roles["reward model"] = float(job.compute_bytes * num_parameters)
+    else:
+        judge_takes_turns = config.judge[1] is not None and STRATEGIES[config.strategy].is_time_shared
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
-        copies_weights=_copied(config),
+        copies_weights=_copied_weights(config),
         devices_per_engine=rollout.tensor_parallel_size,
-        devices_per_judge=judged.judge.tensor_parallel_size,
-        takes_turns=None if is_auto else config.takes_turns or config.lends_ranks,
-        judge_takes_turns=is_mapped and config.judge[1] is not None and STRATEGIES[strategy].is_time_shared,
+        devices_per_judge=reward_model.judge.tensor_parallel_size,
+        takes_turns=takes_turns,
+        judge_takes_turns=judge_takes_turns,
     )
-    layout, state = training_layout(config, job.policy), _state(config, job.policy, device)
-    everyone: Collection[Resident] = ("trainer", "policy engine", "judge")
     return plan_one_device(
-        job, layout, engine, device, state=state, others=others, residents=everyone if residents is None else residents
+        job,
+        training_layout(config, job.policy),
+        engine,
+        device,
+        state=_training_state(config, job.policy, device),
+        others=further_roles,
+        residents=residents,
     )
 
 
 def _batched_tokens(config: TrainConfig, device: Device) -> int:
     """Return the most tokens of a pass of the engine where they are not set: vLLM's of a GPU, and those of `hf`."""
-    return 16_384 if config.rollout.engine == "hf" or device.memory_bytes >= _LARGE_DEVICE_BYTES else 8192
+    if config.rollout.engine == "hf" or device.memory_bytes >= _LARGE_DEVICE_BYTES:
+        return 16_384
+    return 8192
 
 
-def _copied(config: TrainConfig) -> Literal["none", "merged", "all"]:
+def _copied_weights(config: TrainConfig) -> Literal["none", "merged", "all"]:
     """Return which new weights are whole on the GPU once more; from several ranks they come by the host."""
     if config.trainer.num_processes > 1:
         return "none"
-    return "all" if config.rollout.num_processes else "merged" if config.rollout.engine == "vllm" else "none"
+    if config.rollout.num_processes:
+        return "all"
+    if config.rollout.engine == "vllm":
+        return "merged"
+    return "none"
 
 
-def fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
+def choose_checkpointing(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
     """Plan a run. Gradient checkpointing that is auto computes as few layers again as the memory allows.
 
     What is kept instead is no reason for trainer and engine to take turns, nor for fewer keys and values.
@@ -92,26 +110,32 @@ def fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfi
     actor = config.actor
     if actor.enable_gradient_checkpointing != "auto":
         return config, plan_memory(config, model, device)
-    is_whole = config.trainer.backend == "megatron" or actor.checkpointed_layers < 1
-    num_layers = 1 if is_whole else shape_of(model).workload.num_hidden_layers
-    shares = sorted({-(-num_layers * part // _PARTS) / num_layers for part in range(_PARTS + 1)})
+    num_layers = 1
+    if config.trainer.backend != "megatron" and actor.checkpointed_layers == 1:
+        num_layers = shape_of(model).workload.num_hidden_layers
+    counts = {-(-num_layers * part // _PARTS) for part in range(_PARTS)}
 
-    def with_share(share: float) -> tuple[TrainConfig, DevicePlan]:
-        layers = actor.checkpointed_layers if share == 1 else share or 1.0
-        own = replace(config, actor=replace(actor, enable_gradient_checkpointing=share > 0, checkpointed_layers=layers))
-        return own, plan_memory(own, model, device)
+    def plan_layers(count: int) -> tuple[TrainConfig, DevicePlan]:
+        share = count / num_layers
+        if count == 0:
+            share = 1.0
+        elif count == num_layers:
+            share = actor.checkpointed_layers
+        new_actor = replace(actor, enable_gradient_checkpointing=count > 0, checkpointed_layers=share)
+        new_config = replace(config, actor=new_actor)
+        return new_config, plan_memory(new_config, model, device)
 
-    _, most = with_share(1.0)
-    if not most.fits:
+    full_config, full_plan = plan_layers(num_layers)
+    if not full_plan.fits:
         return config, plan_memory(config, model, device)
-    return next(
-        (own, plan)
-        for own, plan in map(with_share, shares)
-        if plan.fits and plan.takes_turns == most.takes_turns and plan.kv_tokens >= most.kv_tokens
-    )
+    for count in sorted(counts):
+        new_config, plan = plan_layers(count)
+        if plan.fits and plan.takes_turns == full_plan.takes_turns and plan.kv_tokens >= full_plan.kv_tokens:
+            return new_config, plan
+    return full_config, full_plan
 
 
-def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
+def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     """Return a run's settings with its engine's share of the GPU, and with turns if they are needed; say both shares.
 
     Settings stay as they are where trainer and engine have different GPUs, and for the embedded model, which is tiny.
@@ -124,10 +148,10 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
         return config
     device = present_device(config.device)
     is_auto = config.actor.enable_gradient_checkpointing == "auto"
-    config, plan = fitted(config, model, device)
+    config, plan = choose_checkpointing(config, model, device)
     check_fits(config.model, model, plan, device)
     check_host_fits(config, plan, available_host_bytes())
-    for line in [*summary(plan, device), *checkpointing(config, is_auto=is_auto)]:
+    for line in summarize_plan(plan, device) + describe_checkpointing(config, is_auto=is_auto):
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
@@ -147,10 +171,9 @@ def _shares_gpu(config: TrainConfig) -> bool:
     if config.lends_ranks:
         return True
     count = torch.cuda.device_count()
-    ranks, rollout = training_gpus(config, count), config.rollout
-    engines = engine_gpus(
-        count, rollout.num_processes * rollout.tensor_parallel_size, ranks, takes_turns=rollout.colocated is True
-    )
+    ranks = training_gpus(config, count)
+    num_processes = config.rollout.num_processes * config.rollout.tensor_parallel_size
+    engines = engine_gpus(count, num_processes, ranks, takes_turns=config.rollout.colocated is True)
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
 
 
@@ -162,10 +185,7 @@ def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger:
     if plan.fits:
         return
     stage = plan.fullest
-    shares = "; ".join(
-        f"{role}: " + ", ".join(f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20)
-        for role, items in _present(plan, stage).items()
-    )
+    shares = "; ".join(f"{role}: {list_sizes(items)}" for role, items in _items_at(plan, stage).items())
     settings = {
         "turns": "rollout.colocated auto with trainer.schedule sync",
         "gradient checkpointing": "actor.enable_gradient_checkpointing true",
@@ -176,15 +196,13 @@ def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger:
         "full offload": "actor.offload all",
         "LoRA": "actor.lora_rank 16",
     }
-    fitting = [
-        f"{' and '.join(settings[name] for name in remedy.names)} ({remedy.peak_bytes / _GB:.1f} GB)"
-        for remedy in plan.remedies
-    ]
-    advice = (
-        f"these would fit: {'; '.join([*larger, *fitting])}"
-        if fitting or larger
-        else "no setting makes it fit; a larger GPU or a smaller model would"
-    )
+    fitting = list(larger)
+    for remedy in plan.remedies:
+        values = " and ".join(settings[name] for name in remedy.names)
+        fitting.append(f"{values} ({remedy.peak_bytes / _GB:.1f} GB)")
+    advice = "no setting makes it fit; a larger GPU or a smaller model would"
+    if fitting:
+        advice = f"these would fit: {'; '.join(fitting)}"
     count = shape_of(model).num_parameters / _GB
     raise UserError(
         f"model is {name!r} ({count:.2f} B parameters), whose stage {stage!r} needs "
@@ -193,19 +211,24 @@ def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger:
     )
 
 
-def _present(plan: DevicePlan, stage: str) -> Mapping[str, Mapping[str, float]]:
+def _items_at(plan: DevicePlan, stage: str) -> Mapping[str, Mapping[str, float]]:
     """Return what is in memory at a stage, as far as the plan has it by item."""
     if not plan.takes_turns:
         return plan.roles
-    found = {role: items for role, items in plan.roles.items() if role not in _ASLEEP[stage]}
+    awake = dict(plan.roles)
+    for role in _ASLEEP[stage]:
+        awake.pop(role, None)
     if stage != "sync":
-        return found
-    found = {role: {name: items[name] for name in _HELD if name in items} for role, items in found.items()}
-    rest = plan.peaks["sync"] - sum(sum(items.values()) for items in found.values())
-    return {**found, "new weights": {"on their way": rest}}
+        return awake
+    rest = plan.peaks["sync"]
+    for role, items in awake.items():
+        awake[role] = {name: items[name] for name in _AWAKE_IN_SYNC if name in items}
+        rest -= sum(awake[role].values())
+    awake["new weights"] = {"on their way": rest}
+    return awake
 
 
-def summary(plan: DevicePlan, device: Device) -> list[str]:
+def summarize_plan(plan: DevicePlan, device: Device) -> list[str]:
     """Return lines with the shares of a device, for the start of a run."""
     shares = ", ".join(f"{role} {plan.share(role) / _GB:.1f} GB" for role in plan.roles)
     how = "take turns on it (rollout.colocated)" if plan.takes_turns else "are in it side by side"
@@ -214,11 +237,11 @@ def summary(plan: DevicePlan, device: Device) -> list[str]:
         f"{shares}; trainer and engine {how}",
         f"the engine may use {plan.gpu_memory_utilization:.0%} of the memory: keys and values of {plan.kv_tokens:,} "
         f"tokens, {plan.kv_tokens // plan.longest_sequence:,} of the longest sequences ({plan.longest_sequence:,})",
-        f"in the host's memory, for each rank and engine: {plan.host_bytes / _GB:.1f} GB ({_host_items(plan.host)})",
+        f"in the host's memory, for each rank and engine: {plan.host_bytes / _GB:.1f} GB ({list_sizes(plan.host)})",
     ]
 
 
-def checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
+def describe_checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
     """Return a line with the layers that gradient checkpointing which was auto computes again, if there are any."""
     actor = config.actor
     if not is_auto or actor.enable_gradient_checkpointing is not True:
@@ -229,18 +252,23 @@ def checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
     ]
 
 
-def _host_items(host: Mapping[str, float]) -> str:
-    return ", ".join(f"{item} {size / _GB:.1f}" for item, size in host.items() if size >= _GB / 20) or "less than 0.1"
+def list_sizes(items: Mapping[str, float]) -> str:
+    """Return the sizes of some items in GB, without those below 0.05."""
+    sizes = [f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20]
+    return ", ".join(sizes) or "less than 0.1"
 
 
 def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: float) -> None:
     """Raise `UserError` with the numbers, and what to set, if all ranks and engines need more host memory than that."""
-    ranks, engines = config.trainer.num_processes, max(1, config.rollout.num_processes)
-    host = {item: size * (engines if item == "engines" else ranks) for item, size in plan.host.items()}
+    ranks = config.trainer.num_processes
+    host = {item: size * ranks for item, size in plan.host.items()}
+    if "engines" in host:
+        host["engines"] = plan.host["engines"] * max(1, config.rollout.num_processes)
     if ranks > 1:
         # All ranks write them to one memory, from which engines copy.
         host["new weights"] = plan.roles["policy engine"]["weights"] * config.rollout.tensor_parallel_size
-    if (needed := sum(host.values())) <= available_bytes:
+    needed = sum(host.values())
+    if needed <= available_bytes:
         return
     less = {
         "optimizer states": "actor.offload none" if config.actor.offload != "none" else "rollout.colocated false",
@@ -253,7 +281,7 @@ def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: floa
     advice = " or ".join(dict.fromkeys(less[item] for item, size in host.items() if size and less[item]))
     raise UserError(
         f"the run needs {needed / _GB:.1f} GB of the host's memory; expected at most {available_bytes / _GB:.1f} GB, "
-        f"which are available (GB: {_host_items(host)}); less is needed with {advice or 'a smaller model'}"
+        f"which are available (GB: {list_sizes(host)}); less is needed with {advice or 'a smaller model'}"
     )
 
 
@@ -264,16 +292,22 @@ def shape_of(model: Path) -> ModelShape:
     except PlacementError:
         # Another architecture: its widths are those of a dense decoder.
         shape = ModelShape(workload=workload_of(model))
-    described, counted = shape.num_parameters - shape.other_parameters, count_parameters(model)
-    return replace(shape, other_parameters=counted - described) if counted else shape
+    num_parameters = count_parameters(model)
+    if not num_parameters:
+        return shape
+    described = shape.num_parameters - shape.other_parameters
+    return replace(shape, other_parameters=num_parameters - described)
 
 
 def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
-    trainer, parallel, setting = config.trainer, config.trainer.parallel, config.actor.enable_gradient_checkpointing
-    is_checkpointed = policy.num_parameters >= LARGE_MODEL if setting == "auto" else setting
+    trainer = config.trainer
+    parallel = trainer.parallel
     is_megatron = trainer.backend == "megatron"
+    is_checkpointed = config.actor.enable_gradient_checkpointing
     if is_megatron and trainer.megatron_config.recompute_granularity != "auto":
         is_checkpointed = trainer.megatron_config.recompute_granularity == "full"
+    elif is_checkpointed == "auto":
+        is_checkpointed = policy.num_parameters >= LARGE_MODEL
     return TrainingLayout(
         backend=trainer.backend,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size if is_megatron else 1,
@@ -286,21 +320,27 @@ def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     )
 
 
-def _state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingState:
-    actor, sync = config.actor, config.trainer.parallel.gradient_sync
+def _training_state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingState:
+    actor = config.actor
+    parallel = config.trainer.parallel
     adapters = policy.adapter_parameters(actor.lora_rank) if actor.lora_rank else 0
-    # float32 gradients of all that is trained.
-    is_small = 4 * (adapters or policy.num_parameters) <= SHARE_OF_GRADIENTS * device.memory_bytes
-    optimizers = [actor.optim, *[config.critic_optimizer] * config.algorithm.estimator.needs_critic]
-    names = {own.name for own in optimizers}
+    gradient_sync = parallel.gradient_sync
+    if gradient_sync == "auto":
+        # float32 gradients of all that is trained.
+        gradient_bytes = 4 * (adapters or policy.num_parameters)
+        is_small = gradient_bytes <= SHARE_OF_GRADIENTS * device.memory_bytes
+        gradient_sync = "update" if is_small else "micro_batch"
+    moments = _MOMENTS[actor.optim.name]
+    if config.algorithm.estimator.needs_critic and config.critic_optimizer.name != actor.optim.name:
+        moments = "float32"
     return TrainingState(
         offload=actor.offload,
-        moments=_MOMENTS[names.pop()] if len(names) == 1 else "float32",
+        moments=moments,
         adapter_parameters=adapters,
         checkpointed_share=actor.checkpointed_layers,
         activation_offload=actor.activation_offload,
-        fsdp_size=config.trainer.parallel.fsdp_size,
-        gradient_sync="update" if sync == "update" or (sync == "auto" and is_small) else "micro_batch",
+        fsdp_size=parallel.fsdp_size,
+        gradient_sync=gradient_sync,
     )
 
 
@@ -308,6 +348,7 @@ def present_device(device: str) -> Device:
     """Return a GPU of this machine, with the memory that it has."""
     import torch
 
-    place = torch.device("cuda" if device in ("auto", "cpu") else device)
-    found = torch.cuda.get_device_properties(place)
-    return Device.of_memory(found.name, float(found.total_memory))
+    if device in ("auto", "cpu"):
+        device = "cuda"
+    properties = torch.cuda.get_device_properties(torch.device(device))
+    return Device.of_memory(properties.name, float(properties.total_memory))

@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from gcore_llm.config import TrainArgs, TrainConfig
-from gcore_llm.learning.cluster_plan import AskedCluster, dry_run_cluster
+from gcore_llm.learning.cluster_plan import ClusterSize, dry_run_cluster
 from gcore_llm.learning.device_plan import (
     check_fits,
     check_host_fits,
-    checkpointing,
-    fitted,
+    choose_checkpointing,
+    describe_checkpointing,
     present_device,
-    summary,
+    summarize_plan,
 )
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_placement import Device, DevicePlan, PlacementError
@@ -47,21 +47,22 @@ def dry_run(options: TrainArgs) -> None:
         )
     name = config.model
     config = _with_shapes(replace(config, actor=with_adapter(config.actor)))
-    model, device = Path(config.model), _asked_device(options)
+    model = Path(config.model)
+    device = _choose_device(options)
     if str(model) != str(Path(name)):
         print(f"there is no folder {name!r}: planned by the config.json of a model of this name that gcore-llm brings")
     if config.dtype == "auto":
         # As the run will have it on that GPU, whatever this machine has.
         config = replace(config, dtype="bfloat16")
     if config.runtime == "ray" or options.dry_run_gpus_per_node:
-        per_node = options.dry_run_gpus_per_node or AskedCluster.gpus_per_node
-        asked = AskedCluster(nodes=options.dry_run_nodes, gpus_per_node=per_node)
-        dry_run_cluster(name, config, model, device, asked)
+        per_node = options.dry_run_gpus_per_node or ClusterSize.gpus_per_node
+        machines = ClusterSize(nodes=options.dry_run_nodes, gpus_per_node=per_node)
+        dry_run_cluster(name, config, model, device, machines)
         return
     is_auto = config.actor.enable_gradient_checkpointing == "auto"
-    config, plan = fitted(config, model, device)
+    config, plan = choose_checkpointing(config, model, device)
     _print_tables(name, config, plan, device)
-    for line in checkpointing(config, is_auto=is_auto):
+    for line in describe_checkpointing(config, is_auto=is_auto):
         print(line)
     print("fits" if plan.fits else "does not fit", flush=True)
     check_fits(name, model, plan, device)
@@ -83,33 +84,30 @@ def _print_tables(name: str, config: TrainConfig, plan: DevicePlan, device: Devi
         rows = [["", "", item, f"{size:,.0f}"] for item, size in items.items() if size]
         # With actor.offload all, the device has the largest model alone.
         rows = rows or [["", "", "no more than the trainer, in its place", "0"]]
-        rows[0][:2] = role, where.get(role, trained)
+        rows[0][:2] = [role, where.get(role, trained)]
         sections.append(rows)
     print_table(f"{name} in {config.dtype} on {device.name}", ["role", "where", "item", "bytes"], sections)
     turns = {"generate": "engines", "prepare": "trainer", "train": "trainer", "sync": "trainer and engine's weights"}
-    peaks = [
-        [
-            stage,
-            turns[stage] if plan.takes_turns else "trainer and engines",
-            f"{size:,.0f}",
-            f"{size / plan.device_bytes:.0%}",
-        ]
-        for stage, size in plan.peaks.items()
-    ]
+    peaks: list[list[str]] = []
+    for stage, size in plan.peaks.items():
+        residents = turns[stage] if plan.takes_turns else "trainer and engines"
+        peaks.append([stage, residents, f"{size:,.0f}", f"{size / plan.device_bytes:.0%}"])
     print_table("peak of each stage", ["stage", "in memory", "bytes", "of the GPU"], [peaks])
-    for line in summary(plan, device):
+    for line in summarize_plan(plan, device):
         print(line)
 
 
 def _gpus(count: int) -> str:
     """Name the first GPUs, for so many processes."""
-    return f"GPU 0 to {count - 1}" if count > 1 else "GPU 0"
+    if count > 1:
+        return f"GPU 0 to {count - 1}"
+    return "GPU 0"
 
 
 def _with_shapes(config: TrainConfig) -> TrainConfig:
     """Return the settings with folders that are there: of models with weights, or with a config.json alone."""
 
-    def found(setting: str, path: str) -> str:
+    def find_folder(setting: str, path: str) -> str:
         folder = shape_folder(path)
         if is_hub_model(str(folder)):
             folder = model_folder(str(folder), setting=setting)
@@ -119,21 +117,24 @@ def _with_shapes(config: TrainConfig) -> TrainConfig:
             raise UserError(f"{setting} is {path!r}; expected a Hugging Face folder with config.json")
         return str(folder)
 
-    config, judged = replace(config, model=found("model", config.model)), config.reward_model
-    if judged.kind in ("judge", "classifier"):
-        config = replace(config, reward_model=replace(judged, path=found("reward_model.path", judged.path)))
+    config = replace(config, model=find_folder("model", config.model))
+    reward_model = config.reward_model
+    if reward_model.kind in ("judge", "classifier"):
+        path = find_folder("reward_model.path", reward_model.path)
+        config = replace(config, reward_model=replace(reward_model, path=path))
     return config
 
 
-def _asked_device(config: TrainArgs) -> Device:
+def _choose_device(config: TrainArgs) -> Device:
     """Return the device that a dry run plans for."""
     import torch
 
-    if not (asked := config.dry_run_device):
+    name = config.dry_run_device
+    if not name:
         return present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
-    if asked.replace(".", "", 1).isdecimal():
-        return Device.of_memory(f"a GPU of {asked} GB", float(asked) * 1e9)
+    if name.replace(".", "", 1).isdecimal():
+        return Device.of_memory(f"a GPU of {name} GB", float(name) * 1e9)
     try:
-        return Device.named(asked)
+        return Device.named(name)
     except PlacementError as error:
         raise UserError(f"dry_run_{error}, or a number of gigabytes") from None

@@ -7,7 +7,8 @@ import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,21 @@ def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
     if group.images is not None:
         pixels = group.images.pixels()
         images = Images(pixel_values=pixels.pixel_values, grid_thw=pixels.grid_thw)
-    return [
-        Sample(
+    samples: list[Sample] = []
+    for response in group.responses:
+        mask = response.mask
+        if response.is_truncated and algorithm.overlong.filter:
+            mask = np.zeros(response.token_ids.shape, np.bool_)
+        sample = Sample(
             prompt_ids=group.prompt_ids,
-            response_ids=r.token_ids,
-            response_mask=np.zeros(r.token_ids.shape, np.bool_)
-            if r.is_truncated and algorithm.overlong.filter
-            else r.mask,
-            old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
-            rollout_log_probs=r.log_probs,
+            response_ids=response.token_ids,
+            response_mask=mask,
+            old_log_probs=response.log_probs if algorithm.old_log_probs == "rollout" else None,
+            rollout_log_probs=response.log_probs,
             images=images,
         )
-        for r in group.responses
-    ]
+        samples.append(sample)
+    return samples
 
 
 async def prepare(
@@ -95,26 +98,24 @@ async def prepare(
         BatchError: a log-probability or a value of a token that counts is not finite, or a score.
     """
     check_finite_tokens(samples, *_READ, named=lambda g, i: f"response {i} to prompt {groups[g].prompt_index}")
-    rewards = [
-        [_rewards(r, s, algorithm, kl.value, max_response_length) for r, s in zip(g.responses, own, strict=True)]
-        for g, own in zip(groups, samples, strict=True)
-    ]
+    rewards: list[list[NDArray[np.float64]]] = []
+    for scored, group_samples in zip(groups, samples, strict=True):
+        pairs = zip(scored.responses, group_samples, strict=True)
+        rewards.append([_rewards(r, s, algorithm, kl.value, max_response_length) for r, s in pairs])
     divergence: dict[str, float] = {}
     if algorithm.kl_ctrl.kl_coef:
-        everyone = [s for own in samples for s in own]
-        divergence = await follow_divergence(everyone, algorithm.kl_ctrl.kl_penalty, kl, group)
-    settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
-    estimator, greedy_scores = get_advantage_estimator(algorithm.adv_estimator), [g.greedy_score for g in groups]
+        all_samples = list(chain.from_iterable(samples))
+        divergence = await follow_divergence(all_samples, algorithm.kl_ctrl.kl_penalty, kl, group)
+    settings = AdvantageConfig(
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, gamma=algorithm.gamma, lam=algorithm.lam
+    )
+    estimator = get_advantage_estimator(algorithm.adv_estimator)
+    greedy_scores = [g.greedy_score for g in groups]
     metrics = await add_advantages(samples, rewards, greedy_scores, estimator, settings, group)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
         metrics |= await add_rollout_correction(samples, algorithm.rollout_correction, group)
     return metrics
-
-
-@cache
-def _advantage_config(norm_adv_by_std_in_grpo: bool, gamma: float, lam: float) -> AdvantageConfig:
-    return AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, gamma=gamma, lam=lam)
 
 
 def _rewards(
@@ -130,12 +131,14 @@ def _rewards(
             penalty_factor=algorithm.overlong.penalty_factor,
         )
     if kl_coef and sample.mask.any():
-        kind = algorithm.kl_ctrl.kl_penalty
-        return kl_rewards(score, *policy_and_reference(sample), sample.mask, coef=kl_coef, kind=kind)
+        policy, reference = policy_and_reference(sample)
+        return kl_rewards(score, policy, reference, sample.mask, coef=kl_coef, kind=algorithm.kl_ctrl.kl_penalty)
     rewards = np.zeros(sample.mask.shape, np.float64)
-    # A response may end in tokens that the policy did not write; rewards there are not read.
-    is_last_written = sample.mask[-1] or not sample.mask.any()
-    rewards[-1 if is_last_written else np.flatnonzero(sample.mask)[-1]] = score
+    last = -1
+    if sample.mask.any():
+        # A response may end in tokens that the policy did not write; rewards there are not read.
+        last = np.flatnonzero(sample.mask)[-1]
+    rewards[last] = score
     return rewards
 
 
@@ -161,9 +164,10 @@ def workload_of(model: Path) -> TransformerWorkload:
 def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:
     """Return the simulated FLOPs of training on each group, whose prompt is computed once."""
     lengths = [group.lengths for group in groups]
-    padded = np.zeros((len(groups), max((own.size for own in lengths), default=1)), np.int64)
-    for row, own in zip(padded, lengths, strict=True):
-        row[: own.size] = own
+    longest = max(map(len, lengths), default=1)
+    padded = np.zeros((len(groups), longest), np.int64)
+    for row, group_lengths in zip(padded, lengths, strict=True):
+        row[: group_lengths.size] = group_lengths
     return workload.group_flops([group.prompt_ids.size for group in groups], padded).tolist()
 
 
@@ -172,7 +176,7 @@ def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> fl
     lengths: dict[tuple[bytes, int], list[int]] = {}
     for sample in samples:
         lengths.setdefault((sample.prompt_key, sample.prompt_ids.size), []).append(sample.response_ids.size)
-    return sum(float(workload.group_flops(prompt, np.array(found))) for (_, prompt), found in lengths.items())
+    return sum(float(workload.group_flops(prompt, np.array(sizes))) for (_, prompt), sizes in lengths.items())
 
 
 def split_in_micro_batches(
@@ -189,15 +193,17 @@ def split_in_micro_batches(
     for g, group in enumerate(groups):
         lengths = group.lengths
         capacity = max(1, max_tokens - group.prompt_ids.size)
-        whole = [np.arange(lengths.size)]
-        for part in whole if lengths.sum() <= capacity else micro_batches(lengths, max_tokens=capacity):
+        parts = [np.arange(lengths.size)]
+        if lengths.sum() > capacity:
+            parts = micro_batches(lengths, max_tokens=capacity)
+        for part in parts:
             units.append([(g, i) for i in part.tolist()])
             tokens.append(group.prompt_ids.size + int(lengths[part].sum()))
             costs.append(float(workload.group_flops(group.prompt_ids.size, lengths[part])))
     if not units:
         return []
     batches = micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
-    return [[pair for unit in np.sort(batch).tolist() for pair in units[unit]] for batch in batches if batch.size]
+    return [list(chain.from_iterable(units[i] for i in np.sort(batch))) for batch in batches if batch.size]
 
 
 def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDArray[np.bool_]:
@@ -206,26 +212,32 @@ def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDAr
     If the engine ``keeps_cache``, weights may change in the middle of a response, whose later tokens then attend to
     keys and values of older weights, so that the trainer's log-probs differ. Then all of a response counts, or none.
     """
-    written = np.ones(response.token_ids.shape, np.bool_) if response.mask is None else response.mask
+    written = response.mask
+    if written is None:
+        written = np.ones(response.token_ids.shape, np.bool_)
     is_present = written & (response.weight_versions == version)
     return is_present & (not keeps_cache or bool((is_present == written).all()))
 
 
 def choose(groups: Sequence[Group], version: int, *, keeps_cache: bool, seed: int) -> list[tuple[int, int]]:
     """Choose responses to compare, as (group, place): about 2 % of all tokens, prompts included, and at least one."""
-    sizes = {
-        (g, i): group.prompt_ids.size + response.token_ids.size
-        for g, group in enumerate(groups)
-        for i, response in enumerate(group.responses)
-    }
-    fit = [k for k in sizes if comparable(groups[k[0]].responses[k[1]], version, keeps_cache=keeps_cache).any()]
-    budget = _SHARE * sum(sizes.values())
+    candidates: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    num_tokens = 0
+    for g, group in enumerate(groups):
+        for i, response in enumerate(group.responses):
+            size = group.prompt_ids.size + response.token_ids.size
+            num_tokens += size
+            if comparable(response, version, keeps_cache=keeps_cache).any():
+                candidates.append((g, i))
+                sizes.append(size)
+    budget = _SHARE * num_tokens
     chosen: list[tuple[int, int]] = []
-    for place in np.random.default_rng(seed).permutation(len(fit)).tolist():
-        if chosen and sizes[fit[place]] > budget:
+    for k in np.random.default_rng(seed).permutation(len(candidates)):
+        if chosen and sizes[k] > budget:
             break
-        chosen.append(fit[place])
-        budget -= sizes[fit[place]]
+        chosen.append(candidates[k])
+        budget -= sizes[k]
     return chosen
 
 
@@ -269,7 +281,8 @@ async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParam
 def has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
     """Return whether advantages are not 0 beyond rounding errors, because scores differ or teachers have some."""
     advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
-    low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
+    low = metrics.get("critic/score/min", 0.0)
+    high = metrics.get("critic/score/max", 1.0)
     return (is_taught or low < high) and max(advantages) > 1e-6
 
 
@@ -285,38 +298,45 @@ def samples_to_show(
     The numbers are random, and depend on nothing but the step and the response's place in the run: those with the
     lowest are the same for any number of controllers.
     """
-    whole = [*((group, own) for group, own in trained), *((group, None) for group in filtered)]
-    places = [
-        (hash((step, group.prompt_index, i)), i, group, samples[i] if samples else None)
-        for group, samples in whole
-        for i in range(len(group.responses))
-    ]
-    lowest = heapq.nsmallest(count, places, key=lambda place: place[0])
+    responses: list[tuple[int, int, Group, Sample | None]] = []
+
+    def add(group: Group, samples: Sequence[Sample | None]) -> None:
+        for i, sample in enumerate(samples):
+            number = hash((step, group.prompt_index, i))
+            responses.append((number, i, group, sample))
+
+    for group, samples in trained:
+        add(group, samples)
+    for group in filtered:
+        add(group, [None] * len(group.responses))
+    lowest = heapq.nsmallest(count, responses, key=itemgetter(0))
     return [(number, _sample_to_show(group, i, sample, tokenizer)) for number, i, group, sample in lowest]
 
 
 def _sample_to_show(group: Group, index: int, sample: Sample | None, tokenizer: Any) -> dict[str, Any]:
     response = group.responses[index]
     versions = response.sampled_versions
-    advantages = sample.advantages[sample.mask] if sample and sample.advantages is not None else np.zeros(0)
+    advantage: float | None = None
+    if sample is not None and sample.advantages is not None and sample.mask.any():
+        advantage = round(float(sample.advantages[sample.mask].mean()), 6)
     return {
         "prompt_index": group.prompt_index,
         "index": index,
         "is_filtered": sample is None,
         "score": float(response.score),
         "parts": {name: float(value) for name, value in response.parts.items()},
-        "advantage": round(float(advantages.mean()), 6) if advantages.size else None,
+        "advantage": advantage,
         "weight_version": int(versions.max()),
         "oldest_version": int(versions.min()),
         "prompt_tokens": group.prompt_ids.size,
         "response_tokens": response.token_ids.size,
         "stop": response.end or ("length" if response.is_truncated else "stop"),
-        "prompt": _decoded(tokenizer, group.prompt_ids),
-        "response": _decoded(tokenizer, response.token_ids),
+        "prompt": _decode(tokenizer, group.prompt_ids),
+        "response": _decode(tokenizer, response.token_ids),
     }
 
 
-def _decoded(tokenizer: Any, token_ids: NDArray[np.int64]) -> str:
+def _decode(tokenizer: Any, token_ids: NDArray[np.int64]) -> str:
     """Return the text with its special tokens; one that is repeated, as for an image, stands once, with its count."""
     text: str = tokenizer.decode(token_ids)
     return _REPEATED.sub(lambda m: f"{m[1]}\N{MULTIPLICATION SIGN}{len(m[0]) // len(m[1])}", text)

@@ -33,7 +33,9 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
 
 def check_libraries(config: TrainConfig) -> None:
     """Raise `gcore_trainer.MissingExtraError` if an optional library that training needs is not installed."""
-    names = {config.actor.optim.name, *[config.critic_optimizer.name] * has_critic(config)}
+    names = {config.actor.optim.name}
+    if has_critic(config):
+        names.add(config.critic_optimizer.name)
     if "adamw_8bit" in names:
         gcore_trainer.check_extras(optimizer_names=names)
 
@@ -86,7 +88,9 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         trainer = self.trainers[role]
         if role == "critic":
             return trainer.values(micro_batches)
-        return trainer.log_probs_and_routing(micro_batches) if with_routing else trainer.log_probs(micro_batches)
+        if with_routing:
+            return trainer.log_probs_and_routing(micro_batches)
+        return trainer.log_probs(micro_batches)
 
     def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         self.use(role)
@@ -123,11 +127,12 @@ def join_ranks(ranks: RanksConfig, device: str) -> "gcore_trainer.TorchParallel 
     if ranks.num_processes == 1 and ranks.backend == "torch":
         return None
     device_type = device.split(":")[0]
+    parallel = ranks.parallel
     if ranks.backend == "megatron":
         for name, value in gcore_trainer.MegatronConfig.environment(ranks.parallel, device_type).items():
             os.environ.setdefault(name, value)
-    # The reference does not run on Megatron; there it is sharded over all ranks.
-    parallel = gcore_trainer.ParallelConfig() if ranks.backend == "megatron" else ranks.parallel
+        # The reference does not run on Megatron; there it is sharded over all ranks.
+        parallel = gcore_trainer.ParallelConfig()
     return gcore_trainer.TorchParallel.join(parallel, device_type=device_type)
 
 
@@ -151,17 +156,20 @@ def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel |
 
 def is_checkpointed(setting: "bool | Literal['auto']", device: str) -> "bool | Literal['auto']":
     """Return a setting of gradient checkpointing, which is never automatic on CPU."""
-    return setting if device != "cpu" or setting != "auto" else False
+    if setting == "auto" and device == "cpu":
+        return False
+    return setting
 
 
 def megatron_config(
     ranks: RanksConfig, setting: "bool | Literal['auto']", device: str
 ) -> "gcore_trainer.MegatronConfig":
     """Return the settings of Megatron-Core, with those of gradient checkpointing where it has none of its own."""
-    own, setting = ranks.megatron_config, is_checkpointed(setting, device)
-    if own.recompute_granularity != "auto" or setting == "auto":
-        return own
-    return replace(own, recompute_granularity="full" if setting else "none")
+    config = ranks.megatron_config
+    setting = is_checkpointed(setting, device)
+    if config.recompute_granularity != "auto" or setting == "auto":
+        return config
+    return replace(config, recompute_granularity="full" if setting else "none")
 
 
 def _build(
@@ -170,17 +178,24 @@ def _build(
     """Make the trainer of the actor or the critic."""
     import torch
 
+    actor = config.actor
     is_actor = role == "actor"
-    own = config.actor if is_actor else config.critic
-    longest = own.loss.max_response_length or config.data.max_response_length
-    objective_class: Any = gcore_trainer.PolicyObjective if is_actor else gcore_trainer.ValueObjective
-    objective = objective_class(replace(own.loss, max_response_length=longest))
-    optimizer = config.actor.optim if is_actor else config.critic_optimizer
-    actor, batch = config.actor, config.data.train_batch_size
+    objective: gcore_trainer.Objective[Any]
+    if is_actor:
+        optimizer = actor.optim
+        lora = actor.lora
+        longest = actor.loss.max_response_length or config.data.max_response_length
+        objective = gcore_trainer.PolicyObjective(replace(actor.loss, max_response_length=longest))
+    else:
+        optimizer = config.critic_optimizer
+        lora = None
+        longest = config.data.max_response_length
+        objective = gcore_trainer.ValueObjective(replace(config.critic.loss, max_response_length=longest))
+    temperature = config.rollout.temperature
+    batch = config.data.train_batch_size
     if not optimizer.total_training_steps:
         updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
         optimizer = replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
-    temperature, lora = config.rollout.temperature, actor.lora if is_actor else None
     if config.trainer.backend == "megatron":
         return gcore_trainer.MegatronTrainer(
             model,

@@ -7,5 +7,8 @@ _FOLDER = Path(__file__).parent / "configs"
 
 def shape_folder(model: str) -> Path:
     """Return a model's folder; where there is none, the one here with the `config.json` of a model of this name."""
-    given, shipped = Path(model), _FOLDER / Path(model).name
-    return shipped if not given.is_dir() and shipped.is_dir() else given
+    folder = Path(model)
+    shipped = _FOLDER / folder.name
+    if shipped.is_dir() and not folder.is_dir():
+        return shipped
+    return folder
