@@ -18,7 +18,7 @@ from wandb_files import records
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.sampling.grids import MAX_SHEETS, tracked, write_sheets
-from gcore_diffusion.sampling.image_sampling import Evaluation
+from gcore_diffusion.sampling.image_sampling import ImageEvaluation
 from gcore_diffusion.training import KINDS
 from gcore_runs import render_report
 from gcore_runs.report import gallery
@@ -230,11 +230,11 @@ def test_the_report_has_a_gallery_by_prompt_and_step(run: Path) -> None:
                 assert sheet.size == (row["width"], row["height"])
 
 
-def noisy(num_prompts: int, per_prompt: int, side: int) -> Evaluation:
+def noisy(num_prompts: int, per_prompt: int, side: int) -> ImageEvaluation:
     """Images whose WebP is as large as it gets."""
     images = np.random.default_rng(0).integers(0, 256, (num_prompts * per_prompt, side, side, 3), np.uint8)
     prompts = [f"prompt {i // per_prompt}" for i in range(len(images))]
-    return Evaluation(prompts=prompts, images=images, scores=np.zeros(len(images)), held_out=None)
+    return ImageEvaluation(prompts=prompts, images=images, scores=np.zeros(len(images)), held_out=None)
 
 
 def test_the_gallery_has_an_upper_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,15 @@ from gcore_controller import (
     TrainerGroup,
 )
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
-from gcore_diffusion.modality import Job
+from gcore_diffusion.modality import ImageJob
 from gcore_diffusion.sampling.grids import tracked, write_grid, write_sheets
 from gcore_diffusion.sampling.image_sampling import (
     DIVERSITY,
     HELD_OUT,
     TRAINED,
-    Evaluation,
-    Roles,
-    SamplingRoles,
+    ImageEvaluation,
+    ImageRoles,
+    ImageSamplingRoles,
     evaluation_sampling,
     has_log_probs,
     image_request,
@@ -35,8 +35,8 @@ from gcore_diffusion.sampling.image_sampling import (
     kernel_of,
     window_range,
 )
-from gcore_diffusion.sampling.prompts import Prompt, PromptSets
-from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
+from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
+from gcore_diffusion.sampling.services import ImageRewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import (
     DiffusersEngine,
@@ -73,7 +73,7 @@ _NAMED_PROMPTS = 3
 """Prompts that a warning names."""
 
 
-def checked_rewards(config: DiffusionConfig) -> Rewards | None:
+def checked_rewards(config: DiffusionConfig) -> ImageRewards | None:
     """Return the rewards; None: they need a judge, which is started with the engines."""
     if config.reward.is_judged:
         judge_factory(config)
@@ -97,11 +97,11 @@ def tried_settings(config: DiffusionConfig) -> DiffusionConfig:
 async def start(
     config: DiffusionConfig,
     model: Path,
-    prompts: PromptSets,
-    rewards: Rewards | None,
+    prompts: ImagePromptSets,
+    rewards: ImageRewards | None,
     checkpoints: Path,
     display: Display,
-) -> Backend[Job, DiffusionConfig]:
+) -> Backend[ImageJob, DiffusionConfig]:
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
     for message in starting_messages(config, model, prompts):
         display.say(message)
@@ -111,7 +111,7 @@ async def start(
         tried = tried_settings(config)
         policy, judge = await start_engines(tried, model, instrumentation, engines, is_trial=is_on_ray)
         rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
-        sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
+        sampler = ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
             turns, sharing = None, engines_in_turns(config, policy, [*filter(None, [judge])])
@@ -123,7 +123,7 @@ async def start(
                 ranks = range(config.trainer.num_processes)
                 turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=ranks)
             close = engines.pop_all().aclose
-            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=close, turns=turns)
+            return inline_backend(config, shared=sampler, roles=ImageRoles, learner=learner, close=close, turns=turns)
     from gcore_runs.on_ray import start_ray_backend
 
     return await start_ray_backend(
@@ -137,7 +137,7 @@ async def start(
     )
 
 
-def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets) -> list[str]:
+def starting_messages(config: DiffusionConfig, model: Path, prompts: ImagePromptSets) -> list[str]:
     """Return what a user should know of a pipeline's folder and prompts before a run."""
     messages: list[str] = []
     texts = [prompt.text for prompt in (*prompts.train, *prompts.val)]
@@ -153,7 +153,7 @@ def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets)
     return messages
 
 
-async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
+async def _try(config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: ImagePromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     rewards = [reward for reward in (sampler.rewards.trained, sampler.rewards.held_out) if reward]
     everyone = [*prompts.train, *prompts.val]
@@ -206,7 +206,9 @@ def _check_noise(config: DiffusionConfig, made: ImageSample) -> None:
         )
 
 
-async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:
+async def _run_controller(
+    job: ImageJob, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder
+) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
     from gcore_controller import RayTrainerClient
 
@@ -216,11 +218,11 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
     learner = RayTrainerClient(
         ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing, lending=own.lending
     )
-    roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
+    roles = ImageRoles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
 
 
-class RunRecorder(BaseRunRecorder[Job, Evaluation]):
+class ImageRunRecorder(BaseRunRecorder[ImageJob, ImageEvaluation]):
     """Recording of an image model's run: the pictures of its evaluations."""
 
     cells = (
@@ -232,7 +234,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     )
     _is_doubted = False
 
-    def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+    def show_evaluation(self, step: int, evaluation: ImageEvaluation) -> dict[str, float]:
         metrics = evaluation.metrics()
         earlier = [row for row in read_jsonl(self.run.metrics) if DIVERSITY in row]
         doubts = evaluation.doubts(earlier) if earlier else None
@@ -283,7 +285,7 @@ async def sample_run(
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout
     sampling = evaluation_sampling(config, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
-    given = Prompt(text=prompt, row={}, images=tuple(image))
+    given = ImagePrompt(text=prompt, row={}, images=tuple(image))
     try:
         request = image_request(given, "sample", sampling, n=n, seed=seed)
     except RolloutError as error:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
 from gcore_diffusion.config import ActorConfig, DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import (
-    Evaluation,
-    Group,
-    Roles,
+    ImageEvaluation,
+    ImageGroup,
+    ImageRoles,
     differ,
     evaluate,
     has_old_pass,
@@ -25,7 +25,7 @@ from gcore_diffusion.sampling.image_sampling import (
     image_sampling,
     scored,
 )
-from gcore_diffusion.sampling.prompts import Prompt, PromptSets
+from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
 from gcore_diffusion.sampling.shared_arrays import share_conditions
 from gcore_diffusion.sampling.shown_samples import samples_to_show
 from gcore_rollout import ImageSample, Scored, part_means, part_stds
@@ -50,22 +50,22 @@ _MODEL_INPUTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(RunJob[DiffusionConfig]):
+class ImageJob(RunJob[DiffusionConfig]):
     """A run of the program: where it starts, and its prompts."""
 
-    prompts: PromptSets
+    prompts: ImagePromptSets
 
-    def modality(self) -> "Images":
-        return Images(self)
+    def modality(self) -> "ImageModality":
+        return ImageModality(self)
 
 
-class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluation]):
+class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[DiffusionMicroBatch], ImageEvaluation]):
     """Groups of images of a prompt; an update is a list of micro-batches of images with their trajectories."""
 
     throughput_of = "perf/num_images"
     is_always_on_policy = True
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ImageJob) -> None:
         self._job = job
         self._config = job.config
         self.saves_evaluated = job.config.trainer.export == "best"
@@ -74,10 +74,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         self._known: WeakValueDictionary[bytes, NDArray[Any]] = WeakValueDictionary()
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[ImagePrompt]:
         return self._job.prompts.train
 
-    async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
+    async def generate(self, ctx: Context[ImageRoles], wave: Wave[ImagePrompt]) -> Generated[ImageGroup]:
         """See `Modality.generate`; a group is scored as soon as its images are complete."""
         prompts = {f"{wave.step}/{index}": (index, prompt) for index, prompt in wave.prompts}
         requests = [
@@ -91,7 +91,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             for name, (index, prompt) in prompts.items()
         ]
         generated: dict[str, list[ImageSample]] = {name: [] for name in prompts}
-        scoring: list[asyncio.Task[Group]] = []
+        scoring: list[asyncio.Task[ImageGroup]] = []
         try:
             with ctx.timer.stage("gen"):
                 async for sample in ctx.roles.policy.generate(requests):
@@ -104,10 +104,12 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             for task in scoring:
                 task.cancel()
 
-    def group_from_state(self, state: State) -> Group:
-        return Group.from_state(state)
+    def group_from_state(self, state: State) -> ImageGroup:
+        return ImageGroup.from_state(state)
 
-    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[Scored], list[float]]:
+    async def sampled_part(
+        self, ctx: Context[ImageRoles], groups: Sequence[ImageGroup]
+    ) -> tuple[list[Scored], list[float]]:
         """Return the scores with their parts, and those of one group by the held-out reward."""
         own = [
             Scored(score=float(score), parts=parts)
@@ -135,7 +137,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         return metrics
 
     async def prepare(
-        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
+        self, ctx: Context[ImageRoles], step: int, batch: TrainingBatch[ImageGroup]
     ) -> Prepared[list[DiffusionMicroBatch]]:
         config, groups = self._config, batch.groups
         everyones = await ctx.group.all_gather([g.scores for g in groups])
@@ -158,7 +160,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         of_groups = [[sample.advantage for sample in own] if has_advantages else None for own in prepared]
         return Prepared(updates=updates, metrics=metrics, of_groups=of_groups)
 
-    async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
+    async def update(self, ctx: Context[ImageRoles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
         del step
         return await ctx.roles.learner.train_step("actor", update)
 
@@ -173,23 +175,23 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             means[self.HAS_SIGNAL] = float(means["actor/grad_norm"] > 0)
         return means
 
-    async def update_weights(self, ctx: Context[Roles], step: int, *, averaged: bool = False) -> None:
+    async def update_weights(self, ctx: Context[ImageRoles], step: int, *, averaged: bool = False) -> None:
         del step
         self._version += 1
         await ctx.roles.learner.update_weights(ctx.roles.policy, version=self._version, averaged=averaged)
 
     def samples(
         self,
-        ctx: Context[Roles],
+        ctx: Context[ImageRoles],
         step: int,
-        batch: TrainingBatch[Group],
+        batch: TrainingBatch[ImageGroup],
         prepared: Prepared[list[DiffusionMicroBatch]] | None,
     ) -> Sequence[tuple[int, dict[str, Any]]]:
         del ctx
         trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
         return samples_to_show(trained, batch.filtered, step, self._config.trainer.log_samples)
 
-    async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
+    async def evaluate(self, ctx: Context[ImageRoles], step: int) -> ImageEvaluation | None:
         """See `Modality.evaluate`; the average of the weights is evaluated, if there is one."""
         if not self._job.prompts.val:
             return None
@@ -201,12 +203,14 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             await self.update_weights(ctx, step)
         return evaluation
 
-    async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
+    async def _scored(
+        self, ctx: Context[ImageRoles], index: int, prompt: ImagePrompt, samples: list[ImageSample]
+    ) -> ImageGroup:
         """Score a group, and compute the reference's means of its images meanwhile, if it can be asked now."""
         samples = share_conditions(sorted(samples, key=lambda s: s.index), self._known)
         scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
         found, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
-        return Group(
+        return ImageGroup(
             prompt_index=index,
             prompt=prompt,
             samples=samples,
@@ -215,7 +219,9 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             ref_means=ref_means,
         )
 
-    async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
+    async def _ref_means(
+        self, ctx: Context[ImageRoles], samples: Sequence[ImageSample]
+    ) -> list[NDArray[np.float32]] | None:
         if not (has_reference_pass(self._config) and ctx.roles.learner.can_score_alone):
             return None
         inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
@@ -226,7 +232,9 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         return found
 
 
-def _prepared(groups: Sequence[Group], config: DiffusionConfig, step: int, std: float) -> list[list[DiffusionSample]]:
+def _prepared(
+    groups: Sequence[ImageGroup], config: DiffusionConfig, step: int, std: float
+) -> list[list[DiffusionSample]]:
     """Return each group's images with their advantages; for dpo, pairs with the better image first.
 
     With norm_adv_by "global", ``std``, the standard deviation of all scores of the batch, divides them.
@@ -266,7 +274,9 @@ def preference_pairs(scores: NDArray[np.float64]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
+def _samples(
+    group: ImageGroup, advantages: Sequence[float], config: DiffusionConfig, step: int
+) -> list[DiffusionSample]:
     is_of_steps = config.algorithm.name not in ("nft", "dpo")
     ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
     samples = [
@@ -301,7 +311,7 @@ def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any)
 
 
 async def _with_reference_pass(
-    ctx: Context[Roles], updates: Sequence[Sequence[DiffusionMicroBatch]]
+    ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
 ) -> list[list[DiffusionMicroBatch]]:
     """Add the reference's means, which all controllers ask all ranks for."""
     scores: list[list[StepScores]] = await ctx.roles.learner.score("reference", list(chain(*updates)))
@@ -310,7 +320,7 @@ async def _with_reference_pass(
 
 
 async def _with_old_pass(
-    ctx: Context[Roles], updates: Sequence[Sequence[DiffusionMicroBatch]]
+    ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
 ) -> tuple[list[list[DiffusionMicroBatch]], float]:
     """Replace the sampler's log-probs and means by the trainer's; return also how far the ratios of the two are from 1.
 

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import DeviceTimers
-from gcore_diffusion.backend import RunRecorder
+from gcore_diffusion.backend import ImageRunRecorder
 from gcore_diffusion.config import RECIPES, SimulatedConfig
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_diffusion.modality import Job
+from gcore_diffusion.modality import ImageJob
 from gcore_diffusion.recipes.published import PUBLISHED
-from gcore_diffusion.sampling.image_sampling import Roles, SamplingRoles
-from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
-from gcore_diffusion.sampling.services import Rewards
+from gcore_diffusion.sampling.image_sampling import ImageRoles, ImageSamplingRoles
+from gcore_diffusion.sampling.prompts import ImagePromptSets, load_prompts
+from gcore_diffusion.sampling.services import ImageRewards
 from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
 from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
@@ -49,16 +49,16 @@ def train_simulated(
     """Run the program of `train` in simulated time, in a run folder; see `gcore_diffusion.training.train`."""
     config = resolve(config)
     loaded = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
-    prompts = PromptSets(train=loaded.train, val=[])
+    prompts = ImagePromptSets(train=loaded.train, val=[])
     cluster = SimulatedCluster(
-        job=Job(config=config, prompts=prompts),
+        job=ImageJob(config=config, prompts=prompts),
         sim=config.sim,
         modality=SimulatedImages(config),
         n=config.rollout.n,
-        roles=Roles,
+        roles=ImageRoles,
         services=_services,
     )
-    return cluster.train(config, RunRecorder, kinds, app="gcore-diffusion", display=display)
+    return cluster.train(config, ImageRunRecorder, kinds, app="gcore-diffusion", display=display)
 
 
 class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
@@ -102,10 +102,10 @@ class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
 
 def _services(
     *, policy: Engine[Any, Any], policy_slots: int | None, reward: RewardRunner, devices: DeviceTimers
-) -> SamplingRoles:
+) -> ImageSamplingRoles:
     del policy_slots
-    rewards = Rewards(trained=partial(_scores, reward), held_out=None)
-    return SamplingRoles(policy=policy, rewards=rewards, devices=devices)
+    rewards = ImageRewards(trained=partial(_scores, reward), held_out=None)
+    return ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
 
 
 async def _scores(

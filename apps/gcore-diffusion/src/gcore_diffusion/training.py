@@ -66,8 +66,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
-    from gcore_diffusion.modality import Job
+    from gcore_diffusion.backend import ImageRunRecorder, checked_rewards, export, start
+    from gcore_diffusion.modality import ImageJob
 
     config = resolve(config)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
@@ -96,8 +96,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
                     write_atomically(run.model, partial(shutil.copytree, model))
                 # Engines start from the pipeline's folder, without adapters.
                 starts_adapted = bool(config.actor.lora_adapter_path)
-                job = Job(config=config, prompts=prompts, is_policy_behind=starts_adapted)
-                supervisor.train(services, job, RunRecorder)
+                job = ImageJob(config=config, prompts=prompts, is_policy_behind=starts_adapted)
+                supervisor.train(services, job, ImageRunRecorder)
                 best, component = supervisor.best_policy(), config.actor.component
                 supervisor.export(lambda path: export(services.learner, model, path, best, component=component))
         return supervisor.finish(KINDS)

@@ -58,7 +58,7 @@ class DigitReward(_PromptReward):
         return (counts * (self._classes == _classes(prompts)[:, None])).sum(1) / counts.sum(1)
 
 
-class JudgeReward(_PromptReward):
+class DemoJudgeReward(_PromptReward):
     """Probability that an image shows its prompt's digit in its colour, from 0 to 1: the least by four classifiers.
 
     They are of another kind than `DigitReward`, networks with one hidden layer, and of other digits: where that rises

@@ -34,7 +34,7 @@ _DEVICE = "H100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DryRunPlan:
     """Parameters, the pass of an engine, and memory, of a run that is not started."""
 
     parameters: Mapping[str, tuple[str, int]]
@@ -49,7 +49,7 @@ class Plan:
     """Bytes of an engine and of a training rank, by item."""
 
 
-def plan(config: DiffusionConfig, folder: Path) -> Plan:
+def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     """Plan a run with the pipeline in a folder, of which only the `config.json` files are read.
 
     Parameters of a rank, and what belongs to them, are divided among the ranks that share them (FSDP2), except for the
@@ -106,7 +106,7 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     }
     parameters = {name: (classes[name][1], count) for name, count in counts.items()}
     memory = {"engine": engine, "training rank": rank}
-    return Plan(
+    return DryRunPlan(
         parameters=parameters,
         num_trained=trained,
         lora_rank=actor.lora_rank,
@@ -164,13 +164,13 @@ def _pixels(config: DiffusionConfig) -> str:
     return "{} x {} pixels".format(*config.rollout.size)
 
 
-def _peak(config: DiffusionConfig, found: Plan) -> float:
+def _peak(config: DiffusionConfig, found: DryRunPlan) -> float:
     sizes = [sum(items.values()) for items in found.memory.values()]
     is_apart = config.takes_turns or config.lends_ranks or config.runtime == "ray"
     return max(sizes) if is_apart else sum(sizes)
 
 
-def _print_memory(config: DiffusionConfig, found: Plan, device: Device) -> None:
+def _print_memory(config: DiffusionConfig, found: DryRunPlan, device: Device) -> None:
     ranks, engines = config.trainer.num_processes, config.num_engines
     if config.runtime != "ray":
         where = "one GPU" if ranks == 1 else f"{ranks} GPUs, the first with an engine"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from gcore_diffusion.sampling.image_sampling import Evaluation
+from gcore_diffusion.sampling.image_sampling import ImageEvaluation
 from gcore_runs.run_folder import write_atomically, write_jsonl
 
 MAX_PROMPTS = 15
@@ -63,7 +63,7 @@ def grid(
     return picture
 
 
-def write_sheets(folder: Path, evaluation: Evaluation, *, per_prompt: int) -> None:
+def write_sheets(folder: Path, evaluation: ImageEvaluation, *, per_prompt: int) -> None:
     """Write a WebP of the images of each prompt, and their scores, as the report's gallery reads them.
 
     `prompts.jsonl` has a row for each sheet: its prompt, its file, its columns, and the scores by their names.
@@ -88,7 +88,7 @@ def write_sheets(folder: Path, evaluation: Evaluation, *, per_prompt: int) -> No
     write_atomically(folder, write)
 
 
-def tracked(evaluation: Evaluation, *, per_prompt: int, most_prompts: int = 8) -> dict[str, NDArray[np.uint8]]:
+def tracked(evaluation: ImageEvaluation, *, per_prompt: int, most_prompts: int = 8) -> dict[str, NDArray[np.uint8]]:
     """Return the pictures that trackers show, by name: the grid, and larger images of up to ``most_prompts``."""
     images, prompts = evaluation.images, evaluation.prompts
     found = {"images/grid": grid(images, prompts, per_prompt=per_prompt)}

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gcore_controller import Context, DeviceTimers, TrainerClient
 from gcore_diffusion.config import NOISELESS, DiffusionConfig
-from gcore_diffusion.sampling.prompts import Prompt
-from gcore_diffusion.sampling.services import Rewards
+from gcore_diffusion.sampling.prompts import ImagePrompt
+from gcore_diffusion.sampling.services import ImageRewards
 from gcore_diffusion.sampling.shared_arrays import with_arrays, with_tensors
 from gcore_rollout import (
     DDIM,
@@ -32,23 +32,23 @@ from gcore_rollout import (
 from gcore_trainer import DiffusionMicroBatch
 
 TRAINED, HELD_OUT, DIVERSITY = "val/score/mean", "val/held_out/mean", "val/diversity"
-"""Metrics of evaluations: means of the reward that is trained on and of one that is not, and `Evaluation.diversity`."""
+"""Metrics of evaluations: mean of the reward trained on, mean of one that is not, and `ImageEvaluation.diversity`."""
 KEPT_DIVERSITY = 0.7
 """Share of the initial diversity below which a run is warned about."""
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingRoles:
+class ImageSamplingRoles:
     """The roles that sample and score images."""
 
     policy: Engine[ImageRequest, ImageSample]
-    rewards: Rewards
+    rewards: ImageRewards
     devices: DeviceTimers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles(SamplingRoles):
+class ImageRoles(ImageSamplingRoles):
     """The roles that a controller holds."""
 
     learner: TrainerClient[DiffusionMicroBatch]
@@ -57,12 +57,12 @@ class Roles(SamplingRoles):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class ImageGroup:
     """One prompt's images."""
 
     prompt_index: int
     """Position of the prompt in the global order, unique in the run."""
-    prompt: Prompt
+    prompt: ImagePrompt
     samples: list[ImageSample]
     scores: NDArray[np.float64]
     """[n]."""
@@ -96,7 +96,7 @@ class Group:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Group":
+    def from_state(cls, state: dict[str, Any]) -> "ImageGroup":
         """Return the group that `state` gave this state for."""
         known: dict[int, NDArray[Any]] = {}
         samples: list[dict[str, Any]] = [
@@ -107,7 +107,7 @@ class Group:
         images = (Path(image) if isinstance(image, str) and "://" not in image else image for image in state["images"])
         return cls(
             prompt_index=state["ticket"],
-            prompt=Prompt(text=state["text"], row=state["row"], images=tuple(images)),
+            prompt=ImagePrompt(text=state["text"], row=state["row"], images=tuple(images)),
             samples=[ImageSample(**fields) for fields in samples],
             scores=np.asarray(state["scores"], np.float64),
             parts=state["parts"],
@@ -116,7 +116,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Evaluation:
+class ImageEvaluation:
     """Images and scores of all held-out prompts, in their order."""
 
     prompts: list[str]
@@ -251,7 +251,9 @@ def evaluation_sampling(
     )
 
 
-def image_request(prompt: Prompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0) -> ImageRequest:
+def image_request(
+    prompt: ImagePrompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0
+) -> ImageRequest:
     """Return a request for images of a prompt, with its own images."""
     return ImageRequest(request_id=name, prompt=prompt.text, images=prompt.pixels(), sampling=sampling, n=n, seed=seed)
 
@@ -271,7 +273,7 @@ def inputs_of(reward: Callable[..., Any], samples: Sequence[ImageSample]) -> NDA
 
 
 async def scored(
-    ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
+    ctx: Context[ImageRoles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[ImagePrompt]
 ) -> list[Scored]:
     """Score images of some prompts."""
     roles = ctx.roles
@@ -282,7 +284,9 @@ async def scored(
         return await evaluate_images(reward, inputs, [p.text for p in prompts], [p.row for p in prompts])
 
 
-async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
+async def evaluate(
+    ctx: Context[ImageRoles], config: DiffusionConfig, prompts: Sequence[ImagePrompt]
+) -> ImageEvaluation:
     """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
     rollout, rewards = config.rollout, ctx.roles.rewards
     sampling = evaluation_sampling(config)
@@ -306,7 +310,7 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
     has_other = rewards.held_out is not None
     parts = part_means(one.parts for one in scores)
     of_other = part_means(one.parts for one in others) if has_other else {}
-    return Evaluation(
+    return ImageEvaluation(
         prompts=[prompts[i].text for i in indices],
         images=np.stack(pixels),
         scores=np.array([one.score for one in scores]),

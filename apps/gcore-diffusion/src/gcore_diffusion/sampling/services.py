@@ -115,7 +115,7 @@ async def start_engines(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewards:
+class ImageRewards:
     """Scores images."""
 
     trained: Callable[..., Any]
@@ -124,7 +124,7 @@ class Rewards:
     """A reward that is only measured."""
 
 
-def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str) -> Rewards:
+def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str) -> ImageRewards:
     """Build the rewards of a run on a device, with the engine of its judge if it has one.
 
     Raises as `build_image_reward`.
@@ -146,7 +146,7 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
 
     trained = LatentsReward(gradient) if gradient else build("reward.kind", settings.trained or {"digit": 1.0})
     held_out = build("reward.held_out", settings.measured) if settings.measured else None
-    return Rewards(trained=trained, held_out=held_out)
+    return ImageRewards(trained=trained, held_out=held_out)
 
 
 def _reward(
@@ -192,9 +192,9 @@ def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
 
 
 def _digit_judge(_: ImageRewardSettings) -> Callable[..., Any]:
-    from gcore_diffusion.demo.rewards import JudgeReward
+    from gcore_diffusion.demo.rewards import DemoJudgeReward
 
-    return JudgeReward()
+    return DemoJudgeReward()
 
 
 def _colour(_: ImageRewardSettings) -> Callable[..., Any]:

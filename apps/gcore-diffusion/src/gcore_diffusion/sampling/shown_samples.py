@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gcore_diffusion.sampling.grids import thumbnail
-from gcore_diffusion.sampling.image_sampling import Group
+from gcore_diffusion.sampling.image_sampling import ImageGroup
 
 
 def samples_to_show(
-    trained: Sequence[tuple[Group, Sequence[float] | None]], filtered: Sequence[Group], step: int, count: int
+    trained: Sequence[tuple[ImageGroup, Sequence[float] | None]], filtered: Sequence[ImageGroup], step: int, count: int
 ) -> list[tuple[int, dict[str, Any]]]:
     """Return ``count`` of a controller's images as rows of JSON, each with its number; see `Modality.samples`.
 

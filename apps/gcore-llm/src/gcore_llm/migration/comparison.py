@@ -15,7 +15,7 @@ import tyro
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import Conversion
-from gcore_llm.migration.fixed_batch import NUM_PROMPTS, FixedBatch, Result, computed_here
+from gcore_llm.migration.fixed_batch import NUM_PROMPTS, BatchResult, FixedBatch, computed_here
 from gcore_runs import Checked, NonNegative, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
@@ -92,7 +92,7 @@ def _verdict(gap: float) -> str:
     return "equal" if gap <= _EQUAL else "differs"
 
 
-def differences(ours: Result, theirs: Result) -> list[tuple[str, Any, Any, float]]:
+def differences(ours: BatchResult, theirs: BatchResult) -> list[tuple[str, Any, Any, float]]:
     """Return advantages, loss and gradient, each of both, with the largest difference relative to the largest entry."""
     found: list[tuple[str, Any, Any, float]] = []
     for name in ("advantages", "loss", "gradient"):
@@ -102,7 +102,7 @@ def differences(ours: Result, theirs: Result) -> list[tuple[str, Any, Any, float
     return found
 
 
-def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> Result:
+def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> BatchResult:
     """Return what verl's own functions make of the batch, called as its trainer calls them.
 
     Values of the loss are those of ``original``, verl's own by dotted name, where it has them.
@@ -140,7 +140,7 @@ def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[s
     for weight, term in ((loss.kl_loss_coef, divergence), (-loss.entropy_coeff, batch.padded(batch.entropies))):
         total = total + weight * algos.agg_loss(term, mask, mode, global_batch_size=count, **scale)
     (gradient,) = torch.autograd.grad(total, current)
-    return Result(advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient))
+    return BatchResult(advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient))
 
 
 def _verl_advantages(algos: Any, config: TrainConfig, batch: FixedBatch, rewards: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def _verl_correction(
     return None if weights is None else weights.batch["rollout_is_weights"], kept
 
 
-def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> Result:
+def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> BatchResult:
     """Return what TRL's `GRPOTrainer` makes of the batch: a real one on a tiny model, given the log-probabilities.
 
     Options of the loss are those of ``original``, TRL's own by name, where it has them.
@@ -238,7 +238,7 @@ def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[st
     loss = trainer._compute_loss(trainer.model, inputs)
     (gradient,) = torch.autograd.grad(loss, current)
     advantages = np.repeat(inputs["advantages"].double().numpy(), batch.lengths)
-    return Result(advantages=advantages, loss=loss.item(), gradient=batch.flat(gradient))
+    return BatchResult(advantages=advantages, loss=loss.item(), gradient=batch.flat(gradient))
 
 
 def _trl_without_vllm() -> Any:

@@ -24,7 +24,7 @@ _MOST_RESPONSES, _MOST_TOKENS = 8, 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class BatchResult:
     """Advantages, loss and gradient of the batch."""
 
     advantages: NDArray[np.float64]
@@ -101,7 +101,7 @@ class FixedBatch:
         return self.padded(np.ones(sum(self.lengths)))
 
 
-def computed_here(config: TrainConfig, batch: FixedBatch) -> Result:
+def computed_here(config: TrainConfig, batch: FixedBatch) -> BatchResult:
     """Return what a run with these settings makes of the batch; the overlong penalty is left out of the scores."""
     algorithm = replace(config.algorithm, overlong=OverlongConfig())
     samples = asyncio.run(run_inline(_prepared(algorithm, batch), roles=None))[0]
@@ -113,7 +113,7 @@ def computed_here(config: TrainConfig, batch: FixedBatch) -> Result:
     loss.backward()
     assert log_probs.grad is not None
     advantages = [np.asarray(sample.advantages, np.float64) for sample in samples]
-    return Result(advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy())
+    return BatchResult(advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy())
 
 
 def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
