@@ -1,7 +1,7 @@
 """`gcore-diffusion simulate train`: the program of `train` in simulated time, on modelled engines and ranks."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.image_sampling import ImageRoles, ImageSamplingRoles
 from gcore_diffusion.sampling.prompts import ImagePromptSets, load_prompts
 from gcore_diffusion.sampling.services import ImageRewards
-from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
+from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner, Scored
 from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
 from gcore_runs.simulation.command import SIMULATE_TRAIN
@@ -112,12 +112,13 @@ async def _scores(
     reward: RewardRunner, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float]:
     """Score images by their names."""
-    names = [str(int.from_bytes(image.tobytes(), "little")) for image in images]
-    triples = zip(prompts, names, rows, strict=True)
-    found = await asyncio.gather(*(reward.score(prompt=p, completion=name, row=row) for p, name, row in triples))
+    calls: list[Coroutine[Any, Any, Scored | Failed]] = []
+    for image, prompt, row in zip(images, prompts, rows, strict=True):
+        name = str(int.from_bytes(image.tobytes(), "little"))
+        calls.append(reward.score(prompt=prompt, completion=name, row=row))
     scores: list[float] = []
-    for scored in found:
-        if isinstance(scored, Failed):
-            raise scored.error
-        scores.append(scored.score)
+    for result in await asyncio.gather(*calls):
+        if isinstance(result, Failed):
+            raise result.error
+        scores.append(result.score)
     return scores

@@ -37,9 +37,9 @@ class ImagePromptSets:
 
 
 def load_prompts(
-    config: DataConfig, own: Iterable[str] = (), *, size: tuple[int, int] | None = None
+    config: DataConfig, defaults: Iterable[str] = (), *, size: tuple[int, int] | None = None
 ) -> ImagePromptSets:
-    """Load the prompts of the config's files; without any, the prompts in ``own`` are both trained on and held out.
+    """Load the prompts of the config's files; without any, those in ``defaults`` are both trained on and held out.
 
     Args:
         size: of the images that are made; None: pipelines may make them as large as those of the prompt.
@@ -48,28 +48,27 @@ def load_prompts(
         UserError: a file or a row is wrong, or an image does not decode.
     """
     if not config.train_files:
-        prompts = [ImagePrompt(text=text, row={}) for text in own]
+        prompts = [ImagePrompt(text=text, row={}) for text in defaults]
         return ImagePromptSets(train=prompts, val=prompts)
     train = [_read(file, config) for file in config.train_files]
-    val = [prompt for file in config.val_files for prompt in _read(file, config)]
+    val: list[ImagePrompt] = []
+    for file in config.val_files:
+        val += _read(file, config)
     if config.image_key and size is None:
-        sizes = {tuple(image.shape[:2] for image in prompt.pixels()) for prompt in chain(*train, val)}
+        sizes: set[tuple[Any, ...]] = set()
+        for prompt in chain(*train, val):
+            sizes.add(tuple(image.shape[:2] for image in prompt.pixels()))
         if len(sizes) > 1:
             raise UserError("rollout.size is (0, 0); expected a size, because images of prompts have several")
     if not val:
         train, val = hold_out(train, size=config.val_size, seed=0)
-    return ImagePromptSets(train=mixed(train, config) if config.weights else [*chain(*train)], val=val)
+    prompts = mixed(train, config) if config.weights else list(chain.from_iterable(train))
+    return ImagePromptSets(train=prompts, val=val)
 
 
 def _read(path: str, config: DataConfig) -> list[ImagePrompt]:
     if path.startswith("hf://") or Path(path).suffix in (".jsonl", ".parquet", ".arrow", ".csv"):
-        key, found = config.image_key, list[ImagePrompt]()
-        for rows in open_rows(path, config.columns):
-            name = f"data file {rows.name}"
-            if key and not any(key in row for row in rows.rows):
-                raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}")
-            found += [_of_row(row, config, rows.folder, f"{name}, row {n}") for n, row in enumerate(rows.rows, 1)]
-        return found
+        return _read_rows(path, config)
     if config.image_key:
         raise UserError(
             f"data file {path} has no columns; expected .jsonl, .parquet, .arrow or .csv with data.image_key"
@@ -81,6 +80,18 @@ def _read(path: str, config: DataConfig) -> list[ImagePrompt]:
     prompts = [ImagePrompt(text=line.strip(), row={}) for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"data file {path} has no prompts; expected one per line")
+    return prompts
+
+
+def _read_rows(path: str, config: DataConfig) -> list[ImagePrompt]:
+    key = config.image_key
+    prompts: list[ImagePrompt] = []
+    for rows in open_rows(path, config.columns):
+        name = f"data file {rows.name}"
+        if key and not any(key in row for row in rows.rows):
+            raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}")
+        for number, row in enumerate(rows.rows, 1):
+            prompts.append(_of_row(row, config, rows.folder, f"{name}, row {number}"))
     return prompts
 
 
@@ -96,7 +107,9 @@ def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str
     except RequestError as error:
         raise UserError(f"{where}: {error}") from None
     prompt = ImagePrompt(text=text, row=row)
-    return _with_images(prompt, config.image_key, folder, where) if config.image_key else prompt
+    if config.image_key:
+        return _with_images(prompt, config.image_key, folder, where)
+    return prompt
 
 
 def _with_images(prompt: ImagePrompt, key: str, folder: Path, where: str) -> ImagePrompt:
@@ -104,11 +117,13 @@ def _with_images(prompt: ImagePrompt, key: str, folder: Path, where: str) -> Ima
     images = image_sources(prompt.row, key, folder.absolute(), f"{where}: {key}")
     if not images:
         return prompt
-    own = prompt.row[key]
-    paths = [image if isinstance(image, bytes) else str(image) for image in images]
-    made = replace(prompt, images=images, row={**prompt.row, key: paths if isinstance(own, list) else paths[0]})
+    value = prompt.row[key]
+    sources: Any = [image if isinstance(image, bytes) else str(image) for image in images]
+    if not isinstance(value, list):
+        sources = sources[0]
+    prompt = replace(prompt, images=images, row={**prompt.row, key: sources})
     try:
-        made.pixels()
+        prompt.pixels()
     except (RolloutError, OSError, ImportError) as error:
-        raise UserError(f"{where}: {key} is {own!r:.80}: {error}") from None
-    return made
+        raise UserError(f"{where}: {key} is {value!r:.80}: {error}") from None
+    return prompt
