@@ -273,6 +273,7 @@ class SimConfig(BaseSimConfig):
 
 _NAME = "algorithm.name"
 _OF_STEPS = one_of("flow_grpo", "ddpo", "grpo_guard")
+_COMPARED = one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")
 _NOISY = one_of("flow_sde", "dance_sde", "cps", "ddim")
 _READ_WITH = (
     ReadWith(
@@ -300,9 +301,9 @@ _READ_WITH = (
     ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
     ReadWith(settings=("rollout.noise_level", "rollout.shared_noise"), chosen_by={"rollout.kernel": _NOISY}),
     # Of images by reward_gradient none are compared.
-    ReadWith(settings=("rollout.shared_noise",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
+    ReadWith(settings=("rollout.shared_noise",), chosen_by={_NAME: _COMPARED}),
     # DPO trains on no step, but of images that are made by ddim, the window's steps alone have noise.
-    ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
+    ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: _COMPARED}),
     ReadWith(settings=("rollout.window_size",), chosen_by={"rollout.kernel": _NOISY}),
     ReadWith(
         settings=("rollout.window_range", "rollout.window_schedule"),
@@ -388,12 +389,12 @@ class DiffusionConfig(BaseRLConfig):
             self.require("rollout.window_size", has_window, f"1 or more with actor.component {self.actor.component!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
-        is_one = name != "reward_gradient" or len(self.reward.trained) < 2
+        is_one = name != "reward_gradient" or len(self.reward.trained_weights) < 2
         self.require("reward.kind", is_one, "one reward with algorithm.name 'reward_gradient'")
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
         if self.model:
-            is_of_user = {"", *DEMO_REWARDS}.isdisjoint({self.reward.kind, *self.reward.trained})
+            is_of_user = {"", *DEMO_REWARDS}.isdisjoint({self.reward.kind, *self.reward.trained_weights})
             self.require("reward.kind", is_of_user, "a reward that is not the embedded model's with model")
 
 

@@ -36,7 +36,7 @@ class JudgeConfig(JudgeOptions, section="reward.judge"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = " or ".join(engine_names(lambda kind: kind.takes_images))
+        names = " or ".join(engine_names(lambda engine: engine.takes_images))
         self.require("engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images")
 
 
@@ -99,12 +99,12 @@ class RewardConfig(Checked, section="reward"):
             raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
 
     @property
-    def trained(self) -> Mapping[str, float]:
+    def trained_weights(self) -> Mapping[str, float]:
         """Weights of the rewards that are trained on, by name."""
         return _terms("kind", self.kind)
 
     @property
-    def measured(self) -> Mapping[str, float]:
+    def measured_weights(self) -> Mapping[str, float]:
         """Weights of the rewards of held_out, by name."""
         return _terms("held_out", self.held_out)
 
@@ -115,7 +115,7 @@ class RewardConfig(Checked, section="reward"):
 
     def _all_rewards(self) -> dict[str, NamedRewardConfig]:
         """Return the rewards that are trained on or only measured, by name."""
-        return {name: self.find_reward(name) for name in {**self.trained, **self.measured}}
+        return {name: self.find_reward(name) for name in {**self.trained_weights, **self.measured_weights}}
 
     @property
     def judge_path(self) -> str:
@@ -133,8 +133,8 @@ class RewardConfig(Checked, section="reward"):
     @property
     def has_models(self) -> bool:
         """True if a model that is no judge scores images, in the process that has them."""
-        kinds = [image_reward_kind(reward.kind) for reward in self._all_rewards().values()]
-        return any(kind is not None and kind.is_model for kind in kinds)
+        registered = [image_reward_kind(reward.kind) for reward in self._all_rewards().values()]
+        return any(entry is not None and entry.is_model for entry in registered)
 
 
 def _terms(setting: str, text: str) -> Mapping[str, float]:

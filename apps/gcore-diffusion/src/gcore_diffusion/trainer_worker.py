@@ -132,8 +132,8 @@ def _noise_process(scheduler: Any) -> NoiseProcess:
 def _scheduler(model: Path) -> Any:
     import diffusers
 
-    _, kind = json.loads((model / "model_index.json").read_text())["scheduler"]
-    return getattr(diffusers, kind).from_pretrained(model, subfolder="scheduler")
+    _, class_name = json.loads((model / "model_index.json").read_text())["scheduler"]
+    return getattr(diffusers, class_name).from_pretrained(model, subfolder="scheduler")
 
 
 def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> DiffusionObjective:

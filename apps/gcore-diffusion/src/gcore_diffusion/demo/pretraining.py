@@ -41,23 +41,23 @@ _MAX_TOKENS = 4
 def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
     """Return the folder of a pretrained pipeline, from an earlier run or a new one."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcore-diffusion"
-    cache = Path(config.cache_dir) if config.cache_dir else user_cache
+    cache = Path(config.cache_dir or user_cache)
     # Other code makes another model.
-    source = "".join((Path(__file__).parent / name).read_text() for name in ("digits.py", "pretraining.py"))
+    source = Path(__file__).with_name("digits.py").read_text() + Path(__file__).read_text()
     key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, source)).encode()).hexdigest()[:12]
     target = cache / f"digits-{key}"
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".digits-") as folder:
-            made = Path(folder) / "pipeline"
+            pretrained = Path(folder) / "pipeline"
             pipeline = make_tiny_pipeline(Path(folder) / "words", seed=seed)
             _train(pipeline, config, seed=seed, display=display)
-            pipeline.save_pretrained(made)
+            pipeline.save_pretrained(pretrained)
             try:
-                made.rename(target)
+                pretrained.rename(target)
             except OSError:
                 # Another run has put its pipeline there first.
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(pretrained, ignore_errors=True)
     return target
 
 

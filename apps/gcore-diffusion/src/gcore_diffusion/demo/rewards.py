@@ -108,7 +108,7 @@ def _classes(prompts: Sequence[str]) -> NDArray[np.int64]:
     classes: list[int] = []
     for prompt in prompts:
         words = set(prompt.split())
-        matches = [index for index, known in enumerate(PROMPTS) if words.issuperset(known.split())]
+        matches = [index for index, name in enumerate(PROMPTS) if words.issuperset(name.split())]
         if not matches:
             raise RewardConfigError(f"prompt is {prompt!r}; expected one that names a colour and a digit: 'red 7'")
         classes.append(matches[0])
@@ -132,7 +132,7 @@ def _batch(
     """
     first, second = rng.integers(len(images), size=(2, count))
     colour = rng.integers(len(_RGB), size=count)
-    kind = rng.integers(14, size=count)
+    variant = rng.integers(14, size=count)
     grey = images[first]
     digits = labels[first]
     order = np.argsort(labels, kind="stable")
@@ -156,7 +156,7 @@ def _batch(
         filled,
         grey * rng.uniform(0.2, 1.0, grey.shape),
     ]
-    is_spoiled = kind == np.arange(len(spoiled))[:, None]
+    is_spoiled = variant == np.arange(len(spoiled))[:, None]
     is_spoiled[0] &= digits != labels[second]
     is_spoiled[4] &= (filled - grey).sum((1, 2)) > _LEAST_FILLED
     pixels = np.select(list(is_spoiled[:, :, None, None]), spoiled, grey)
@@ -164,7 +164,7 @@ def _batch(
     directions = random_rgb / np.linalg.norm(random_rgb, axis=1, keepdims=True)
     known_directions = _RGB / np.linalg.norm(_RGB, axis=1, keepdims=True)
     is_strange = (directions @ known_directions.T).max(1) < 0.93
-    is_strange &= kind == len(spoiled)
+    is_strange &= variant == len(spoiled)
     rgb = np.where(is_strange[:, None], random_rgb / random_rgb.max(1, keepdims=True), _RGB[colour])
     pixels = pixels[..., None] * rgb[:, None, None] * rng.uniform(0.75, 1.0, (count, 1, 1, 1))
     noised = (pixels + rng.normal(0, 0.05, pixels.shape)).clip(0, 1)

@@ -28,7 +28,6 @@ from gcore_runs import UserError, one_line, print_table
 from gcore_trainer import LARGE_MODEL, Denoiser, should_replicate
 
 _GB = 1e9
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DEVICE = "H100"
 """Device that is planned for by default."""
 
@@ -65,22 +64,22 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     classes = part_classes(folder)
     rollout = config.rollout
     actor = config.actor
-    kind = classes.get("transformer", ("", "unet"))[1]
-    if kind not in INPUTS:
-        raise UserError(f"dry_run is true with a model of {kind}; expected one of {', '.join(INPUTS)}")
+    _, denoiser = classes.get("transformer", ("", "unet"))
+    if denoiser not in INPUTS:
+        raise UserError(f"dry_run is true with a model of {denoiser}; expected one of {', '.join(INPUTS)}")
     if rollout.image_size is None:
         raise UserError("rollout.size is (0, 0); expected height and width with dry_run")
     image = image_shape(folder, rollout.image_size, rollout.max_sequence_length)
     parts = {name: part_without_weights(folder, name) for name in classes}
     counts = {name: _num_parameters(part) for name, part in parts.items()}
     model = parts["transformer"]
-    inputs = partial(INPUTS[kind], model.config, image)
+    inputs = partial(INPUTS[denoiser], model.config, image)
     num_halves = 1
     if rollout.guidance_scale > 1 and not getattr(model.config, "guidance_embeds", False):
         # Without the prompt and with it.
         num_halves = 2
     num_rows = rollout.max_num_images
-    if kind not in GUIDED_IN_TWO_CALLS:
+    if denoiser not in GUIDED_IN_TWO_CALLS:
         num_rows *= num_halves
     dtype = getattr(torch, rollout.dtype)
     try:
@@ -88,12 +87,11 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     except (ValueError, RuntimeError) as error:
         # Models raise errors of these kinds for sizes that they do not support.
         raise UserError(f"the model takes no images of rollout.size {rollout.size}: {one_line(error)}") from error
-    parameter_bytes = _BYTES[rollout.dtype]
     num_in_encoders = sum(counts[name] for name in counts if "text_encoder" in name)
     engine = {
-        "denoiser": float(parameter_bytes * counts["transformer"]),
-        "text encoders": float(parameter_bytes * num_in_encoders),
-        "VAE": float(parameter_bytes * counts.get("vae", 0)),
+        "denoiser": float(dtype.itemsize * counts["transformer"]),
+        "text encoders": float(dtype.itemsize * num_in_encoders),
+        "VAE": float(dtype.itemsize * counts.get("vae", 0)),
         "pass": float(pass_bytes),
         "decoding": float(decoding_bytes(parts["vae"], image, dtype)),
     }
@@ -147,7 +145,7 @@ def dry_run(config: TrainArgs) -> None:
             "gcore-diffusion brings"
         )
     run_plan = plan(config, folder)
-    rows = [[name, kind, f"{count:,}"] for name, (kind, count) in run_plan.parameters.items()]
+    rows = [[part, class_name, f"{count:,}"] for part, (class_name, count) in run_plan.parameters.items()]
     size = "{} x {} pixels".format(*config.rollout.size)
     print_table(f"{config.model} for {size}", ["part", "class", "parameters"], [rows])
     adapters = f" in adapters of rank {run_plan.lora_rank}" if run_plan.lora_rank else ""

@@ -47,12 +47,12 @@ def part_without_weights(folder: Path, name: str) -> Any:
     import diffusers
     import transformers
 
-    library, kind = part_classes(folder)[name]
+    library, class_name = part_classes(folder)[name]
     with torch.device("meta"):
         if library == "transformers":
-            model_class = getattr(transformers, kind)
+            model_class = getattr(transformers, class_name)
             return model_class(model_class.config_class.from_pretrained(folder / name))
-        model_class = getattr(diffusers, kind)
+        model_class = getattr(diffusers, class_name)
         return model_class.from_config(json.loads((folder / name / "config.json").read_text()))
 
 

@@ -50,9 +50,9 @@ def grid(
     images = _frames(images)
     rows = selection(len(images) // per_prompt, MAX_PROMPTS)
     columns = min(per_prompt, MAX_COLUMNS)
-    tile_h, tile_w, how = _tile(images.shape[1], images.shape[2], largest_tile)
+    tile_w, tile_h = _resize(images[0], largest_tile).size
     font = ImageFont.load_default(size=_FONT_SIZE)
-    texts = [_shorten(prompts[row * per_prompt]) for row in rows]
+    texts = [_cut_text(prompts[row * per_prompt]) for row in rows]
     label = int(max(map(font.getlength, texts))) + 2 * _GAP
     size = (label + columns * (tile_w + _GAP), len(rows) * (tile_h + _GAP) + _GAP)
     picture = Image.new("RGB", size, _PAPER)
@@ -61,7 +61,7 @@ def grid(
     for row, text in zip(rows, texts, strict=True):
         draw.text((_GAP, top + tile_h // 2), text, fill=_INK, font=font, anchor="lm")
         for column in range(columns):
-            tile = Image.fromarray(images[row * per_prompt + column]).resize((tile_w, tile_h), how)
+            tile = _resize(images[row * per_prompt + column], largest_tile)
             picture.paste(tile, (label + column * (tile_w + _GAP), top))
         top += tile_h + _GAP
     return picture
@@ -117,10 +117,9 @@ def draw_pictures(evaluation: ImageEvaluation, *, per_prompt: int) -> dict[str, 
 def thumbnail(image: NDArray[np.uint8]) -> bytes:
     """Return a WebP of an image, or of the middle frame of a video [F, H, W, 3], with sides of at most 160 pixels."""
     frame = _frames(image[None])[0]
-    height, width, how = _tile(frame.shape[0], frame.shape[1], _LARGEST_TILE)
     buffer = io.BytesIO()
-    small = Image.fromarray(frame).resize((width, height), how)
-    small.save(buffer, format="WEBP", lossless=max(frame.shape[:2]) <= _LOSSLESS_SIDE, quality=80)
+    is_lossless = max(frame.shape[:2]) <= _LOSSLESS_SIDE
+    _resize(frame, _LARGEST_TILE).save(buffer, format="WEBP", lossless=is_lossless, quality=80)
     return buffer.getvalue()
 
 
@@ -131,12 +130,13 @@ def selection(count: int, limit: int) -> range:
 
 def _sheet(images: NDArray[np.uint8]) -> Image.Image:
     """Return images [n, H, W, 3] in rows of up to four."""
-    tile_h, tile_w, how = _tile(images.shape[1], images.shape[2], _LARGEST_SHEET_TILE)
-    columns = min(len(images), _SHEET_COLUMNS)
-    sheet = Image.new("RGB", (columns * tile_w, -(-len(images) // columns) * tile_h), _PAPER)
-    for index, image in enumerate(images):
+    tiles = [_resize(image, _LARGEST_SHEET_TILE) for image in images]
+    width, height = tiles[0].size
+    columns = min(len(tiles), _SHEET_COLUMNS)
+    sheet = Image.new("RGB", (columns * width, -(-len(tiles) // columns) * height), _PAPER)
+    for index, tile in enumerate(tiles):
         row, column = divmod(index, columns)
-        sheet.paste(Image.fromarray(image).resize((tile_w, tile_h), how), (column * tile_w, row * tile_h))
+        sheet.paste(tile, (column * width, row * height))
     return sheet
 
 
@@ -145,17 +145,19 @@ def _frames(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return images[:, images.shape[1] // 2] if images.ndim == 5 else images
 
 
-def _tile(height: int, width: int, largest: int) -> tuple[int, int, Image.Resampling]:
-    """Return the size of a tile and its filter: small images are enlarged by whole factors, large ones are reduced."""
-    longest = max(height, width)
+def _resize(image: NDArray[np.uint8], largest: int) -> Image.Image:
+    """Return an image [H, W, 3] as a tile: small ones are enlarged by whole factors, large ones are reduced."""
+    tile = Image.fromarray(image)
+    longest = max(tile.size)
     if longest > largest:
         scale = largest / longest
-        return max(1, round(height * scale)), max(1, round(width * scale)), Image.Resampling.LANCZOS
+        size = (max(1, round(tile.width * scale)), max(1, round(tile.height * scale)))
+        return tile.resize(size, Image.Resampling.LANCZOS)
     factor = max(1, -(-_SMALLEST_TILE // longest))
-    return height * factor, width * factor, Image.Resampling.NEAREST
+    return tile.resize((tile.width * factor, tile.height * factor), Image.Resampling.NEAREST)
 
 
-def _shorten(text: str) -> str:
+def _cut_text(text: str) -> str:
     if len(text) <= _LONGEST_LABEL:
         return text
     return f"{text[: _LONGEST_LABEL - 1]}…"

@@ -152,13 +152,12 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
         return ImageCompositeReward(dict(zip(labels, rewards, strict=True)), weights=weights)
 
     gradient = reward_gradient(config)
-    if gradient:
-        trained = LatentsReward(gradient)
-    else:
-        trained = build("reward.kind", config.reward.trained or {"digit": 1.0})
+    trained = (
+        LatentsReward(gradient) if gradient else build("reward.kind", config.reward.trained_weights or {"digit": 1.0})
+    )
     held_out = None
-    if config.reward.measured:
-        held_out = build("reward.held_out", config.reward.measured)
+    if config.reward.measured_weights:
+        held_out = build("reward.held_out", config.reward.measured_weights)
     return ImageRewards(trained=trained, held_out=held_out)
 
 
@@ -192,10 +191,11 @@ def _label(setting: str, name: str) -> str:
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient."""
-    kind = config.reward.find_reward(config.reward.kind).kind
-    if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
+    function = config.reward.find_reward(config.reward.kind).kind
+    is_url = function.startswith(("http://", "https://"))
+    if config.algorithm.name != "reward_gradient" or ":" not in function or is_url:
         return None
-    return load_function(kind, setting="reward.kind")
+    return load_function(function, setting="reward.kind")
 
 
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gcore_rollout import ImageSample, host_array, host_tensor
 
 
-def share_conditions(samples: Sequence[ImageSample], known: MutableMapping[bytes, NDArray[Any]]) -> list[ImageSample]:
-    """Return images whose equal conditions are one array, of those that are ``known`` if it is among them."""
+def share_conditions(samples: Sequence[ImageSample], arrays: MutableMapping[bytes, NDArray[Any]]) -> list[ImageSample]:
+    """Return images whose equal conditions are one array: that in ``arrays``, by hash, if it has an equal one."""
     by_id: dict[int, NDArray[Any]] = {}
 
     def share(value: Any) -> Any:
@@ -22,7 +22,7 @@ def share_conditions(samples: Sequence[ImageSample], known: MutableMapping[bytes
         if id(value) not in by_id:
             key = hashlib.sha256(f"{value.dtype.name} {value.shape}".encode())
             key.update(np.ascontiguousarray(value).view(np.uint8).data)
-            by_id[id(value)] = known.setdefault(key.digest(), value)
+            by_id[id(value)] = arrays.setdefault(key.digest(), value)
         return by_id[id(value)]
 
     shared: list[ImageSample] = []
