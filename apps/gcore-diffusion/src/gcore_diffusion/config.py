@@ -252,7 +252,7 @@ class TrainerConfig(RLTrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_divisor = self.fsdp_size in ("auto", 0) or self.num_processes % self.fsdp_size == 0
+        is_divisor = self.fsdp_size == "auto" or self.num_processes % (self.fsdp_size or 1) == 0
         self.require("fsdp_size", is_divisor, f"auto, 0, or a divisor of trainer.num_processes={self.num_processes}")
         exports_best = not self.early_stopping_patience or self.export == "best"
         self.require("early_stopping_patience", exports_best, "0 with trainer.export 'last': later steps are no better")

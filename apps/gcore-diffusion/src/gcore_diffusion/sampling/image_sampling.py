@@ -312,13 +312,13 @@ async def evaluate(
     rewards = ctx.roles.rewards
     n = config.rollout.eval_n
     sampling = evaluation_sampling(config)
-    indices: Sequence[int] = range(ctx.rank, len(prompts), ctx.world_size)
-    requests = [image_request(prompts[index], f"val/{index}", sampling, n=n, seed=index) for index in indices]
+    own_indices = range(ctx.rank, len(prompts), ctx.world_size)
+    requests = [image_request(prompts[index], f"val/{index}", sampling, n=n, seed=index) for index in own_indices]
     entries: list[tuple[int, NDArray[np.uint8], Scored, Scored]] = []
     if requests:
         with ctx.timer.stage("gen"):
             samples = await images(ctx.roles.policy, requests)
-        indices = np.repeat(indices, n).tolist()
+        indices = np.repeat(own_indices, n).tolist()
         repeated = [prompts[index] for index in indices]
         with ctx.timer.stage("reward"):
             scores = await score_images(ctx, rewards.trained, samples, repeated)
