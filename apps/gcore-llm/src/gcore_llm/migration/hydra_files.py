@@ -118,7 +118,7 @@ def _put_own_config(name: str, config: HydraConfig) -> bool:
 
 
 def _config_folders(command: TrainerCommand, folder: Path) -> list[Path]:
-    """Return where the config of a command may be, below a folder."""
+    """Return the folders in and below a folder that may hold the config of a command."""
     path = Path(command.config_path or "config")
     if path.is_absolute():
         # The part below the folder of another clone is the same in this one.
