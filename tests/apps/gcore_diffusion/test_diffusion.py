@@ -26,11 +26,11 @@ from gcore_diffusion.backend import starting_messages
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
-from gcore_diffusion.demo.rewards import DigitReward, JudgeReward
+from gcore_diffusion.demo.rewards import DemoJudgeReward, DigitReward
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.grids import grid
-from gcore_diffusion.sampling.image_sampling import Evaluation
-from gcore_diffusion.sampling.prompts import Prompt, PromptSets, load_prompts
+from gcore_diffusion.sampling.image_sampling import ImageEvaluation
+from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets, load_prompts
 from gcore_rollout import RewardConfigError
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.parsing import merge, resolve, to_toml
@@ -250,7 +250,9 @@ def test_what_a_run_says_at_its_start(tmp_path: Path) -> None:
     components = json.loads(index.read_text())
     index.write_text(json.dumps({**components, "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}))
     texts = ["red 7", "a very long one", "one that is very long", "red 7"]
-    prompts = PromptSets(train=[Prompt(text=text, row={}) for text in texts], val=[Prompt(text="a", row={})])
+    prompts = ImagePromptSets(
+        train=[ImagePrompt(text=text, row={}) for text in texts], val=[ImagePrompt(text="a", row={})]
+    )
     assert starting_messages(DiffusionConfig(), folder, prompts) == [
         "warning: the text encoders do not read the ends of 2 prompts: 'a very long one', 'one that is very long'",
         "the pipeline's safety checker is left out: it would make images black",
@@ -715,7 +717,7 @@ def coloured(grey: Any, colour: tuple[float, float, float]) -> Any:
 def test_digits_are_scored_by_two_rewards() -> None:
     """Each reads most digits that it was not trained on, in their colours alone, and no halves of two digits."""
     pixels, labels = load()
-    for reward, half, score in ((DigitReward(), 1, 0.6), (JudgeReward(), 0, 0.6)):
+    for reward, half, score in ((DigitReward(), 1, 0.6), (DemoJudgeReward(), 0, 0.6)):
         grey, own = pixels[half::2], labels[half::2]
         rows: list[dict[str, Any]] = [{}] * len(grey)
         for colour, rgb in COLOURS.items():
@@ -735,12 +737,12 @@ def test_digits_are_scored_by_two_rewards() -> None:
     assert len(PROMPTS) == 30
 
 
-def evaluation(pixels: float, scores: float, held_out: float | None) -> Evaluation:
+def evaluation(pixels: float, scores: float, held_out: float | None) -> ImageEvaluation:
     """Eight images of two prompts, those of each alike but for one pixel value."""
     images = np.zeros((8, 2, 2, 3), np.uint8)
     images[::2] = round(255 * pixels)
     judged = None if held_out is None else np.full(8, held_out)
-    return Evaluation(prompts=["a"] * 4 + ["b"] * 4, images=images, scores=np.full(8, scores), held_out=judged)
+    return ImageEvaluation(prompts=["a"] * 4 + ["b"] * 4, images=images, scores=np.full(8, scores), held_out=judged)
 
 
 def test_diversity_is_within_prompts() -> None:

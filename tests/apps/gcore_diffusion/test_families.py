@@ -13,8 +13,8 @@ from tiny_families import FAMILIES
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.config import ActorConfig, DiffusionConfig, embedded_nft
-from gcore_diffusion.sampling.image_sampling import Group
-from gcore_diffusion.sampling.prompts import Prompt
+from gcore_diffusion.sampling.image_sampling import ImageGroup
+from gcore_diffusion.sampling.prompts import ImagePrompt
 from gcore_diffusion.sampling.shared_arrays import share_conditions
 from gcore_rollout import DiffusersEngine, FlowSDE, ImageRequest, ImageSample, ImageSampling
 from gcore_runs import UserError
@@ -89,13 +89,13 @@ async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
     requests = [ImageRequest(request_id="a", prompt="red 7", sampling=sampling, n=2)]
     samples = [sample async for sample in engine.generate(requests)]
     await engine.close()
-    group = Group(
-        prompt_index=3, prompt=Prompt(text="red 7", row={}), samples=samples, scores=np.zeros(2), parts=[{}, {}]
+    group = ImageGroup(
+        prompt_index=3, prompt=ImagePrompt(text="red 7", row={}), samples=samples, scores=np.zeros(2), parts=[{}, {}]
     )
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, {"group": group.state()})
         checkpointer.wait()
-        found = Group.from_state(checkpointer.load(step=1)["group"])
+        found = ImageGroup.from_state(checkpointer.load(step=1)["group"])
     for images in (samples, found.samples):
         own = [image.conditions["encoder_hidden_states"] for image in images]
         assert own[0] is own[1]

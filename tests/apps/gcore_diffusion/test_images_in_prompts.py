@@ -12,8 +12,8 @@ from tiny_families import FAMILIES
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.config import DataConfig
-from gcore_diffusion.sampling.image_sampling import Group
-from gcore_diffusion.sampling.prompts import Prompt, load_prompts
+from gcore_diffusion.sampling.image_sampling import ImageGroup
+from gcore_diffusion.sampling.prompts import ImagePrompt, load_prompts
 from gcore_runs import UserError
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/own-pipeline.md"
@@ -82,12 +82,12 @@ def test_data_files_without_images(tmp_path: Path) -> None:
 
 def test_a_checkpoint_keeps_images(tmp_path: Path) -> None:
     """Of a group that waits for its batch: files as paths, others as they are."""
-    prompt = Prompt(text="red 7", row={"image": b"\x00file"}, images=(Path("pictures/1.png"), b"\x00file"))
-    group = Group(prompt_index=3, prompt=prompt, samples=[], scores=np.zeros(0), parts=[])
+    prompt = ImagePrompt(text="red 7", row={"image": b"\x00file"}, images=(Path("pictures/1.png"), b"\x00file"))
+    group = ImageGroup(prompt_index=3, prompt=prompt, samples=[], scores=np.zeros(0), parts=[])
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, {"group": group.state()})
         checkpointer.wait()
-        assert Group.from_state(checkpointer.load(step=1)["group"]).prompt == prompt
+        assert ImageGroup.from_state(checkpointer.load(step=1)["group"]).prompt == prompt
 
 
 @pytest.mark.slow

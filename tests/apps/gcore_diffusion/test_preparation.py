@@ -9,15 +9,15 @@ import pytest
 
 from gcore_controller import TrainingBatch
 from gcore_diffusion.config import AlgorithmConfig, DiffusionConfig, RolloutConfig, embedded_nft
-from gcore_diffusion.modality import Images, Job, preference_pairs
-from gcore_diffusion.sampling.image_sampling import Group, image_sampling
-from gcore_diffusion.sampling.prompts import Prompt, PromptSets
+from gcore_diffusion.modality import ImageJob, ImageModality, preference_pairs
+from gcore_diffusion.sampling.image_sampling import ImageGroup, image_sampling
+from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
 from gcore_rollout import ImageSample, Trajectory
 
 DPO = replace(embedded_nft(), algorithm=AlgorithmConfig(name="dpo"))
 
 
-def scored_group(index: int, scores: list[float]) -> Group:
+def scored_group(index: int, scores: list[float]) -> ImageGroup:
     """Images of which each has its own latents, two steps of them."""
     steps = np.zeros(2, np.float32)
     samples: list[ImageSample] = []
@@ -46,9 +46,9 @@ def scored_group(index: int, scores: list[float]) -> Group:
             finish_reason="stop",
         )
         samples.append(sample)
-    return Group(
+    return ImageGroup(
         prompt_index=index,
-        prompt=Prompt(text="", row={}),
+        prompt=ImagePrompt(text="", row={}),
         samples=samples,
         scores=np.array(scores),
         parts=[{} for _ in scores],
@@ -63,10 +63,10 @@ async def prepare(config: DiffusionConfig, scores: list[list[float]], *, num_rep
 
     learner = SimpleNamespace(num_replicas=num_replicas, can_score_alone=True)
     ctx: Any = SimpleNamespace(group=SimpleNamespace(all_gather=all_gather), roles=SimpleNamespace(learner=learner))
-    job = Job(config=config, prompts=PromptSets(train=[], val=[]))
+    job = ImageJob(config=config, prompts=ImagePromptSets(train=[], val=[]))
     groups = [scored_group(index, own) for index, own in enumerate(scores)]
     batch = TrainingBatch(groups=groups, num_groups=len(groups), metrics={}, state={}, rounds=())
-    return await Images(job).prepare(ctx, 1, batch)
+    return await ImageModality(job).prepare(ctx, 1, batch)
 
 
 def pairs_of(updates: Any) -> list[list[tuple[int, int]]]:

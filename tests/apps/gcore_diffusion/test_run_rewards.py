@@ -9,7 +9,7 @@ from command_line import Cli, Server, read_rows, step_rows, write_rows
 from tiny_pipelines import flow_pipeline
 from tiny_vision_model import save_vision_model
 
-from gcore_diffusion.backend import checked_rewards, tried_settings
+from gcore_diffusion.backend import check_rewards, tried_settings
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import DiffusionConfig
 from gcore_rollout import RewardConfigError
@@ -139,7 +139,7 @@ def test_sums_of_wrong_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARD)
     with pytest.raises((UserError, RewardConfigError)) as error:
-        checked_rewards(parse_train([*MODEL, kind]))
+        check_rewards(parse_train([*MODEL, kind]))
     assert said in str(error.value)
 
 
@@ -152,7 +152,7 @@ def test_all_prompts_are_checked_at_the_start(cli: Cli, args: list[str]) -> None
 def test_an_option_is_over_a_table_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[reward.models.good]\nkind = 'clip'\npath = 'x'\n")
     config = parse_train([*MODEL, "2 * good", "--config", str(tmp_path / "a.toml"), "--reward.models.good.path", "y"])
-    assert (config.reward.named("good").kind, config.reward.named("good").path) == ("clip", "y")
+    assert (config.reward.find_reward("good").kind, config.reward.find_reward("good").path) == ("clip", "y")
 
 
 @pytest.mark.parametrize(

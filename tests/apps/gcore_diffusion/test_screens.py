@@ -17,8 +17,8 @@ from tiny_pipelines import flow_pipeline
 from wandb_files import records
 
 from gcore_ckpt import Checkpointer
-from gcore_diffusion.sampling.grids import MAX_SHEETS, tracked, write_sheets
-from gcore_diffusion.sampling.image_sampling import Evaluation
+from gcore_diffusion.sampling.grids import MAX_SHEETS, draw_pictures, write_sheets
+from gcore_diffusion.sampling.image_sampling import ImageEvaluation
 from gcore_diffusion.training import KINDS
 from gcore_runs import render_report
 from gcore_runs.report import gallery
@@ -124,17 +124,17 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
     pytest.importorskip("wandb")
     (cli.cwd / "wandb").mkdir()
     (cli.cwd / "wandb/settings").write_text("[default]\nmode = offline\n")
-    args = [*own_args, "--name", "tracked", "--trainer.trackers", "wandb", "--trainer.tensorboard", "False"]
+    args = [*own_args, "--name", "draw_pictures", "--trainer.trackers", "wandb", "--trainer.tensorboard", "False"]
     for total in ("1", "2"):
         finished = cli(*option_set(args, "--trainer.total-training-steps", total))
         assert finished.code == 0, finished
         assert re.fullmatch(r"(wandb: Loading settings from .*\n)?", finished.err)
-    tracked_run = cli.cwd / "runs/tracked"
+    tracked_run = cli.cwd / "runs/draw_pictures"
     files = sorted(tracked_run.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
     found = [record for file in files for record in records(file)]
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
-    assert {(each.project, each.display_name) for each in runs} == {("gcore", "tracked")}
+    assert {(each.project, each.display_name) for each in runs} == {("gcore", "draw_pictures")}
     assert len({each.run_id for each in runs}) == 1
     rewards = next(item for item in runs[0].config.update if item.key == "reward")
     assert json.loads(rewards.value_json)["kind"] == "rewards.py:red"
@@ -230,11 +230,11 @@ def test_the_report_has_a_gallery_by_prompt_and_step(run: Path) -> None:
                 assert sheet.size == (row["width"], row["height"])
 
 
-def noisy(num_prompts: int, per_prompt: int, side: int) -> Evaluation:
+def noisy(num_prompts: int, per_prompt: int, side: int) -> ImageEvaluation:
     """Images whose WebP is as large as it gets."""
     images = np.random.default_rng(0).integers(0, 256, (num_prompts * per_prompt, side, side, 3), np.uint8)
     prompts = [f"prompt {i // per_prompt}" for i in range(len(images))]
-    return Evaluation(prompts=prompts, images=images, scores=np.zeros(len(images)), held_out=None)
+    return ImageEvaluation(prompts=prompts, images=images, scores=np.zeros(len(images)), held_out=None)
 
 
 def test_the_gallery_has_an_upper_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +257,6 @@ def test_the_gallery_has_an_upper_size(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_trackers_get_few_and_not_too_large_images() -> None:
-    images = tracked(noisy(40, 2, 300), per_prompt=2)
+    images = draw_pictures(noisy(40, 2, 300), per_prompt=2)
     assert len(images) <= 1 + 8
     assert all(image.dtype == np.uint8 and image.size < 3_000_000 for image in images.values())

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,15 @@ from gcore_controller import (
     TrainerGroup,
 )
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
-from gcore_diffusion.modality import Job
-from gcore_diffusion.sampling.grids import tracked, write_grid, write_sheets
+from gcore_diffusion.modality import ImageJob
+from gcore_diffusion.sampling.grids import draw_pictures, write_grid, write_sheets
 from gcore_diffusion.sampling.image_sampling import (
     DIVERSITY,
     HELD_OUT,
     TRAINED,
-    Evaluation,
-    Roles,
-    SamplingRoles,
+    ImageEvaluation,
+    ImageRoles,
+    ImageSamplingRoles,
     evaluation_sampling,
     has_log_probs,
     image_request,
@@ -35,8 +36,8 @@ from gcore_diffusion.sampling.image_sampling import (
     kernel_of,
     window_range,
 )
-from gcore_diffusion.sampling.prompts import Prompt, PromptSets
-from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
+from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
+from gcore_diffusion.sampling.services import ImageRewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import (
     DiffusersEngine,
@@ -73,7 +74,7 @@ _NAMED_PROMPTS = 3
 """Prompts that a warning names."""
 
 
-def checked_rewards(config: DiffusionConfig) -> Rewards | None:
+def check_rewards(config: DiffusionConfig) -> ImageRewards | None:
     """Return the rewards; None: they need a judge, which is started with the engines."""
     if config.reward.is_judged:
         judge_factory(config)
@@ -90,40 +91,44 @@ def tried_settings(config: DiffusionConfig) -> DiffusionConfig:
     """Return the settings of an engine in this process; on Ray its machine may have no GPU."""
     import torch
 
-    is_without = config.runtime == "ray" and not torch.cuda.is_available()
-    return replace(config, device="cpu") if is_without else config
+    if config.runtime == "ray" and not torch.cuda.is_available():
+        return replace(config, device="cpu")
+    return config
 
 
 async def start(
     config: DiffusionConfig,
     model: Path,
-    prompts: PromptSets,
-    rewards: Rewards | None,
+    prompts: ImagePromptSets,
+    rewards: ImageRewards | None,
     checkpoints: Path,
     display: Display,
-) -> Backend[Job, DiffusionConfig]:
+) -> Backend[ImageJob, DiffusionConfig]:
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
     for message in starting_messages(config, model, prompts):
         display.say(message)
-    devices, is_on_ray = device_timers(config), config.runtime == "ray"
+    devices = device_timers(config)
+    is_on_ray = config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
-        tried = tried_settings(config)
-        policy, judge = await start_engines(tried, model, instrumentation, engines, is_trial=is_on_ray)
+        trial_config = tried_settings(config)
+        policy, judge = await start_engines(trial_config, model, instrumentation, engines, is_trial=is_on_ray)
         rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
-        sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
+        sampler = ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            turns, sharing = None, engines_in_turns(config, policy, [*filter(None, [judge])])
+            judges = [] if judge is None else [judge]
+            sharing = engines_in_turns(config, policy, judges)
             for engine in sharing:
                 # The trainer has the first turn.
                 await engine.sleep()
+            turns = None
             learner = start_trainer(config, model, checkpoints)
             if sharing:
                 ranks = range(config.trainer.num_processes)
                 turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=ranks)
             close = engines.pop_all().aclose
-            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=close, turns=turns)
+            return inline_backend(config, shared=sampler, roles=ImageRoles, learner=learner, close=close, turns=turns)
     from gcore_runs.on_ray import start_ray_backend
 
     return await start_ray_backend(
@@ -137,10 +142,10 @@ async def start(
     )
 
 
-def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets) -> list[str]:
+def starting_messages(config: DiffusionConfig, model: Path, prompts: ImagePromptSets) -> list[str]:
     """Return what a user should know of a pipeline's folder and prompts before a run."""
     messages: list[str] = []
-    texts = [prompt.text for prompt in (*prompts.train, *prompts.val)]
+    texts = [prompt.text for prompt in chain(prompts.train, prompts.val)]
     if config.rollout.negative_prompt:
         texts.append(config.rollout.negative_prompt)
     cut = cut_prompts(model, texts, max_sequence_length=config.rollout.max_sequence_length)
@@ -153,15 +158,14 @@ def starting_messages(config: DiffusionConfig, model: Path, prompts: PromptSets)
     return messages
 
 
-async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
+async def _try(config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: ImagePromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
-    rewards = [reward for reward in (sampler.rewards.trained, sampler.rewards.held_out) if reward]
-    everyone = [*prompts.train, *prompts.val]
-    check_prompts(rewards, [prompt.text for prompt in everyone], [prompt.row for prompt in everyone])
-    first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
-    # A prompt of each number of images: pipelines may need images, or take none, or one.
-    tried = {len(prompt.images): prompt for prompt in everyone}
-    num_steps, window = 2, None
+    rewards = list(filter(None, (sampler.rewards.trained, sampler.rewards.held_out)))
+    all_prompts = [*prompts.train, *prompts.val]
+    check_prompts(rewards, [prompt.text for prompt in all_prompts], [prompt.row for prompt in all_prompts])
+    first = prompts.train[0]
+    num_steps = 2
+    window = None
     if config.actor.component or has_log_probs(config):
         # Windows must be of steps of this transformer, and of steps with noise.
         window = window_range(config)
@@ -170,34 +174,38 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     sampling = ImageSampling(
         num_inference_steps=num_steps,
         window=window,
-        guidance_scale=guidance_scale,
+        guidance_scale=config.rollout.guidance_scale,
         kernel=kernel_of(config),
-        size=size,
+        size=config.rollout.image_size,
         negative_prompt=config.rollout.negative_prompt,
     )
+    # A prompt of each number of images: pipelines may need images, or take none, or one.
+    by_num_images = {len(prompt.images): prompt for prompt in all_prompts}
     try:
-        made, *_ = await images(sampler.policy, [image_request(p, f"try/{n}", sampling) for n, p in tried.items()])
+        requests = [image_request(prompt, f"try/{n}", sampling) for n, prompt in by_num_images.items()]
+        sample = (await images(sampler.policy, requests))[0]
     except (ValueError, TypeError, RuntimeError) as error:
         # Pipelines raise errors of these kinds for settings that they do not support.
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
     if has_log_probs(config):
-        _check_noise(config, made)
-    if config.algorithm.name in ("nft", "dpo") and made.timestep_map is None:
+        _check_noise(config, sample)
+    if config.algorithm.name in ("nft", "dpo") and sample.timestep_map is None:
         raise UserError(
             f"algorithm.name is {config.algorithm.name!r}; expected an algorithm of recorded steps, because the "
             "pipeline gives its model timesteps that are not a multiple of the time or of the time left"
         )
-    check_images(rewards, *made.image.shape[-3:-1])
-    grey = replace(made, image=np.full_like(made.image, 128))
+    check_images(rewards, *sample.image.shape[-3:-1])
+    grey = replace(sample, image=np.full_like(sample.image, 128))
     for reward in rewards:
         await evaluate_images(reward, inputs_of(reward, [grey] * 2), [first.text] * 2, [first.row] * 2)
 
 
-def _check_noise(config: DiffusionConfig, made: ImageSample) -> None:
+def _check_noise(config: DiffusionConfig, sample: ImageSample) -> None:
     """Raise `UserError` for an image with a recorded step that has no noise, and so no log-probability."""
-    trajectory, rollout = made.trajectory, config.rollout
+    trajectory = sample.trajectory
+    rollout = config.rollout
     noiseless = trajectory.steps[np.isnan(trajectory.log_probs)]
     if len(noiseless):
         raise UserError(
@@ -206,21 +214,24 @@ def _check_noise(config: DiffusionConfig, made: ImageSample) -> None:
         )
 
 
-async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:
+async def _run_controller(
+    job: ImageJob, ctx: "Context[Handles]", services: "ControllerServices", recorder: Recorder
+) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
     from gcore_controller import RayTrainerClient
 
     # Ray shows a controller the GPU that it reserves, or none.
     device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
-    rewards = build_rewards(job.config, judge=own.judges.get("judge"), device=device)
+    rewards = build_rewards(job.config, judge=services.judges.get("judge"), device=device)
+    devices = services.devices
     learner = RayTrainerClient(
-        ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing, lending=own.lending
+        ctx.roles.ranks, ctx.group, devices, cost_of=num_passes, sharing=services.sharing, lending=services.lending
     )
-    roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
+    roles = ImageRoles(policy=services.policy, rewards=rewards, devices=devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
 
 
-class RunRecorder(BaseRunRecorder[Job, Evaluation]):
+class ImageRunRecorder(BaseRunRecorder[ImageJob, ImageEvaluation]):
     """Recording of an image model's run: the pictures of its evaluations."""
 
     cells = (
@@ -232,21 +243,25 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     )
     _is_doubted = False
 
-    def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+    def show_evaluation(self, step: int, evaluation: ImageEvaluation) -> dict[str, float]:
         metrics = evaluation.metrics()
         earlier = [row for row in read_jsonl(self.run.metrics) if DIVERSITY in row]
-        doubts = evaluation.doubts(earlier) if earlier else None
-        self._is_doubted = doubts is not None
-        if doubts:
-            self.warnings.warn(step, doubts, key="trained reward alone")
-        folder, n = self.run.samples / f"step-{step:06}", self.job.config.rollout.eval_n
+        self._is_doubted = False
+        if earlier:
+            doubts = evaluation.doubts(earlier)
+            self._is_doubted = doubts is not None
+            if doubts:
+                self.warnings.warn(step, doubts, key="trained reward alone")
+        folder = self.run.samples / f"step-{step:06}"
+        n = self.job.config.rollout.eval_n
         write_grid(folder.with_suffix(".png"), evaluation.images, evaluation.prompts, per_prompt=n)
         write_sheets(folder, evaluation, per_prompt=n)
-        self.writer.write_images(step, tracked(evaluation, per_prompt=n))
-        parts = {name: name.removeprefix("val/").removesuffix("/mean") for name in evaluation.parts}
-        labels = EVALUATED | parts
-        found = ", ".join(f"{labels[name]} {shown(metrics[name])}" for name in labels if name in metrics)
-        self.display.say(f"step {step}: held-out images: {found}")
+        self.writer.write_images(step, draw_pictures(evaluation, per_prompt=n))
+        labels = dict(EVALUATED)
+        for name in evaluation.parts:
+            labels[name] = name.removeprefix("val/").removesuffix("/mean")
+        results = ", ".join(f"{label} {shown(metrics[name])}" for name, label in labels.items() if name in metrics)
+        self.display.say(f"step {step}: held-out images: {results}")
         return metrics
 
     def score(self, metrics: Mapping[str, float]) -> float | None:
@@ -283,9 +298,9 @@ async def sample_run(
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout
     sampling = evaluation_sampling(config, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
-    given = Prompt(text=prompt, row={}, images=tuple(image))
+    image_prompt = ImagePrompt(text=prompt, row={}, images=tuple(image))
     try:
-        request = image_request(given, "sample", sampling, n=n, seed=seed)
+        request = image_request(image_prompt, "sample", sampling, n=n, seed=seed)
     except RolloutError as error:
         raise UserError(f"image is {', '.join(map(str, image))}: {error}") from None
     engine = DiffusersEngine.from_pretrained(
@@ -297,7 +312,7 @@ async def sample_run(
         component=config.actor.component,
     )
     try:
-        found = await images(engine, [request])
+        samples = await images(engine, [request])
     finally:
         await engine.close()
-    write_grid(out, np.stack([s.image for s in found]), [prompt] * n, per_prompt=n)
+    write_grid(out, np.stack([sample.image for sample in samples]), [prompt] * n, per_prompt=n)

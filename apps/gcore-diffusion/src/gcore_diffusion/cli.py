@@ -52,7 +52,7 @@ _PNG = Bound(lambda path: path.suffix.lower() == ".png", "a file that ends in .p
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArgs(RunArgs, Checked):
+class ImageSampleArgs(RunArgs, Checked):
     """Make images with a run's latest policy."""
 
     prompt: tyro.conf.Positional[str]
@@ -89,7 +89,7 @@ def parse_train_args(args: Sequence[str]) -> TrainArgs:
 
 
 def _settings() -> dict[str, type]:
-    return {"train": TrainArgs, "sample": SampleArgs, "simulate": SimulatedConfig}
+    return {"train": TrainArgs, "sample": ImageSampleArgs, "simulate": SimulatedConfig}
 
 
 def _train(args: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ def _train(args: Sequence[str]) -> None:
 
 
 def _sample(args: Sequence[str]) -> None:
-    parsed = parse_arguments(SampleArgs, args, prog="gcore-diffusion sample")
+    parsed = parse_arguments(ImageSampleArgs, args, prog="gcore-diffusion sample")
     import asyncio
 
     from gcore_diffusion.backend import sample_run

@@ -138,7 +138,9 @@ class RolloutConfig(Checked, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, steps, (first, end) = self.window_size, self.num_inference_steps, self.range_of_window
+        size = self.window_size
+        steps = self.num_inference_steps
+        first, end = self.range_of_window
         self.require("window_size", size <= steps, f"at most rollout.num_inference_steps={steps}")
         is_within = 0 <= first < end <= steps and end - first >= size
         expected = f"steps from 0 to {steps}, at least rollout.window_size={size} of them"
@@ -165,8 +167,8 @@ class RolloutConfig(Checked, section="rollout"):
         if self.window_range != (0, 0):
             return self.window_range
         if self.window_schedule == "sliding":
-            return 0, self.num_inference_steps
-        return 0, max(self.window_size, -(-self.num_inference_steps // 2))
+            return (0, self.num_inference_steps)
+        return (0, max(self.window_size, -(-self.num_inference_steps // 2)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +252,10 @@ class TrainerConfig(RLTrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size = 0 if self.fsdp_size == "auto" else self.fsdp_size
-        is_divisor = not self.num_processes % (size or 1)
+        is_divisor = self.fsdp_size == "auto" or self.num_processes % (self.fsdp_size or 1) == 0
         self.require("fsdp_size", is_divisor, f"auto, 0, or a divisor of trainer.num_processes={self.num_processes}")
-        is_kept = not self.early_stopping_patience or self.export == "best"
-        self.require("early_stopping_patience", is_kept, "0 with trainer.export 'last': later steps are no better")
+        exports_best = not self.early_stopping_patience or self.export == "best"
+        self.require("early_stopping_patience", exports_best, "0 with trainer.export 'last': later steps are no better")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +273,7 @@ class SimConfig(BaseSimConfig):
 
 _NAME = "algorithm.name"
 _OF_STEPS = one_of("flow_grpo", "ddpo", "grpo_guard")
+_COMPARED = one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")
 _NOISY = one_of("flow_sde", "dance_sde", "cps", "ddim")
 _READ_WITH = (
     ReadWith(
@@ -299,9 +301,9 @@ _READ_WITH = (
     ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
     ReadWith(settings=("rollout.noise_level", "rollout.shared_noise"), chosen_by={"rollout.kernel": _NOISY}),
     # Of images by reward_gradient none are compared.
-    ReadWith(settings=("rollout.shared_noise",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
+    ReadWith(settings=("rollout.shared_noise",), chosen_by={_NAME: _COMPARED}),
     # DPO trains on no step, but of images that are made by ddim, the window's steps alone have noise.
-    ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "dpo")}),
+    ReadWith(settings=("rollout.window_size",), chosen_by={_NAME: _COMPARED}),
     ReadWith(settings=("rollout.window_size",), chosen_by={"rollout.kernel": _NOISY}),
     ReadWith(
         settings=("rollout.window_range", "rollout.window_schedule"),
@@ -345,7 +347,9 @@ class DiffusionConfig(BaseRLConfig):
     @property
     def engine_device(self) -> str:
         """Device of an engine; on ray each sees only its own GPU."""
-        return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device
+        if self.runtime == "ray" and self.device.startswith("cuda"):
+            return "cuda"
+        return self.device
 
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
@@ -359,36 +363,39 @@ class DiffusionConfig(BaseRLConfig):
 
     @property
     def gpus_per_controller(self) -> float:
-        has_own = self.reward.has_models and self.device.startswith("cuda")
-        return self.ray.gpus_per_reward_model if has_own else 0.0
+        if self.reward.has_models and self.device.startswith("cuda"):
+            return self.ray.gpus_per_reward_model
+        return 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, kernel, steps = self.algorithm.name, self.rollout.kernel, self.rollout.num_inference_steps
-        kernels = {
-            "a kernel with noise, whose steps have log-probabilities,": name in NOISELESS or kernel != "ode",
-            "'ode' or 'ddim'": name not in NOISELESS or kernel in ("ode", "ddim"),
-            "a kernel of a flow": name != "grpo_guard" or kernel != "ddim",
-        }
-        for expected, holds in kernels.items():
-            self.require("rollout.kernel", holds, f"{expected} with algorithm.name {name!r}")
+        name = self.algorithm.name
+        kernel = self.rollout.kernel
+        steps = self.rollout.num_inference_steps
+        suffix = f"with algorithm.name {name!r}"
+        if name in NOISELESS:
+            self.require("rollout.kernel", kernel in ("ode", "ddim"), f"'ode' or 'ddim' {suffix}")
+        else:
+            noisy = f"a kernel with noise, whose steps have log-probabilities, {suffix}"
+            self.require("rollout.kernel", kernel != "ode", noisy)
+        if name == "grpo_guard":
+            self.require("rollout.kernel", kernel != "ddim", f"a kernel of a flow {suffix}")
         is_of_sde = self.actor.loss.kl_loss_type == "gaussian" or kernel in ("flow_sde", "dance_sde")
         self.require("actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}")
         if self.actor.component:
-            levels = f"'' with algorithm.name {name!r}, which trains on levels of all steps"
+            levels = f"'' {suffix}, which trains on levels of all steps"
             self.require("actor.component", name not in ("nft", "dpo"), levels)
             has_window = name == "reward_gradient" or self.rollout.window_size > 0
             self.require("rollout.window_size", has_window, f"1 or more with actor.component {self.actor.component!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
-        is_one = name != "reward_gradient" or len(self.reward.trained) < 2
+        is_one = name != "reward_gradient" or len(self.reward.trained_weights) < 2
         self.require("reward.kind", is_one, "one reward with algorithm.name 'reward_gradient'")
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        of_demo = {"", *DEMO_REWARDS} & {self.reward.kind, *self.reward.trained}
-        self.require(
-            "reward.kind", not self.model or not of_demo, "a reward that is not the embedded model's with model"
-        )
+        if self.model:
+            is_of_user = {"", *DEMO_REWARDS}.isdisjoint({self.reward.kind, *self.reward.trained_weights})
+            self.require("reward.kind", is_of_user, "a reward that is not the embedded model's with model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
 from gcore_diffusion.config import ActorConfig, DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import (
-    Evaluation,
-    Group,
-    Roles,
+    ImageEvaluation,
+    ImageGroup,
+    ImageRoles,
     differ,
     evaluate,
     has_old_pass,
     has_reference_pass,
     image_request,
     image_sampling,
-    scored,
+    score_images,
 )
-from gcore_diffusion.sampling.prompts import Prompt, PromptSets
+from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
 from gcore_diffusion.sampling.shared_arrays import share_conditions
 from gcore_diffusion.sampling.shown_samples import samples_to_show
-from gcore_rollout import ImageSample, Scored, part_means, part_stds
+from gcore_rollout import ImageRequest, ImageSample, Scored, part_means, part_stds
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
 
@@ -50,22 +50,22 @@ _MODEL_INPUTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(RunJob[DiffusionConfig]):
+class ImageJob(RunJob[DiffusionConfig]):
     """A run of the program: where it starts, and its prompts."""
 
-    prompts: PromptSets
+    prompts: ImagePromptSets
 
-    def modality(self) -> "Images":
-        return Images(self)
+    def modality(self) -> "ImageModality":
+        return ImageModality(self)
 
 
-class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluation]):
+class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[DiffusionMicroBatch], ImageEvaluation]):
     """Groups of images of a prompt; an update is a list of micro-batches of images with their trajectories."""
 
     throughput_of = "perf/num_images"
     is_always_on_policy = True
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ImageJob) -> None:
         self._job = job
         self._config = job.config
         self.saves_evaluated = job.config.trainer.export == "best"
@@ -74,122 +74,137 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         self._known: WeakValueDictionary[bytes, NDArray[Any]] = WeakValueDictionary()
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> Sequence[ImagePrompt]:
         return self._job.prompts.train
 
-    async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
+    async def generate(self, ctx: Context[ImageRoles], wave: Wave[ImagePrompt]) -> Generated[ImageGroup]:
         """See `Modality.generate`; a group is scored as soon as its images are complete."""
-        prompts = {f"{wave.step}/{index}": (index, prompt) for index, prompt in wave.prompts}
-        requests = [
-            image_request(
-                prompt,
-                name,
-                image_sampling(self._config, step=wave.step, prompt_index=index),
-                n=self._config.rollout.n,
-                seed=self._config.seed * 1_000_003 + index,
-            )
-            for name, (index, prompt) in prompts.items()
-        ]
+        n = self._config.rollout.n
+        prompts: dict[str, tuple[int, ImagePrompt]] = {}
+        requests: list[ImageRequest] = []
+        for index, prompt in wave.prompts:
+            name = f"{wave.step}/{index}"
+            prompts[name] = (index, prompt)
+            sampling = image_sampling(self._config, step=wave.step, prompt_index=index)
+            seed = self._config.seed * 1_000_003 + index
+            requests.append(image_request(prompt, name, sampling, n=n, seed=seed))
         generated: dict[str, list[ImageSample]] = {name: [] for name in prompts}
-        scoring: list[asyncio.Task[Group]] = []
+        scoring: list[asyncio.Task[ImageGroup]] = []
         try:
             with ctx.timer.stage("gen"):
                 async for sample in ctx.roles.policy.generate(requests):
-                    (samples := generated[sample.request_id]).append(sample)
-                    if len(samples) == self._config.rollout.n:
-                        scoring.append(asyncio.create_task(self._scored(ctx, *prompts[sample.request_id], samples)))
+                    samples = generated[sample.request_id]
+                    samples.append(sample)
+                    if len(samples) == n:
+                        index, prompt = prompts[sample.request_id]
+                        scoring.append(asyncio.create_task(self._score_group(ctx, index, prompt, samples)))
             with ctx.timer.stage("reward"):
                 return Generated(groups=await asyncio.gather(*scoring))
         finally:
             for task in scoring:
                 task.cancel()
 
-    def group_from_state(self, state: State) -> Group:
-        return Group.from_state(state)
+    def group_from_state(self, state: State) -> ImageGroup:
+        return ImageGroup.from_state(state)
 
-    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[Scored], list[float]]:
+    async def sampled_part(
+        self, ctx: Context[ImageRoles], groups: Sequence[ImageGroup]
+    ) -> tuple[list[Scored], list[float]]:
         """Return the scores with their parts, and those of one group by the held-out reward."""
-        own = [
-            Scored(score=float(score), parts=parts)
-            for g in groups
-            for score, parts in zip(g.scores, g.parts, strict=True)
-        ]
+        scores: list[Scored] = []
+        for group in groups:
+            for score, parts in zip(group.scores, group.parts, strict=True):
+                scores.append(Scored(score=float(score), parts=parts))
         held_out = ctx.roles.rewards.held_out
         if held_out is None or not groups:
-            return own, []
+            return scores, []
         # The same one, whichever was complete first.
         group = min(groups, key=lambda g: g.prompt_index)
-        found = await scored(ctx, held_out, group.samples, [group.prompt] * len(group.samples))
-        return own, [one.score for one in found]
+        held_out_scores = await score_images(ctx, held_out, group.samples, [group.prompt] * len(group.samples))
+        return scores, [one.score for one in held_out_scores]
 
     def sampled_metrics(self, parts: Sequence[tuple[list[Scored], list[float]]]) -> dict[str, float]:
-        everything = [one for own, _ in parts for one in own]
-        scores = np.array([one.score for one in everything])
-        explained = [one.parts for one in everything]
-        metrics = {"perf/num_images": float(len(scores)), **part_means(explained), **part_stds(explained)}
+        scored: list[Scored] = []
+        held_out: list[float] = []
+        for trained_scores, held_out_scores in parts:
+            scored += trained_scores
+            held_out += held_out_scores
+        scores = np.array([one.score for one in scored])
+        score_parts = [one.parts for one in scored]
+        metrics = {"perf/num_images": float(len(scores)), **part_means(score_parts), **part_stds(score_parts)}
         if len(scores):
-            statistics = ("mean", "max", "min", "std")
-            metrics |= {f"critic/score/{name}": float(getattr(scores, name)()) for name in statistics}
-        if seen := [score for _, own in parts for score in own]:
-            metrics["held_out/score/mean"] = float(np.mean(seen))
+            for name in ("mean", "max", "min", "std"):
+                metrics[f"critic/score/{name}"] = float(getattr(scores, name)())
+        if held_out:
+            metrics["held_out/score/mean"] = float(np.mean(held_out))
         return metrics
 
     async def prepare(
-        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
+        self, ctx: Context[ImageRoles], step: int, batch: TrainingBatch[ImageGroup]
     ) -> Prepared[list[DiffusionMicroBatch]]:
-        config, groups = self._config, batch.groups
-        everyones = await ctx.group.all_gather([g.scores for g in groups])
-        scores = [s for part in everyones for s in part]
+        config = self._config
+        algorithm = config.algorithm.name
+        scores_by_rank = await ctx.group.all_gather([group.scores for group in batch.groups])
+        scores = list(chain.from_iterable(scores_by_rank))
         # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
-        has_signal = any(map(differ, scores)) or config.algorithm.name == "reward_gradient"
-        prepared = _prepared(groups, config, step, float(np.concatenate(scores).std()))
+        has_signal = any(map(differ, scores)) or algorithm == "reward_gradient"
+        samples = _prepare_samples(batch.groups, config, step, float(np.concatenate(scores).std()))
         metrics = {self.HAS_SIGNAL: float(has_signal)}
-        num_pairs = [sum(-(-len(s) // 2) for s in part) for part in everyones]
-        if config.algorithm.name == "dpo":
-            num_pairs = [sum(len(preference_pairs(s)) for s in part) for part in everyones]
-            metrics[_TIES] = float(sum(len(s) // 2 for s in scores) - sum(num_pairs))
-        updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas, num_pairs)
+        num_pairs: list[int] = []
+        for rank_scores in scores_by_rank:
+            if algorithm == "dpo":
+                num_pairs.append(sum(len(preference_pairs(group_scores)) for group_scores in rank_scores))
+            else:
+                num_pairs.append(sum(-(-len(group_scores) // 2) for group_scores in rank_scores))
+        if algorithm == "dpo":
+            metrics[_TIES] = float(sum(len(group_scores) // 2 for group_scores in scores) - sum(num_pairs))
+        updates = _divide_into_updates(samples, config.actor, ctx.roles.learner.num_replicas, num_pairs)
         if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
             updates = await _with_reference_pass(ctx, updates)
         if has_old_pass(config):
             updates, metrics[_MISMATCH] = await _with_old_pass(ctx, updates)
-        # Pairs, and differentiable rewards, have none.
-        has_advantages = config.algorithm.name not in ("dpo", "reward_gradient")
-        of_groups = [[sample.advantage for sample in own] if has_advantages else None for own in prepared]
-        return Prepared(updates=updates, metrics=metrics, of_groups=of_groups)
+        # Pairs, and differentiable rewards, have no advantages.
+        advantages: list[list[float] | None] = [None] * len(samples)
+        if algorithm not in ("dpo", "reward_gradient"):
+            advantages = [[sample.advantage for sample in group_samples] for group_samples in samples]
+        return Prepared(updates=updates, metrics=metrics, of_groups=advantages)
 
-    async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
+    async def update(self, ctx: Context[ImageRoles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
         del step
         return await ctx.roles.learner.train_step("actor", update)
 
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return the mean of each metric over the updates that had images."""
-        found = [metrics for metrics in updates if metrics]
-        means = {name: sum(m[name] for m in found) / len(found) for name in (found[0] if found else {})}
+        updates = [metrics for metrics in updates if metrics]
+        if not updates:
+            return {}
+        means = {name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]}
         if "actor/ratio_dev" in means and not has_old_pass(self._config):
             # The first update's images were generated by the weights that it changes: sampler and trainer differ by it.
-            means[_MISMATCH] = found[0]["actor/ratio_dev"]
-        if self._config.algorithm.name == "reward_gradient" and means:
+            means[_MISMATCH] = updates[0]["actor/ratio_dev"]
+        if self._config.algorithm.name == "reward_gradient":
             means[self.HAS_SIGNAL] = float(means["actor/grad_norm"] > 0)
         return means
 
-    async def update_weights(self, ctx: Context[Roles], step: int, *, averaged: bool = False) -> None:
+    async def update_weights(self, ctx: Context[ImageRoles], step: int, *, averaged: bool = False) -> None:
         del step
         self._version += 1
         await ctx.roles.learner.update_weights(ctx.roles.policy, version=self._version, averaged=averaged)
 
     def samples(
         self,
-        ctx: Context[Roles],
+        ctx: Context[ImageRoles],
         step: int,
-        batch: TrainingBatch[Group],
+        batch: TrainingBatch[ImageGroup],
         prepared: Prepared[list[DiffusionMicroBatch]] | None,
     ) -> Sequence[tuple[int, dict[str, Any]]]:
         del ctx
-        trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
+        trained: list[tuple[ImageGroup, Sequence[float] | None]] = []
+        if prepared:
+            trained = list(zip(batch.groups, prepared.of_groups, strict=True))
         return samples_to_show(trained, batch.filtered, step, self._config.trainer.log_samples)
 
-    async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
+    async def evaluate(self, ctx: Context[ImageRoles], step: int) -> ImageEvaluation | None:
         """See `Modality.evaluate`; the average of the weights is evaluated, if there is one."""
         if not self._job.prompts.val:
             return None
@@ -201,48 +216,57 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             await self.update_weights(ctx, step)
         return evaluation
 
-    async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
+    async def _score_group(
+        self, ctx: Context[ImageRoles], index: int, prompt: ImagePrompt, samples: list[ImageSample]
+    ) -> ImageGroup:
         """Score a group, and compute the reference's means of its images meanwhile, if it can be asked now."""
         samples = share_conditions(sorted(samples, key=lambda s: s.index), self._known)
-        scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
-        found, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
-        return Group(
+        scoring = score_images(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
+        scored, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
+        return ImageGroup(
             prompt_index=index,
             prompt=prompt,
             samples=samples,
-            scores=np.array([one.score for one in found]),
-            parts=[one.parts for one in found],
+            scores=np.array([one.score for one in scored]),
+            parts=[one.parts for one in scored],
             ref_means=ref_means,
         )
 
-    async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
+    async def _ref_means(
+        self, ctx: Context[ImageRoles], samples: Sequence[ImageSample]
+    ) -> list[NDArray[np.float32]] | None:
         if not (has_reference_pass(self._config) and ctx.roles.learner.can_score_alone):
             return None
-        inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
-        found: list[NDArray[np.float32]] = []
+        inputs = [training_sample(sample) for sample in samples]
+        size = self._config.actor.micro_batch_size
+        means: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
             scores: list[StepScores] = await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
-            found += [score.means for score in scores]
-        return found
+            means += [score.means for score in scores]
+        return means
 
 
-def _prepared(groups: Sequence[Group], config: DiffusionConfig, step: int, std: float) -> list[list[DiffusionSample]]:
+def _prepare_samples(
+    groups: Sequence[ImageGroup], config: DiffusionConfig, step: int, std: float
+) -> list[list[DiffusionSample]]:
     """Return each group's images with their advantages; for dpo, pairs with the better image first.
 
     With norm_adv_by "global", ``std``, the standard deviation of all scores of the batch, divides them.
     """
-    bound, is_global = config.algorithm.adv_clip_max, config.algorithm.norm_adv_by == "global"
-    found: list[list[DiffusionSample]] = []
+    bound = config.algorithm.adv_clip_max
+    is_global = config.algorithm.norm_adv_by == "global"
+    samples_by_group: list[list[DiffusionSample]] = []
     for group in groups:
         if config.algorithm.name == "dpo":
             samples = _samples(group, [0.0] * len(group.samples), config, step)
-            found.append([samples[place] for pair in preference_pairs(group.scores) for place in pair])
+            order = chain.from_iterable(preference_pairs(group.scores))
+            samples_by_group.append([samples[index] for index in order])
             continue
         advantages = grpo_advantages(group.scores, norm_adv_by_std_in_grpo=not is_global)
         if is_global:
             advantages = advantages / (std + _EPSILON)
-        found.append(_samples(group, np.clip(advantages, -bound, bound).tolist(), config, step))
-    return found
+        samples_by_group.append(_samples(group, np.clip(advantages, -bound, bound).tolist(), config, step))
+    return samples_by_group
 
 
 def preference_pairs(scores: NDArray[np.float64]) -> list[tuple[int, int]]:
@@ -254,9 +278,9 @@ def preference_pairs(scores: NDArray[np.float64]) -> list[tuple[int, int]]:
         scores: [n] of the group's images.
 
     Returns:
-        the places of the chosen and the rejected image of each pair.
+        the indices of the chosen and the rejected image of each pair.
     """
-    order = sorted(range(len(scores)), key=lambda place: -scores[place])
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
     pairs: list[tuple[int, int]] = []
     for rank in range(len(order) // 2):
         chosen = order[rank]
@@ -266,20 +290,24 @@ def preference_pairs(scores: NDArray[np.float64]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
+def _samples(
+    group: ImageGroup, advantages: Sequence[float], config: DiffusionConfig, step: int
+) -> list[DiffusionSample]:
     is_of_steps = config.algorithm.name not in ("nft", "dpo")
-    ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
-    samples = [
-        training_sample(
-            made,
+    ref_means: Sequence[NDArray[np.float32] | None] = [None] * len(group.samples)
+    if is_of_steps and group.ref_means:
+        ref_means = group.ref_means
+    samples: list[DiffusionSample] = []
+    for image, advantage, means in zip(group.samples, advantages, ref_means, strict=True):
+        sample = training_sample(
+            image,
             has_steps=is_of_steps,
             advantage=float(advantage),
             ref_means=means,
-            noise_seed=(config.seed * 1_000_003 + group.prompt_index) * 4096 + made.index,
+            noise_seed=(config.seed * 1_000_003 + group.prompt_index) * 4096 + image.index,
             prompt=group.prompt.text,
         )
-        for made, advantage, means in zip(group.samples, advantages, ref_means, strict=True)
-    ]
+        samples.append(sample)
     fraction = config.algorithm.timestep_fraction
     if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
         return samples
@@ -290,48 +318,58 @@ def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig,
     return [sample.at_steps(chosen.tolist()) for sample in samples]
 
 
-def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
+def training_sample(image: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
     """Return an engine's image as the trainer takes it, with the recorded steps if it needs them."""
-    t = made.trajectory
     if has_steps:
-        fields |= {name: getattr(t, name) for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")}
-        fields |= {"old_means": t.means, "old_log_probs": t.log_probs}
-    fields |= {name: getattr(made, name) for name in _MODEL_INPUTS}
-    return DiffusionSample(clean_latents=made.latents, **fields)
+        for name in ("latents", "next_latents", "levels", "next_levels", "timesteps"):
+            fields[name] = getattr(image.trajectory, name)
+        fields["old_means"] = image.trajectory.means
+        fields["old_log_probs"] = image.trajectory.log_probs
+    for name in _MODEL_INPUTS:
+        fields[name] = getattr(image, name)
+    return DiffusionSample(clean_latents=image.latents, **fields)
 
 
 async def _with_reference_pass(
-    ctx: Context[Roles], updates: Sequence[Sequence[DiffusionMicroBatch]]
+    ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
 ) -> list[list[DiffusionMicroBatch]]:
     """Add the reference's means, which all controllers ask all ranks for."""
-    scores: list[list[StepScores]] = await ctx.roles.learner.score("reference", list(chain(*updates)))
-    remaining = iter(chain(*scores))
-    return [[[replace(s, ref_means=next(remaining).means) for s in batch] for batch in update] for update in updates]
+    scores: list[list[StepScores]] = await ctx.roles.learner.score("reference", list(chain.from_iterable(updates)))
+    remaining = iter(scores)
+
+    def add_means(batch: DiffusionMicroBatch) -> DiffusionMicroBatch:
+        pairs = zip(batch, next(remaining), strict=True)
+        return [replace(sample, ref_means=score.means) for sample, score in pairs]
+
+    return [list(map(add_means, update)) for update in updates]
 
 
 async def _with_old_pass(
-    ctx: Context[Roles], updates: Sequence[Sequence[DiffusionMicroBatch]]
+    ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
 ) -> tuple[list[list[DiffusionMicroBatch]], float]:
     """Replace the sampler's log-probs and means by the trainer's; return also how far the ratios of the two are from 1.
 
     The micro-batches that are scored are those of the updates, so that the passes are alike to the bit.
     """
-    scores: list[list[StepScores]] = await ctx.roles.learner.score("actor", list(chain(*updates)))
-    remaining = iter(chain(*scores))
-    sampled: list[NDArray[np.float32]] = []
+    scores: list[list[StepScores]] = await ctx.roles.learner.score("actor", list(chain.from_iterable(updates)))
+    remaining = iter(scores)
+    # An array of no ratios, for a controller without images.
+    distances: list[NDArray[np.floating]] = [np.zeros(0)]
 
-    def rescored(sample: DiffusionSample) -> DiffusionSample:
-        assert sample.old_log_probs is not None
-        found = next(remaining)
-        sampled.append(np.abs(np.expm1(found.log_probs - sample.old_log_probs)))
-        return replace(sample, old_log_probs=found.log_probs, old_means=found.means)
+    def replace_old(batch: DiffusionMicroBatch) -> DiffusionMicroBatch:
+        samples: list[DiffusionSample] = []
+        for sample, score in zip(batch, next(remaining), strict=True):
+            assert sample.old_log_probs is not None
+            distances.append(np.abs(np.expm1(score.log_probs - sample.old_log_probs)))
+            samples.append(replace(sample, old_log_probs=score.log_probs, old_means=score.means))
+        return samples
 
-    found = [[[rescored(sample) for sample in batch] for batch in update] for update in updates]
-    everyones = await ctx.group.all_gather(np.concatenate([*sampled, np.zeros(0)]))
-    return found, float(np.concatenate(everyones).mean())
+    rescored = [list(map(replace_old, update)) for update in updates]
+    all_distances = await ctx.group.all_gather(np.concatenate(distances))
+    return rescored, float(np.concatenate(all_distances).mean())
 
 
-def _updates(
+def _divide_into_updates(
     groups: Sequence[Sequence[DiffusionSample]], config: ActorConfig, num_replicas: int, num_pairs: Sequence[int]
 ) -> list[list[list[DiffusionSample]]]:
     """Return the micro-batches of each update of a step, as few as divide evenly among the replicas.
@@ -341,18 +379,19 @@ def _updates(
     each replica gets all of them, which is the same update.
     """
     shares: list[list[DiffusionSample]] = [[] for _ in range(config.num_updates)]
-    pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
-    for place, pair in enumerate(pairs):
-        shares[place % config.num_updates] += pair
-    found: list[list[list[DiffusionSample]]] = []
-    for update, share in enumerate(shares):
-        num_in_update = sum(len(range(update, count, config.num_updates)) for count in num_pairs)
+    turns = cycle(shares)
+    for group in groups:
+        for start in range(0, len(group), 2):
+            next(turns).extend(group[start : start + 2])
+    updates: list[list[list[DiffusionSample]]] = []
+    for index, share in enumerate(shares):
+        size = 2
+        num_in_update = sum(len(range(index, count, config.num_updates)) for count in num_pairs)
         if num_in_update < num_replicas:
-            repeated = share * num_replicas
-            found.append([repeated[i : i + 2] for i in range(0, len(repeated), 2)])
-            continue
-        num_parts = num_replicas // math.gcd(num_replicas, sum(count > update for count in num_pairs))
-        most = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
-        size = max(2, most - most % 2)
-        found.append([share[i : i + size] for i in range(0, len(share), size)])
-    return found
+            share = share * num_replicas
+        else:
+            num_parts = num_replicas // math.gcd(num_replicas, sum(count > index for count in num_pairs))
+            limit = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
+            size = max(2, limit - limit % 2)
+        updates.append([share[start : start + size] for start in range(0, len(share), size)])
+    return updates

@@ -36,7 +36,7 @@ class JudgeConfig(JudgeOptions, section="reward.judge"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = " or ".join(engine_names(lambda kind: kind.takes_images))
+        names = " or ".join(engine_names(lambda engine: engine.takes_images))
         self.require("engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images")
 
 
@@ -88,36 +88,42 @@ class RewardConfig(Checked, section="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        used = {**self.trained, **self.measured}
+        rewards = self._all_rewards()
         for name in self.models:
             if not name.isidentifier():
                 raise UserError(f"reward.models has the name {name!r}; expected letters, digits and underscores")
-        judges = [name for name in used if self.named(name).kind == "judge"]
+        judges = [name for name, reward in rewards.items() if reward.kind == "judge"]
         if len(judges) > 1:
             raise UserError(f"reward.kind and held_out have the judges {', '.join(judges)}; expected one at most")
-        if judges and not self.named(judges[0]).path:
+        if judges and not rewards[judges[0]].path:
             raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
 
     @property
-    def trained(self) -> Mapping[str, float]:
+    def trained_weights(self) -> Mapping[str, float]:
         """Weights of the rewards that are trained on, by name."""
         return _terms("kind", self.kind)
 
     @property
-    def measured(self) -> Mapping[str, float]:
+    def measured_weights(self) -> Mapping[str, float]:
         """Weights of the rewards of held_out, by name."""
         return _terms("held_out", self.held_out)
 
-    def named(self, name: str) -> NamedRewardConfig:
+    def find_reward(self, name: str) -> NamedRewardConfig:
         """Return the kind, path and head of a reward in a sum."""
-        own = self.models.get(name, NamedRewardConfig())
-        return NamedRewardConfig(kind=own.kind or name, path=own.path or self.path, head=own.head or self.head)
+        entry = self.models.get(name, NamedRewardConfig())
+        return NamedRewardConfig(kind=entry.kind or name, path=entry.path or self.path, head=entry.head or self.head)
+
+    def _all_rewards(self) -> dict[str, NamedRewardConfig]:
+        """Return the rewards that are trained on or only measured, by name."""
+        return {name: self.find_reward(name) for name in {**self.trained_weights, **self.measured_weights}}
 
     @property
     def judge_path(self) -> str:
         """The folder of the judge's model; empty: there is no judge."""
-        found = map(self.named, {**self.trained, **self.measured})
-        return next((own.path for own in found if own.kind == "judge"), "")
+        for reward in self._all_rewards().values():
+            if reward.kind == "judge":
+                return reward.path
+        return ""
 
     @property
     def is_judged(self) -> bool:
@@ -127,12 +133,14 @@ class RewardConfig(Checked, section="reward"):
     @property
     def has_models(self) -> bool:
         """True if a model that is no judge scores images, in the process that has them."""
-        kinds = (image_reward_kind(self.named(name).kind) for name in {**self.trained, **self.measured})
-        return any(kind is not None and kind.is_model for kind in kinds)
+        registered = [image_reward_kind(reward.kind) for reward in self._all_rewards().values()]
+        return any(entry is not None and entry.is_model for entry in registered)
 
 
 def _terms(setting: str, text: str) -> Mapping[str, float]:
+    if not text:
+        return {}
     try:
-        return reward_terms(text, setting=f"reward.{setting}") if text else {}
+        return reward_terms(text, setting=f"reward.{setting}")
     except RewardConfigError as error:
         raise UserError(str(error)) from None

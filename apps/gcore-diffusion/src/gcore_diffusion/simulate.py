@@ -1,7 +1,7 @@
 """`gcore-diffusion simulate train`: the program of `train` in simulated time, on modelled engines and ranks."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import DeviceTimers
-from gcore_diffusion.backend import RunRecorder
+from gcore_diffusion.backend import ImageRunRecorder
 from gcore_diffusion.config import RECIPES, SimulatedConfig
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_diffusion.modality import Job
+from gcore_diffusion.modality import ImageJob
 from gcore_diffusion.recipes.published import PUBLISHED
-from gcore_diffusion.sampling.image_sampling import Roles, SamplingRoles
-from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
-from gcore_diffusion.sampling.services import Rewards
-from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
+from gcore_diffusion.sampling.image_sampling import ImageRoles, ImageSamplingRoles
+from gcore_diffusion.sampling.prompts import ImagePromptSets, load_prompts
+from gcore_diffusion.sampling.services import ImageRewards
+from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner, Scored
 from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
 from gcore_runs.simulation.command import SIMULATE_TRAIN
@@ -49,16 +49,16 @@ def train_simulated(
     """Run the program of `train` in simulated time, in a run folder; see `gcore_diffusion.training.train`."""
     config = resolve(config)
     loaded = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
-    prompts = PromptSets(train=loaded.train, val=[])
+    prompts = ImagePromptSets(train=loaded.train, val=[])
     cluster = SimulatedCluster(
-        job=Job(config=config, prompts=prompts),
+        job=ImageJob(config=config, prompts=prompts),
         sim=config.sim,
         modality=SimulatedImages(config),
         n=config.rollout.n,
-        roles=Roles,
+        roles=ImageRoles,
         services=_services,
     )
-    return cluster.train(config, RunRecorder, kinds, app="gcore-diffusion", display=display)
+    return cluster.train(config, ImageRunRecorder, kinds, app="gcore-diffusion", display=display)
 
 
 class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
@@ -102,22 +102,23 @@ class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
 
 def _services(
     *, policy: Engine[Any, Any], policy_slots: int | None, reward: RewardRunner, devices: DeviceTimers
-) -> SamplingRoles:
+) -> ImageSamplingRoles:
     del policy_slots
-    rewards = Rewards(trained=partial(_scores, reward), held_out=None)
-    return SamplingRoles(policy=policy, rewards=rewards, devices=devices)
+    rewards = ImageRewards(trained=partial(_scores, reward), held_out=None)
+    return ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
 
 
 async def _scores(
     reward: RewardRunner, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float]:
     """Score images by their names."""
-    names = [str(int.from_bytes(image.tobytes(), "little")) for image in images]
-    triples = zip(prompts, names, rows, strict=True)
-    found = await asyncio.gather(*(reward.score(prompt=p, completion=name, row=row) for p, name, row in triples))
+    calls: list[Coroutine[Any, Any, Scored | Failed]] = []
+    for image, prompt, row in zip(images, prompts, rows, strict=True):
+        name = str(int.from_bytes(image.tobytes(), "little"))
+        calls.append(reward.score(prompt=prompt, completion=name, row=row))
     scores: list[float] = []
-    for scored in found:
-        if isinstance(scored, Failed):
-            raise scored.error
-        scores.append(scored.score)
+    for result in await asyncio.gather(*calls):
+        if isinstance(result, Failed):
+            raise result.error
+        scores.append(result.score)
     return scores

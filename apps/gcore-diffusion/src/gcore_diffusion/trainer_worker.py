@@ -58,8 +58,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         scheduler = _scheduler(model)
         self._kernel = suited(kernel_of(config), scheduler)
         objective = _objective(config, scheduler, self._kernel)
-        needs_reference = objective.needs_reference or has_reference_pass(config)
-        nft, optim = config.actor.nft, config.actor.optim
+        nft = config.actor.nft
+        optim = config.actor.optim
         if not optim.total_training_steps:
             num_updates = config.trainer.total_training_steps * config.actor.num_updates
             optim = replace(optim, total_training_steps=num_updates)
@@ -70,11 +70,14 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
                 size = int(should_replicate(denoiser.model.parameters()))
             device_type = torch.device(config.device).type
             parallel = TorchParallel.join(ParallelConfig(fsdp_size=size), device_type=device_type)
+        reference = None
+        if objective.needs_reference or has_reference_pass(config):
+            reference = denoiser.initial()
         self._trainer = DiffusionTrainer(
             denoiser,
             optimizer=optim,
             objective=objective,
-            reference=denoiser.initial() if needs_reference else None,
+            reference=reference,
             ema_decay=config.actor.ema_decay or None,
             old_decay=(nft.old_decay, nft.old_decay_max),
             parallel=parallel,
@@ -129,8 +132,8 @@ def _noise_process(scheduler: Any) -> NoiseProcess:
 def _scheduler(model: Path) -> Any:
     import diffusers
 
-    _, kind = json.loads((model / "model_index.json").read_text())["scheduler"]
-    return getattr(diffusers, kind).from_pretrained(model, subfolder="scheduler")
+    _, class_name = json.loads((model / "model_index.json").read_text())["scheduler"]
+    return getattr(diffusers, class_name).from_pretrained(model, subfolder="scheduler")
 
 
 def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> DiffusionObjective:

@@ -66,19 +66,20 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
-    from gcore_diffusion.modality import Job
+    from gcore_diffusion.backend import ImageRunRecorder, check_rewards, export, start
+    from gcore_diffusion.modality import ImageJob
 
     config = resolve(config)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
-        pipeline = model_folder(config.model) if config.model else None
-        if pipeline is not None:
+        pipeline = None
+        if config.model:
+            pipeline = model_folder(config.model)
             check_pipeline(pipeline)
         config = with_initial_lora(config, pipeline)
         prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
-        rewards = checked_rewards(config)
+        rewards = check_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:
             model = pipeline or run.model
@@ -96,9 +97,10 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
                     write_atomically(run.model, partial(shutil.copytree, model))
                 # Engines start from the pipeline's folder, without adapters.
                 starts_adapted = bool(config.actor.lora_adapter_path)
-                job = Job(config=config, prompts=prompts, is_policy_behind=starts_adapted)
-                supervisor.train(services, job, RunRecorder)
-                best, component = supervisor.best_policy(), config.actor.component
+                job = ImageJob(config=config, prompts=prompts, is_policy_behind=starts_adapted)
+                supervisor.train(services, job, ImageRunRecorder)
+                best = supervisor.best_policy()
+                component = config.actor.component
                 supervisor.export(lambda path: export(services.learner, model, path, best, component=component))
         return supervisor.finish(KINDS)
 

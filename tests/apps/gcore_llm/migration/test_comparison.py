@@ -80,7 +80,7 @@ def test_a_bound_below_one_of_cispo_differs() -> None:
     conversion = from_trl("grpo", "loss_type=cispo", "epsilon_high=0.5")
     config = train_config(conversion)
     batch = FixedBatch.of(config, seed=0)
-    here, there = computed_here(config, batch), computed_by_trl(config, batch, conversion.given)
+    here, there = computed_here(config, batch), computed_by_trl(config, batch, conversion.values)
     assert differences(here, there)[2][3] > 0.1
 
 

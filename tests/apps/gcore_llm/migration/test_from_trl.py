@@ -48,7 +48,7 @@ def test_a_config_of_their_examples() -> None:
     }
     assert {name: found[name] for name in expected} == expected
     assert missing(conversion) == {"top_p"}
-    assert set(conversion.given) <= verdicts(conversion).keys()
+    assert set(conversion.values) <= verdicts(conversion).keys()
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict
         if key.ours and theirs.get(name) is not None:
             assert default == theirs[name], name
     conversion = from_trl(method, config="")
-    conversion.given = {name: value for name, value in theirs.items() if value is not None}
+    conversion.values = {name: value for name, value in theirs.items() if value is not None}
     lines = verdicts(conversion)
     assert set(theirs) <= set(read_keys("trl")), "keys of the trainer that the table does not know"
     assert all(line.text for line in lines.values())

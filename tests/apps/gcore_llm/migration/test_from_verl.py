@@ -64,7 +64,7 @@ def test_a_script_of_their_examples() -> None:
         "custom_reward_function.path",
     }
     lines = verdicts(conversion)
-    assert set(conversion.given) <= lines.keys()
+    assert set(conversion.values) <= lines.keys()
     assert lines[f"{ACTOR}.optim.weight_decay"].value == "(not set)"
 
 
@@ -82,7 +82,7 @@ def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
     conversion = from_verl(N8, config=verl_yaml(engine))
     conversion.result()
     lines = verdicts(conversion)
-    assert set(conversion.given) <= lines.keys()
+    assert set(conversion.values) <= lines.keys()
     assert len(lines) > 500
     assert all(line.text for line in lines.values())
     assert not missing(conversion, "unknown")
@@ -90,13 +90,13 @@ def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
     allowed = {"custom_reward_function.path", f"{ACTOR}.strategy"}
     assert missing(conversion) <= allowed
     unknown = [
-        name for name in conversion.given if find_key(read_keys("verl"), name) is None and "_target_" not in name
+        name for name in conversion.values if find_key(read_keys("verl"), name) is None and "_target_" not in name
     ]
     assert unknown == []
 
 
 def test_defaults_are_those_of_the_installed_version() -> None:
-    theirs = from_verl(N8, config=verl_yaml()).given
+    theirs = from_verl(N8, config=verl_yaml()).values
     checked = 0
     for name, key in read_keys("verl").items():
         # An image column that no row has would be refused here.
@@ -524,7 +524,7 @@ def test_what_the_fully_asynchronous_trainer_has_alone() -> None:
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "experimental/fully_async_policy/config"
     for name in ("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"):
-        given = from_verl(N8, config=str(folder / f"{name}.yaml")).given
+        given = from_verl(N8, config=str(folder / f"{name}.yaml")).values
         names = [own for own in given if own != "defaults" and not own.startswith("hydra.")]
         assert len(names) > 15
         assert [own for own in names if find_key(read_keys("verl"), own) is None] == []
@@ -553,7 +553,7 @@ def test_a_script_s_branches_are_decided(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(DEVICES)
     conversion = from_verl(config=str(tmp_path / "run.sh"))
     assert settings(conversion)["data.train_batch_size"] == 1024
-    assert not conversion.given.keys() & {"trainer.device", "trainer.nnodes", f"{ACTOR}.use_kl_loss"}
+    assert not conversion.values.keys() & {"trainer.device", "trainer.nnodes", f"{ACTOR}.use_kl_loss"}
     comments = [line for line in conversion.toml("run.sh").splitlines() if line.startswith("#")]
     for part in (
         "# Converted as recipe.dapo.main_dapo.",

@@ -1,6 +1,7 @@
 """Handwritten digits in colours: the embedded model's training data, and its prompts."""
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "blue": (0.3, 0.45, 1.0),
 }
 
-PROMPTS = [f"{colour} {digit}" for colour in COLOURS for digit in range(10)]
+PROMPTS = [f"{colour} {digit}" for colour, digit in product(COLOURS, range(10))]
 """Every prompt of the demo, such as red 7."""
 
 

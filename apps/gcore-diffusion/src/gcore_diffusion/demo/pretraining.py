@@ -41,23 +41,23 @@ _MAX_TOKENS = 4
 def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
     """Return the folder of a pretrained pipeline, from an earlier run or a new one."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcore-diffusion"
-    cache = Path(config.cache_dir) if config.cache_dir else user_cache
+    cache = Path(config.cache_dir or user_cache)
     # Other code makes another model.
-    source = "".join((Path(__file__).parent / name).read_text() for name in ("digits.py", "pretraining.py"))
+    source = Path(__file__).with_name("digits.py").read_text() + Path(__file__).read_text()
     key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, source)).encode()).hexdigest()[:12]
     target = cache / f"digits-{key}"
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".digits-") as folder:
-            made = Path(folder) / "pipeline"
+            pretrained = Path(folder) / "pipeline"
             pipeline = make_tiny_pipeline(Path(folder) / "words", seed=seed)
             _train(pipeline, config, seed=seed, display=display)
-            pipeline.save_pretrained(made)
+            pipeline.save_pretrained(pretrained)
             try:
-                made.rename(target)
+                pretrained.rename(target)
             except OSError:
                 # Another run has put its pipeline there first.
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(pretrained, ignore_errors=True)
     return target
 
 
@@ -65,10 +65,12 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
     model = pipeline.transformer
     embedded, pooled = _embeddings(pipeline)
     images, labels = map(torch.from_numpy, load())
-    images, colours = images[:, None], torch.tensor(list(COLOURS.values()))
+    images = images[:, None]
+    colours = torch.tensor(list(COLOURS.values()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01, betas=(0.9, 0.99))
     average = MovingAverage(dict(model.named_parameters()), _EMA_DECAY)
-    generator, process = torch.Generator().manual_seed(seed), FlowProcess()
+    generator = torch.Generator().manual_seed(seed)
+    process = FlowProcess()
     display.phase("teaching the embedded model to draw", total=config.num_steps)
     model.train()
     losses: list[float] = []
@@ -158,21 +160,23 @@ def _word_tokenizer(path: Path) -> CLIPTokenizer:
     """Return a tokenizer with a token for each word of the prompts."""
     words = [*COLOURS, *map(str, range(10))]
     letters = sorted(set("".join(words)))
-    tokens = [*letters, *(letter + "</w>" for letter in letters)]
+    tokens = letters + [letter + "</w>" for letter in letters]
     merges: list[str] = []
     for word in words:
-        built = word[0]
-        for place, letter in enumerate(word[1:], start=1):
-            added = letter + ("</w>" if place == len(word) - 1 else "")
-            if (merge := f"{built} {added}") not in merges:
+        prefix = word[0]
+        for index, letter in enumerate(word[1:], start=2):
+            if index == len(word):
+                letter += "</w>"
+            merge = f"{prefix} {letter}"
+            if merge not in merges:
                 merges.append(merge)
-            built += added
-            if built not in tokens:
-                tokens.append(built)
+            prefix += letter
+            if prefix not in tokens:
+                tokens.append(prefix)
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     path.mkdir(parents=True, exist_ok=True)
-    (path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (path / "merges.txt").write_text("#version: 0.2\n" + "".join(merge + "\n" for merge in merges))
+    (path / "vocab.json").write_text(json.dumps(dict(zip(tokens, range(len(tokens)), strict=True))))
+    (path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     return CLIPTokenizer.from_pretrained(path, model_max_length=_MAX_TOKENS)
 
 

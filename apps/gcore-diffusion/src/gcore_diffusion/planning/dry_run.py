@@ -28,13 +28,12 @@ from gcore_runs import UserError, one_line, print_table
 from gcore_trainer import LARGE_MODEL, Denoiser, should_replicate
 
 _GB = 1e9
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DEVICE = "H100"
 """Device that is planned for by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DryRunPlan:
     """Parameters, the pass of an engine, and memory, of a run that is not started."""
 
     parameters: Mapping[str, tuple[str, int]]
@@ -49,7 +48,7 @@ class Plan:
     """Bytes of an engine and of a training rank, by item."""
 
 
-def plan(config: DiffusionConfig, folder: Path) -> Plan:
+def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     """Plan a run with the pipeline in a folder, of which only the `config.json` files are read.
 
     Parameters of a rank, and what belongs to them, are divided among the ranks that share them (FSDP2), except for the
@@ -62,57 +61,69 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     if not (folder / "model_index.json").is_file():
         raise UserError(f"model is {config.model!r}; expected a folder of a diffusers pipeline, with model_index.json")
     config = with_initial_lora(config, folder)
-    classes, rollout, actor = part_classes(folder), config.rollout, config.actor
-    kind = classes.get("transformer", ("", "unet"))[1]
-    if kind not in INPUTS:
-        raise UserError(f"dry_run is true with a model of {kind}; expected one of {', '.join(INPUTS)}")
+    classes = part_classes(folder)
+    rollout = config.rollout
+    actor = config.actor
+    _, denoiser = classes.get("transformer", ("", "unet"))
+    if denoiser not in INPUTS:
+        raise UserError(f"dry_run is true with a model of {denoiser}; expected one of {', '.join(INPUTS)}")
     if rollout.image_size is None:
         raise UserError("rollout.size is (0, 0); expected height and width with dry_run")
     image = image_shape(folder, rollout.image_size, rollout.max_sequence_length)
-    built = {name: part_without_weights(folder, name) for name in classes}
-    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in built.items()}
-    model = built["transformer"]
-    inputs = partial(INPUTS[kind], model.config, image)
-    # Without the prompt and with it.
-    num_halves = 2 if rollout.guidance_scale > 1 and not getattr(model.config, "guidance_embeds", False) else 1
-    num_rows = rollout.max_num_images * (1 if kind in GUIDED_IN_TWO_CALLS else num_halves)
-    engine_type, dtype = _BYTES[rollout.dtype], getattr(torch, rollout.dtype)
+    parts = {name: part_without_weights(folder, name) for name in classes}
+    counts = {name: _num_parameters(part) for name, part in parts.items()}
+    model = parts["transformer"]
+    inputs = partial(INPUTS[denoiser], model.config, image)
+    num_halves = 1
+    if rollout.guidance_scale > 1 and not getattr(model.config, "guidance_embeds", False):
+        # Without the prompt and with it.
+        num_halves = 2
+    num_rows = rollout.max_num_images
+    if denoiser not in GUIDED_IN_TWO_CALLS:
+        num_rows *= num_halves
+    dtype = getattr(torch, rollout.dtype)
     try:
-        passing, shapes, output = sampling_bytes(model, inputs, num_rows, dtype)
+        pass_bytes, shapes, output = sampling_bytes(model, inputs, num_rows, dtype)
     except (ValueError, RuntimeError) as error:
         # Models raise errors of these kinds for sizes that they do not support.
         raise UserError(f"the model takes no images of rollout.size {rollout.size}: {one_line(error)}") from error
+    num_in_encoders = sum(counts[name] for name in counts if "text_encoder" in name)
     engine = {
-        "denoiser": float(engine_type * counts["transformer"]),
-        "text encoders": float(engine_type * sum(counts[name] for name in counts if "text_encoder" in name)),
-        "VAE": float(engine_type * counts.get("vae", 0)),
-        "pass": float(passing),
-        "decoding": float(decoding_bytes(built["vae"], image, dtype)),
+        "denoiser": float(dtype.itemsize * counts["transformer"]),
+        "text encoders": float(dtype.itemsize * num_in_encoders),
+        "VAE": float(dtype.itemsize * counts.get("vae", 0)),
+        "pass": float(pass_bytes),
+        "decoding": float(decoding_bytes(parts["vae"], image, dtype)),
     }
     model = part_without_weights(folder, "transformer")
     is_checkpointed = actor.enable_gradient_checkpointing
-    is_checkpointed = counts["transformer"] >= LARGE_MODEL if is_checkpointed == "auto" else is_checkpointed
+    if is_checkpointed == "auto":
+        is_checkpointed = counts["transformer"] >= LARGE_MODEL
     Denoiser(model, lora=actor.lora, gradient_checkpointing=is_checkpointed)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_shards = _num_shards(config, model)
     peak = training_bytes(model, inputs, num_halves * actor.micro_batch_size, getattr(torch, actor.dtype))
-    has_own_reference = has_reference_pass(config) and actor.lora is None
+    num_weights = counts["transformer"]
+    if actor.lora:
+        num_weights += num_trained
     rank = {
-        "weights": 4 * (counts["transformer"] + (trained if actor.lora else 0)) / num_shards,
-        "reference": 4 * counts["transformer"] / num_shards if has_own_reference else 0.0,
-        "optimizer": 8 * trained / num_shards,
-        "average": 4 * trained / num_shards if actor.ema_decay else 0.0,
+        "weights": 4 * num_weights / num_shards,
+        "reference": 0.0,
+        "optimizer": 8 * num_trained / num_shards,
+        "average": 0.0,
         "pass with gradients": float(peak),
     }
-    parameters = {name: (classes[name][1], count) for name, count in counts.items()}
-    memory = {"engine": engine, "training rank": rank}
-    return Plan(
-        parameters=parameters,
-        num_trained=trained,
+    if has_reference_pass(config) and actor.lora is None:
+        rank["reference"] = 4 * counts["transformer"] / num_shards
+    if actor.ema_decay:
+        rank["average"] = 4 * num_trained / num_shards
+    return DryRunPlan(
+        parameters={name: (classes[name][1], count) for name, count in counts.items()},
+        num_trained=num_trained,
         lora_rank=actor.lora_rank,
         inputs=shapes,
         output=output,
-        memory=memory,
+        memory={"engine": engine, "training rank": rank},
     )
 
 
@@ -126,23 +137,26 @@ def dry_run(config: TrainArgs) -> None:
         raise UserError("model is not set; expected a local folder of a diffusers pipeline with dry_run")
     # bitsandbytes, which diffusers imports, logs that a package of kernels for 4-bit weights is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
-    folder, device = shape_folder(config.model), _device(config)
+    folder = shape_folder(config.model)
+    device = _device(config)
     if folder != Path(config.model):
         print(
             f"there is no folder {config.model!r}: planned by the config.json files of a pipeline of this name that "
             "gcore-diffusion brings"
         )
-    found = plan(config, folder)
-    rows = [[name, kind, f"{count:,}"] for name, (kind, count) in found.parameters.items()]
-    print_table(f"{config.model} for {_pixels(config)}", ["part", "class", "parameters"], [rows])
-    adapters = f" in adapters of rank {found.lora_rank}" if found.lora_rank else ""
-    print(f"trained: {found.num_trained:,} parameters{adapters}")
-    inputs = ", ".join(f"{name} {list(shape)}" for name, shape in found.inputs.items())
-    print(f"a pass of an engine: {inputs}; its output {list(found.output)}")
-    _print_memory(config, found, device)
-    _print_steps(config)
+    run_plan = plan(config, folder)
+    rows = [[part, class_name, f"{count:,}"] for part, (class_name, count) in run_plan.parameters.items()]
+    size = "{} x {} pixels".format(*config.rollout.size)
+    print_table(f"{config.model} for {size}", ["part", "class", "parameters"], [rows])
+    adapters = f" in adapters of rank {run_plan.lora_rank}" if run_plan.lora_rank else ""
+    print(f"trained: {run_plan.num_trained:,} parameters{adapters}")
+    inputs = ", ".join(f"{name} {list(shape)}" for name, shape in run_plan.inputs.items())
+    print(f"a pass of an engine: {inputs}; its output {list(run_plan.output)}")
+    _print_memory(config, run_plan, device)
+    peak = _peak(config, run_plan)
     usable = device.memory_bytes * Efficiency().free_memory
-    peak = _peak(config, found)
+    print(f"peak of a GPU: {peak / _GB:.1f} GB; {usable / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable")
+    _print_steps(config)
     if peak > usable:
         print("does not fit", flush=True)
         raise UserError(
@@ -153,73 +167,77 @@ def dry_run(config: TrainArgs) -> None:
     print("fits", flush=True)
 
 
+def _num_parameters(part: Any) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
+
+
 def _num_shards(config: DiffusionConfig, model: Any) -> int:
     """Return the number of ranks that share the parameters of the denoiser in training."""
     size = config.trainer.fsdp_size
-    size = int(should_replicate(model.parameters())) if size == "auto" else size
+    if size == "auto":
+        size = int(should_replicate(model.parameters()))
     return size or config.trainer.num_processes
 
 
-def _pixels(config: DiffusionConfig) -> str:
-    return "{} x {} pixels".format(*config.rollout.size)
+def _peak(config: DiffusionConfig, run_plan: DryRunPlan) -> float:
+    sizes = [sum(items.values()) for items in run_plan.memory.values()]
+    if config.takes_turns or config.lends_ranks or config.runtime == "ray":
+        return max(sizes)
+    return sum(sizes)
 
 
-def _peak(config: DiffusionConfig, found: Plan) -> float:
-    sizes = [sum(items.values()) for items in found.memory.values()]
-    is_apart = config.takes_turns or config.lends_ranks or config.runtime == "ray"
-    return max(sizes) if is_apart else sum(sizes)
-
-
-def _print_memory(config: DiffusionConfig, found: Plan, device: Device) -> None:
-    ranks, engines = config.trainer.num_processes, config.num_engines
-    if config.runtime != "ray":
-        where = "one GPU" if ranks == 1 else f"{ranks} GPUs, the first with an engine"
+def _print_memory(config: DiffusionConfig, run_plan: DryRunPlan, device: Device) -> None:
+    ranks = config.trainer.num_processes
+    engines = config.num_engines
+    if config.runtime == "ray":
+        num_gpus = max(ranks, engines) if config.takes_turns else ranks + engines
+        gpus = f"{num_gpus} GPUs"
+    elif ranks == 1:
+        gpus = "one GPU"
     else:
-        where = f"{max(ranks, engines)} GPUs" if config.takes_turns else f"{ranks + engines} GPUs"
+        gpus = f"{ranks} GPUs, the first with an engine"
     how = "take turns" if config.takes_turns else "are in memory at the same time"
-    print(f"{where} of {device.name}: {ranks} training ranks and {engines} engines, which {how}; GB of each")
-    if num_lent := config.sizes.num_lent:
+    print(f"{gpus} of {device.name}: {ranks} training ranks and {engines} engines, which {how}; GB of each")
+    num_lent = config.sizes.num_lent
+    if num_lent:
         print(f"and {num_lent} engines on the GPUs of ranks, which take turns with these (placement.lend_ranks)")
-    if config.runtime == "ray" and config.reward.has_models and (share := config.ray.gpus_per_reward_model):
+    share = config.ray.gpus_per_reward_model
+    if config.runtime == "ray" and config.reward.has_models and share:
         print(f"and {share * config.controllers:g} for the reward, {share:g} a controller (ray.gpus_per_reward_model)")
-    rows: list[list[str]] = []
-    for role, items in found.memory.items():
+    tables: list[list[list[str]]] = []
+    for role, items in run_plan.memory.items():
         texts = [f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20]
-        rows.append([role, f"{sum(items.values()) / _GB:.1f}", ", ".join(texts)])
-    print_table("", ["role", "GB", "of which"], [[row] for row in rows])
-    usable = device.memory_bytes * Efficiency().free_memory
-    peak = _peak(config, found)
-    print(f"peak of a GPU: {peak / _GB:.1f} GB; {usable / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable")
+        tables.append([[role, f"{sum(items.values()) / _GB:.1f}", ", ".join(texts)]])
+    print_table("", ["role", "GB", "of which"], tables)
 
 
 def _print_steps(config: DiffusionConfig) -> None:
-    rollout, actor, trainer = config.rollout, config.actor, config.trainer
-    images = config.data.train_batch_size * rollout.n
-    recorded = rollout.window_size or rollout.num_inference_steps
-    trained = max(1, round(config.algorithm.timestep_fraction * recorded))
-    further = [
-        name
-        for name, is_made in (
-            ("of the reference", has_reference_pass(config)),
-            ("of the old log-probs", has_old_pass(config)),
-        )
-        if is_made
-    ]
-    per_rank = images * trained / trainer.num_processes / actor.micro_batch_size
+    rollout = config.rollout
+    actor = config.actor
+    num_images = config.data.train_batch_size * rollout.n
+    num_recorded = rollout.window_size or rollout.num_inference_steps
+    num_trained = max(1, round(config.algorithm.timestep_fraction * num_recorded))
     print(
-        f"a step: {config.data.train_batch_size} prompts x {rollout.n} images = {images:,} images of "
-        f"{rollout.num_inference_steps} denoising steps; {trained} are trained on, in {actor.num_updates} updates"
+        f"a step: {config.data.train_batch_size} prompts x {rollout.n} images = {num_images:,} images of "
+        f"{rollout.num_inference_steps} denoising steps; {num_trained} are trained on, in {actor.num_updates} updates"
     )
+    further: list[str] = []
+    if has_reference_pass(config):
+        further.append("of the reference")
+    if has_old_pass(config):
+        further.append("of the old log-probs")
     also = f"; as many passes without a gradient {' and '.join(further)}" if further else ""
+    per_rank = num_images * num_trained / config.trainer.num_processes / actor.micro_batch_size
     print(f"a rank: about {per_rank:,.0f} passes of {actor.micro_batch_size} images with a gradient in a step{also}")
-    print(f"{trainer.total_training_steps:,} steps: {images * trainer.total_training_steps:,} images")
+    num_steps = config.trainer.total_training_steps
+    print(f"{num_steps:,} steps: {num_images * num_steps:,} images")
 
 
 def _device(config: TrainArgs) -> Device:
-    asked: Any = config.dry_run_device or _DEVICE
-    if asked.replace(".", "", 1).isdecimal():
-        return Device.of_memory(f"a GPU of {asked} GB", float(asked) * _GB)
+    name: Any = config.dry_run_device or _DEVICE
+    if name.replace(".", "", 1).isdecimal():
+        return Device.of_memory(f"a GPU of {name} GB", float(name) * _GB)
     try:
-        return Device.named(asked)
+        return Device.named(name)
     except PlacementError as error:
         raise UserError(f"dry_run_{error}, or a number of gigabytes") from None

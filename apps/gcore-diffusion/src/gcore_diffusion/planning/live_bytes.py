@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside the block and are still there, and their ``peak``.
 
-    Those of ``others``, which are there before, are not counted.
+    Those of ``excluded``, which are there before, are not counted.
     """
 
-    def __init__(self, others: Iterable[torch.Tensor]) -> None:
+    def __init__(self, excluded: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0
         self._now = 0
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in excluded)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -27,7 +27,10 @@ class LiveBytes(TorchDispatchMode):
         del types
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 self.peak = max(self.peak, self._now)

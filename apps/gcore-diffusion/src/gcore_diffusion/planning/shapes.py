@@ -4,7 +4,6 @@ Legend: B images, C channels of a latent, H and W its height and width, S tokens
 """
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -25,15 +24,22 @@ Inputs = dict[str, Any]
 
 def shape_folder(model: str) -> Path:
     """Return a pipeline's folder; where there is none, the one here with the `config.json` files of one of its name."""
-    given, shipped = Path(model), _SHIPPED / Path(model).name
-    return shipped if not given.is_dir() and shipped.is_dir() else given
+    folder = Path(model)
+    shipped = _SHIPPED / folder.name
+    if not folder.is_dir() and shipped.is_dir():
+        return shipped
+    return folder
 
 
 def part_classes(folder: Path) -> dict[str, tuple[str, str]]:
     """Return library and class of each part of a pipeline that has weights, by name."""
-    index = json_object((folder / "model_index.json").read_text(), str(folder / "model_index.json"))
-    parts = {name: value for name, value in index.items() if isinstance(value, list) and None not in value}
-    return {name: (value[0], value[1]) for name, value in parts.items() if (folder / name / "config.json").is_file()}
+    path = folder / "model_index.json"
+    classes: dict[str, tuple[str, str]] = {}
+    for name, value in json_object(path.read_text(), str(path)).items():
+        is_part = isinstance(value, list) and None not in value
+        if is_part and (folder / name / "config.json").is_file():
+            classes[name] = (value[0], value[1])
+    return classes
 
 
 def part_without_weights(folder: Path, name: str) -> Any:
@@ -41,12 +47,12 @@ def part_without_weights(folder: Path, name: str) -> Any:
     import diffusers
     import transformers
 
-    library, kind = part_classes(folder)[name]
+    library, class_name = part_classes(folder)[name]
     with torch.device("meta"):
         if library == "transformers":
-            model_class = getattr(transformers, kind)
+            model_class = getattr(transformers, class_name)
             return model_class(model_class.config_class.from_pretrained(folder / name))
-        model_class = getattr(diffusers, kind)
+        model_class = getattr(diffusers, class_name)
         return model_class.from_config(json.loads((folder / name / "config.json").read_text()))
 
 
@@ -79,32 +85,36 @@ def _sd3(config: Any, image: ImageShape, batch: int) -> Inputs:
 
 
 def _flux(config: Any, image: ImageShape, batch: int) -> Inputs:
-    tokens, text = _packed(image), image.max_sequence_length or 512
-    return {
+    tokens = _num_tokens(image)
+    text = image.max_sequence_length or 512
+    inputs: Inputs = {
         "hidden_states": torch.empty(batch, tokens, config.in_channels),
         "encoder_hidden_states": torch.empty(batch, text, config.joint_attention_dim),
         "pooled_projections": torch.empty(batch, config.pooled_projection_dim),
         "timestep": torch.empty(batch),
         "img_ids": torch.empty(tokens, 3),
         "txt_ids": torch.empty(text, 3),
-        **({"guidance": torch.empty(batch)} if config.guidance_embeds else {}),
     }
+    if config.guidance_embeds:
+        inputs["guidance"] = torch.empty(batch)
+    return inputs
 
 
 def _qwen_image(config: Any, image: ImageShape, batch: int) -> Inputs:
-    text, (_, height, width) = image.max_sequence_length or 512, image.latent
+    text = image.max_sequence_length or 512
+    _, height, width = image.latent
     return {
-        "hidden_states": torch.empty(batch, _packed(image), config.in_channels),
+        "hidden_states": torch.empty(batch, _num_tokens(image), config.in_channels),
         "encoder_hidden_states": torch.empty(batch, text, config.joint_attention_dim),
         "timestep": torch.empty(batch),
         "img_shapes": [[(1, height // 2, width // 2)]] * batch,
     }
 
 
-def _packed(image: ImageShape) -> int:
+def _num_tokens(image: ImageShape) -> int:
     """Return the tokens of an image, each of 2 x 2 of its latent."""
     _, height, width = image.latent
-    return math.prod((height // 2, width // 2))
+    return (height // 2) * (width // 2)
 
 
 INPUTS: Mapping[str, Callable[[Any, ImageShape, int], Inputs]] = {
@@ -140,12 +150,12 @@ def fake_weights(model: Any, dtype: torch.dtype = torch.float32) -> Generator[No
     # The positions of tokens are constants.
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
-            for name, own in [*module.named_parameters(recurse=False)]:
-                tensor = torch.empty(own.shape, dtype=dtype)
-                setattr(module, name, torch.nn.Parameter(tensor, requires_grad=own.requires_grad))
-            for name, own in [*module.named_buffers(recurse=False)]:
-                if own.is_meta:
-                    setattr(module, name, torch.empty(own.shape, dtype=own.dtype))
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                tensor = torch.empty(parameter.shape, dtype=dtype)
+                setattr(module, name, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         yield
 
 
@@ -165,20 +175,28 @@ def sampling_bytes(
     model: Any, inputs: Callable[[int], Inputs], batch: int, dtype: torch.dtype
 ) -> tuple[int, Mapping[str, tuple[int, ...]], tuple[int, ...]]:
     """Return the peak of a pass without gradients, and the shapes of its inputs and of its output."""
+    arguments: Inputs = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     with fake_weights(model, dtype), torch.no_grad():
         with LiveBytes(model.parameters()) as live:
-            arguments = {n: v.to(dtype) if isinstance(v, torch.Tensor) else v for n, v in inputs(batch).items()}
+            for name, value in inputs(batch).items():
+                if isinstance(value, torch.Tensor):
+                    value = value.to(dtype)
+                    shapes[name] = tuple(value.shape)
+                arguments[name] = value
             output = model(**arguments, return_dict=False)[0]
-        shapes = {name: tuple(v.shape) for name, v in arguments.items() if isinstance(v, torch.Tensor)}
         return live.peak, shapes, tuple(output.shape)
 
 
 def decoding_bytes(vae: Any, image: ImageShape, dtype: torch.dtype) -> int:
     """Return the peak of the decoding of one image: engines decode one after the other."""
-    is_of_videos = "QwenImage" in type(vae).__name__
     channels, height, width = image.latent
+    shape = (1, channels, height, width)
+    if "QwenImage" in type(vae).__name__:
+        # Its VAE is one of videos.
+        shape = (1, channels, 1, height, width)
     with fake_weights(vae, dtype), torch.no_grad():
-        latent = torch.empty(1, channels, *([1] * is_of_videos), height, width, dtype=dtype)
+        latent = torch.empty(shape, dtype=dtype)
         with LiveBytes(vae.parameters()) as live:
             vae.decode(latent, return_dict=False)
     return live.peak

@@ -27,8 +27,14 @@ from gcore_diffusion.reward_config import RewardConfig
 from gcore_trainer import DenoisingPolicyConfig
 
 _ATTENTION = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
 )
 _EMA_DECAY = 0.987
 

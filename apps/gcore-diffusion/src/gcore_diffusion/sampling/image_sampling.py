@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from numpy.typing import NDArray
 
 from gcore_controller import Context, DeviceTimers, TrainerClient
 from gcore_diffusion.config import NOISELESS, DiffusionConfig
-from gcore_diffusion.sampling.prompts import Prompt
-from gcore_diffusion.sampling.services import Rewards
+from gcore_diffusion.sampling.prompts import ImagePrompt
+from gcore_diffusion.sampling.services import ImageRewards
 from gcore_diffusion.sampling.shared_arrays import with_arrays, with_tensors
 from gcore_rollout import (
     DDIM,
@@ -31,24 +32,28 @@ from gcore_rollout import (
 )
 from gcore_trainer import DiffusionMicroBatch
 
-TRAINED, HELD_OUT, DIVERSITY = "val/score/mean", "val/held_out/mean", "val/diversity"
-"""Metrics of evaluations: means of the reward that is trained on and of one that is not, and `Evaluation.diversity`."""
+TRAINED = "val/score/mean"
+"""Metric of evaluations: mean of the reward that is trained on."""
+HELD_OUT = "val/held_out/mean"
+"""Metric of evaluations: mean of a reward that is not trained on."""
+DIVERSITY = "val/diversity"
+"""Metric of evaluations: see `ImageEvaluation.diversity`."""
 KEPT_DIVERSITY = 0.7
 """Share of the initial diversity below which a run is warned about."""
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingRoles:
+class ImageSamplingRoles:
     """The roles that sample and score images."""
 
     policy: Engine[ImageRequest, ImageSample]
-    rewards: Rewards
+    rewards: ImageRewards
     devices: DeviceTimers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles(SamplingRoles):
+class ImageRoles(ImageSamplingRoles):
     """The roles that a controller holds."""
 
     learner: TrainerClient[DiffusionMicroBatch]
@@ -57,12 +62,12 @@ class Roles(SamplingRoles):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class ImageGroup:
     """One prompt's images."""
 
     prompt_index: int
     """Position of the prompt in the global order, unique in the run."""
-    prompt: Prompt
+    prompt: ImagePrompt
     samples: list[ImageSample]
     scores: NDArray[np.float64]
     """[n]."""
@@ -83,7 +88,11 @@ class Group:
 
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint; what images share is one tensor."""
-        kept: dict[int, Any] = {}
+        tensors: dict[int, Any] = {}
+        samples: list[Any] = []
+        for sample in self.samples:
+            fields = {**vars(sample), "trajectory": vars(sample.trajectory)}
+            samples.append(with_tensors(fields, tensors))
         return {
             "ticket": self.prompt_index,
             "text": self.prompt.text,
@@ -91,32 +100,38 @@ class Group:
             "images": [image if isinstance(image, bytes) else str(image) for image in self.prompt.images],
             "scores": self.scores,
             "parts": [dict(parts) for parts in self.parts],
-            "samples": [with_tensors({**vars(s), "trajectory": vars(s.trajectory)}, kept) for s in self.samples],
+            "samples": samples,
             "ref_means": self.ref_means,
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Group":
+    def from_state(cls, state: dict[str, Any]) -> "ImageGroup":
         """Return the group that `state` gave this state for."""
-        known: dict[int, NDArray[Any]] = {}
-        samples: list[dict[str, Any]] = [
-            {**saved, "trajectory": Trajectory(**saved["trajectory"])}
-            for saved in (with_arrays(sample, known) for sample in state["samples"])
-        ]
-        means = state["ref_means"]
-        images = (Path(image) if isinstance(image, str) and "://" not in image else image for image in state["images"])
+        arrays: dict[int, NDArray[Any]] = {}
+        samples: list[ImageSample] = []
+        for saved in state["samples"]:
+            fields = with_arrays(saved, arrays)
+            fields["trajectory"] = Trajectory(**fields["trajectory"])
+            samples.append(ImageSample(**fields))
+        images: list[bytes | Path | str] = []
+        for image in state["images"]:
+            is_path = isinstance(image, str) and "://" not in image
+            images.append(Path(image) if is_path else image)
+        ref_means = state["ref_means"]
+        if ref_means is not None:
+            ref_means = [np.asarray(means, np.float32) for means in ref_means]
         return cls(
             prompt_index=state["ticket"],
-            prompt=Prompt(text=state["text"], row=state["row"], images=tuple(images)),
-            samples=[ImageSample(**fields) for fields in samples],
+            prompt=ImagePrompt(text=state["text"], row=state["row"], images=tuple(images)),
+            samples=samples,
             scores=np.asarray(state["scores"], np.float64),
             parts=state["parts"],
-            ref_means=None if means is None else [np.asarray(m, np.float32) for m in means],
+            ref_means=ref_means,
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Evaluation:
+class ImageEvaluation:
     """Images and scores of all held-out prompts, in their order."""
 
     prompts: list[str]
@@ -132,17 +147,18 @@ class Evaluation:
 
     def diversity(self) -> float:
         """Return the standard deviation, from 0 to 1, of a pixel over the images of a prompt, on average."""
-        places: dict[str, list[int]] = {}
-        for place, prompt in enumerate(self.prompts):
-            places.setdefault(prompt, []).append(place)
-        return float(np.mean([(self.images[own] / 255).std(0).mean() for own in places.values()]))
+        indices: dict[str, list[int]] = {}
+        for index, prompt in enumerate(self.prompts):
+            indices.setdefault(prompt, []).append(index)
+        deviations = [(self.images[rows] / 255).std(0).mean() for rows in indices.values()]
+        return float(np.mean(deviations))
 
     def metrics(self) -> dict[str, float]:
         """Return the means by their names in metrics.jsonl."""
-        found = {TRAINED: float(self.scores.mean()), DIVERSITY: self.diversity(), **self.parts}
+        means = {TRAINED: float(self.scores.mean()), DIVERSITY: self.diversity(), **self.parts}
         if self.held_out is not None:
-            found[HELD_OUT] = float(self.held_out.mean())
-        return found
+            means[HELD_OUT] = float(self.held_out.mean())
+        return means
 
     def doubts(self, earlier: Sequence[Mapping[str, float]]) -> str | None:
         """Return the reason, in words, to doubt that a higher reward means better images; None: there is none.
@@ -151,22 +167,26 @@ class Evaluation:
         than once before by three standard errors, and the images of a prompt have become alike if less than 70 % of
         the initial diversity is left.
         """
-        now, first = self.metrics(), earlier[0]
-        found: list[str] = []
+        now = self.metrics()
+        first = earlier[0]
+        reasons: list[str] = []
         if self.held_out is not None:
-            best, error = max(earlier, key=lambda row: row[HELD_OUT]), self.held_out.std() / len(self.held_out) ** 0.5
+            best = max(earlier, key=lambda row: row[HELD_OUT])
+            error = self.held_out.std() / len(self.held_out) ** 0.5
             if now[TRAINED] > best[TRAINED] and now[HELD_OUT] < best[HELD_OUT] - 3 * error:
-                found.append(
+                reasons.append(
                     f"the reward rose from {best[TRAINED]:.3g} at step {best['step']} to {now[TRAINED]:.3g}, while the "
                     f"reward that is not trained on fell from {best[HELD_OUT]:.3g} to {now[HELD_OUT]:.3g}"
                 )
         if now[TRAINED] > first[TRAINED] and now[DIVERSITY] < KEPT_DIVERSITY * first[DIVERSITY]:
-            found.append(
+            reasons.append(
                 f"the reward rose from {first[TRAINED]:.3g} to {now[TRAINED]:.3g}, while the images of a prompt became "
                 f"alike: {now[DIVERSITY] / first[DIVERSITY]:.0%} of the initial diversity is left"
             )
+        if not reasons:
+            return None
         hint = "look at samples/; a larger actor.loss.kl-loss-coef, or another reward, keeps images closer to the start"
-        return f"{', and '.join(found)}; {hint}" if found else None
+        return f"{', and '.join(reasons)}; {hint}"
 
 
 def differ(scores: NDArray[np.float64]) -> bool:
@@ -218,15 +238,16 @@ def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
 
 def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> ImageSampling:
     """Return how a prompt's images are sampled at a training step; the first step is 1."""
-    rollout, window = config.rollout, window_range(config)
+    rollout = config.rollout
+    window = window_range(config)
     if window is not None and config.algorithm.name != "reward_gradient":
         first, end = window
-        places = end - first - rollout.window_size + 1
+        num_windows = end - first - rollout.window_size + 1
         if rollout.window_schedule == "sliding":
-            place = ((step - 1) // rollout.window_steps) % places
+            start = first + ((step - 1) // rollout.window_steps) % num_windows
         else:
-            place = int(np.random.default_rng([config.seed, prompt_index]).integers(places))
-        window = first + place, first + place + rollout.window_size
+            start = first + int(np.random.default_rng([config.seed, prompt_index]).integers(num_windows))
+        window = (start, start + rollout.window_size)
     return ImageSampling(
         num_inference_steps=rollout.num_inference_steps,
         guidance_scale=rollout.guidance_scale,
@@ -251,66 +272,74 @@ def evaluation_sampling(
     )
 
 
-def image_request(prompt: Prompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0) -> ImageRequest:
+def image_request(
+    prompt: ImagePrompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0
+) -> ImageRequest:
     """Return a request for images of a prompt, with its own images."""
     return ImageRequest(request_id=name, prompt=prompt.text, images=prompt.pixels(), sampling=sampling, n=n, seed=seed)
 
 
 async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[ImageRequest]) -> list[ImageSample]:
     """Sample all images of some requests; return them in the requests' order."""
-    order = {request.request_id: place for place, request in enumerate(requests)}
-    found = [sample async for sample in engine.generate(requests)]
-    return sorted(found, key=lambda s: (order[s.request_id], s.index))
+    order = {request.request_id: index for index, request in enumerate(requests)}
+    samples = [sample async for sample in engine.generate(requests)]
+    return sorted(samples, key=lambda sample: (order[sample.request_id], sample.index))
 
 
 def inputs_of(reward: Callable[..., Any], samples: Sequence[ImageSample]) -> NDArray[Any]:
     """Return what a reward scores: images [B, H, W, 3] or videos [B, F, H, W, 3], or latents [B, ...]."""
-    if getattr(reward, "takes_latents", False):
-        return np.stack([sample.latents for sample in samples])
-    return np.stack([sample.image for sample in samples])
+    field_name = "latents" if getattr(reward, "takes_latents", False) else "image"
+    return np.stack([getattr(sample, field_name) for sample in samples])
 
 
-async def scored(
-    ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
+async def score_images(
+    ctx: Context[ImageRoles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[ImagePrompt]
 ) -> list[Scored]:
     """Score images of some prompts."""
-    roles = ctx.roles
-    # The engines of a judge time their own work.
-    names = [] if getattr(reward, "uses_engine", False) else [f"reward {ctx.rank if roles.owns_process else 0}"]
+    names: list[str] = []
+    if not getattr(reward, "uses_engine", False):
+        # The engines of a judge time their own work.
+        names.append(f"reward {ctx.rank if ctx.roles.owns_process else 0}")
     inputs = inputs_of(reward, samples)
-    with roles.devices.stage("reward", *names):
+    with ctx.roles.devices.stage("reward", *names):
         return await evaluate_images(reward, inputs, [p.text for p in prompts], [p.row for p in prompts])
 
 
-async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
+async def evaluate(
+    ctx: Context[ImageRoles], config: DiffusionConfig, prompts: Sequence[ImagePrompt]
+) -> ImageEvaluation:
     """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
-    rollout, rewards = config.rollout, ctx.roles.rewards
+    rewards = ctx.roles.rewards
+    n = config.rollout.eval_n
     sampling = evaluation_sampling(config)
-    requests = [
-        image_request(prompts[i], f"val/{i}", sampling, n=rollout.eval_n, seed=i)
-        for i in range(ctx.rank, len(prompts), ctx.world_size)
-    ]
-    own: list[tuple[int, NDArray[np.uint8], Scored, Scored]] = []
+    own_indices = range(ctx.rank, len(prompts), ctx.world_size)
+    requests = [image_request(prompts[index], f"val/{index}", sampling, n=n, seed=index) for index in own_indices]
+    entries: list[tuple[int, NDArray[np.uint8], Scored, Scored]] = []
     if requests:
         with ctx.timer.stage("gen"):
             samples = await images(ctx.roles.policy, requests)
-        indices = [request.seed for request in requests for _ in range(rollout.eval_n)]
-        repeated, pixels = [prompts[i] for i in indices], [sample.image for sample in samples]
+        indices = np.repeat(own_indices, n).tolist()
+        repeated = [prompts[index] for index in indices]
         with ctx.timer.stage("reward"):
-            scores = others = await scored(ctx, rewards.trained, samples, repeated)
+            scores = await score_images(ctx, rewards.trained, samples, repeated)
+            held_out = scores
             if rewards.held_out is not None:
-                others = await scored(ctx, rewards.held_out, samples, repeated)
-        own = list(zip(indices, pixels, scores, others, strict=True))
-    everyones = sorted((entry for part in await ctx.group.all_gather(own) for entry in part), key=lambda e: e[0])
-    indices, pixels, scores, others = zip(*everyones, strict=True)
-    has_other = rewards.held_out is not None
-    parts = part_means(one.parts for one in scores)
-    of_other = part_means(one.parts for one in others) if has_other else {}
-    return Evaluation(
-        prompts=[prompts[i].text for i in indices],
+                held_out = await score_images(ctx, rewards.held_out, samples, repeated)
+        entries = list(zip(indices, [sample.image for sample in samples], scores, held_out, strict=True))
+    entries = list(chain.from_iterable(await ctx.group.all_gather(entries)))
+    entries.sort(key=lambda entry: entry[0])
+    indices, pixels, scores, held_out = zip(*entries, strict=True)
+    means = part_means(score.parts for score in scores)
+    parts = {f"val/{name}": value for name, value in means.items()}
+    held_out_scores = None
+    if rewards.held_out is not None:
+        held_out_scores = np.array([score.score for score in held_out])
+        for name, value in part_means(score.parts for score in held_out).items():
+            parts[name.replace("reward", "val/held_out", 1)] = value
+    return ImageEvaluation(
+        prompts=[prompts[index].text for index in indices],
         images=np.stack(pixels),
-        scores=np.array([one.score for one in scores]),
-        held_out=np.array([one.score for one in others]) if has_other else None,
-        parts={f"val/{name}": value for name, value in parts.items()}
-        | {name.replace("reward", "val/held_out", 1): value for name, value in of_other.items()},
+        scores=np.array([score.score for score in scores]),
+        held_out=held_out_scores,
+        parts=parts,
     )

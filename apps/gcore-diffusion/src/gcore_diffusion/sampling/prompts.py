@@ -15,7 +15,7 @@ from gcore_runs import UserError, columns, hold_out, image_sources, mixed, open_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class ImagePrompt:
     """A prompt and its row in the data set."""
 
     text: str
@@ -29,15 +29,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSets:
+class ImagePromptSets:
     """The prompts to train on, and the held-out ones."""
 
-    train: Sequence[Prompt]
-    val: Sequence[Prompt]
+    train: Sequence[ImagePrompt]
+    val: Sequence[ImagePrompt]
 
 
-def load_prompts(config: DataConfig, own: Iterable[str] = (), *, size: tuple[int, int] | None = None) -> PromptSets:
-    """Load the prompts of the config's files; without any, the prompts in ``own`` are both trained on and held out.
+def load_prompts(
+    config: DataConfig, defaults: Iterable[str] = (), *, size: tuple[int, int] | None = None
+) -> ImagePromptSets:
+    """Load the prompts of the config's files; without any, those in ``defaults`` are both trained on and held out.
 
     Args:
         size: of the images that are made; None: pipelines may make them as large as those of the prompt.
@@ -46,28 +48,27 @@ def load_prompts(config: DataConfig, own: Iterable[str] = (), *, size: tuple[int
         UserError: a file or a row is wrong, or an image does not decode.
     """
     if not config.train_files:
-        prompts = [Prompt(text=text, row={}) for text in own]
-        return PromptSets(train=prompts, val=prompts)
+        prompts = [ImagePrompt(text=text, row={}) for text in defaults]
+        return ImagePromptSets(train=prompts, val=prompts)
     train = [_read(file, config) for file in config.train_files]
-    val = [prompt for file in config.val_files for prompt in _read(file, config)]
+    val: list[ImagePrompt] = []
+    for file in config.val_files:
+        val += _read(file, config)
     if config.image_key and size is None:
-        sizes = {tuple(image.shape[:2] for image in prompt.pixels()) for prompt in chain(*train, val)}
+        sizes: set[tuple[Any, ...]] = set()
+        for prompt in chain(*train, val):
+            sizes.add(tuple(image.shape[:2] for image in prompt.pixels()))
         if len(sizes) > 1:
             raise UserError("rollout.size is (0, 0); expected a size, because images of prompts have several")
     if not val:
         train, val = hold_out(train, size=config.val_size, seed=0)
-    return PromptSets(train=mixed(train, config) if config.weights else [*chain(*train)], val=val)
+    prompts = mixed(train, config) if config.weights else list(chain.from_iterable(train))
+    return ImagePromptSets(train=prompts, val=val)
 
 
-def _read(path: str, config: DataConfig) -> list[Prompt]:
+def _read(path: str, config: DataConfig) -> list[ImagePrompt]:
     if path.startswith("hf://") or Path(path).suffix in (".jsonl", ".parquet", ".arrow", ".csv"):
-        key, found = config.image_key, list[Prompt]()
-        for rows in open_rows(path, config.columns):
-            name = f"data file {rows.name}"
-            if key and not any(key in row for row in rows.rows):
-                raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}")
-            found += [_of_row(row, config, rows.folder, f"{name}, row {n}") for n, row in enumerate(rows.rows, 1)]
-        return found
+        return _read_rows(path, config)
     if config.image_key:
         raise UserError(
             f"data file {path} has no columns; expected .jsonl, .parquet, .arrow or .csv with data.image_key"
@@ -76,13 +77,25 @@ def _read(path: str, config: DataConfig) -> list[Prompt]:
         lines = read_lines(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data file {path}: {getattr(error, 'strerror', None) or error}") from None
-    prompts = [Prompt(text=line.strip(), row={}) for line in lines if line.strip()]
+    prompts = [ImagePrompt(text=line.strip(), row={}) for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"data file {path} has no prompts; expected one per line")
     return prompts
 
 
-def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str) -> Prompt:
+def _read_rows(path: str, config: DataConfig) -> list[ImagePrompt]:
+    key = config.image_key
+    prompts: list[ImagePrompt] = []
+    for rows in open_rows(path, config.columns):
+        name = f"data file {rows.name}"
+        if key and not any(key in row for row in rows.rows):
+            raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}")
+        for number, row in enumerate(rows.rows, 1):
+            prompts.append(_of_row(row, config, rows.folder, f"{name}, row {number}"))
+    return prompts
+
+
+def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str) -> ImagePrompt:
     key = config.prompt_key
     if key not in row:
         raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns(row)}")
@@ -93,20 +106,24 @@ def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str
         check_text(text, key)
     except RequestError as error:
         raise UserError(f"{where}: {error}") from None
-    prompt = Prompt(text=text, row=row)
-    return _with_images(prompt, config.image_key, folder, where) if config.image_key else prompt
+    prompt = ImagePrompt(text=text, row=row)
+    if config.image_key:
+        return _with_images(prompt, config.image_key, folder, where)
+    return prompt
 
 
-def _with_images(prompt: Prompt, key: str, folder: Path, where: str) -> Prompt:
+def _with_images(prompt: ImagePrompt, key: str, folder: Path, where: str) -> ImagePrompt:
     """Return the prompt with the images of its row, in which their paths are absolute, as the reward needs them."""
     images = image_sources(prompt.row, key, folder.absolute(), f"{where}: {key}")
     if not images:
         return prompt
-    own = prompt.row[key]
-    paths = [image if isinstance(image, bytes) else str(image) for image in images]
-    made = replace(prompt, images=images, row={**prompt.row, key: paths if isinstance(own, list) else paths[0]})
+    value = prompt.row[key]
+    sources: Any = [image if isinstance(image, bytes) else str(image) for image in images]
+    if not isinstance(value, list):
+        sources = sources[0]
+    prompt = replace(prompt, images=images, row={**prompt.row, key: sources})
     try:
-        made.pixels()
+        prompt.pixels()
     except (RolloutError, OSError, ImportError) as error:
-        raise UserError(f"{where}: {key} is {own!r:.80}: {error}") from None
-    return made
+        raise UserError(f"{where}: {key} is {value!r:.80}: {error}") from None
+    return prompt

@@ -62,7 +62,8 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
     """Return what makes an engine of the judge, in this process or, pickled, in another; raises as `judge_model`."""
     import torch
 
-    judge, (path, tokenizer) = config.reward.judge, judge_model(config)
+    judge = config.reward.judge
+    path, tokenizer = judge_model(config)
     return engine_factory(
         judge.engine,
         path,
@@ -93,9 +94,13 @@ async def start_engines(
     Each is in this process, or several in their own; for a trial there is one of each.
     """
     judge = config.reward.judge
-    num_engines, num_judges, num_lent = config.rollout.num_processes, judge.num_processes, config.sizes.num_lent
+    num_engines = config.rollout.num_processes
+    num_judges = judge.num_processes
+    num_lent = config.sizes.num_lent
     if is_trial:
-        num_engines, num_judges, num_lent = 0, int(judge.kind.needs_own_process), 0
+        num_engines = 0
+        num_judges = int(judge.kind.needs_own_process)
+        num_lent = 0
     num_threads = max(1, config.threads // max(1, num_engines + num_lent + num_judges))
     policy: Engine[Any, Any] = await instrumentation.start(
         sampler_factory(config, model=model),
@@ -115,7 +120,7 @@ async def start_engines(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewards:
+class ImageRewards:
     """Scores images."""
 
     trained: Callable[..., Any]
@@ -124,41 +129,48 @@ class Rewards:
     """A reward that is only measured."""
 
 
-def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str) -> Rewards:
+def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str) -> ImageRewards:
     """Build the rewards of a run on a device, with the engine of its judge if it has one.
 
     Raises as `build_image_reward`.
     """
-    settings, gradient, made = config.reward, reward_gradient(config), dict[str, Callable[..., Any]]()
+    # A model that is in both rewards is in memory once.
+    by_name: dict[str, Callable[..., Any]] = {}
 
     def build(setting: str, terms: Mapping[str, float]) -> Callable[..., Any]:
         is_sum = list(terms.values()) != [1.0]
-        labels = [_label(setting, name) for name in terms] if is_sum else [*terms]
-        if len({*labels}) < len(labels):
+        labels = [_label(setting, name) for name in terms] if is_sum else list(terms)
+        if len(set(labels)) < len(labels):
             raise UserError(f"{setting} has the names {', '.join(labels)}; expected names that differ")
         for name in terms:
-            # A model that is in both is in memory once.
-            made[name] = made.get(name) or _reward(config, name, judge, device, setting, is_sum=is_sum)
-        rewards = {label: made[name] for label, name in zip(labels, terms, strict=True)}
+            if not by_name.get(name):
+                by_name[name] = _reward(config, name, judge, device, setting, is_sum=is_sum)
+        rewards = [by_name[name] for name in terms]
         if not is_sum:
-            return rewards[labels[0]]
-        return ImageCompositeReward(rewards, weights=dict(zip(labels, terms.values(), strict=True)))
+            return rewards[0]
+        weights = dict(zip(labels, terms.values(), strict=True))
+        return ImageCompositeReward(dict(zip(labels, rewards, strict=True)), weights=weights)
 
-    trained = LatentsReward(gradient) if gradient else build("reward.kind", settings.trained or {"digit": 1.0})
-    held_out = build("reward.held_out", settings.measured) if settings.measured else None
-    return Rewards(trained=trained, held_out=held_out)
+    gradient = reward_gradient(config)
+    trained = (
+        LatentsReward(gradient) if gradient else build("reward.kind", config.reward.trained_weights or {"digit": 1.0})
+    )
+    held_out = None
+    if config.reward.measured_weights:
+        held_out = build("reward.held_out", config.reward.measured_weights)
+    return ImageRewards(trained=trained, held_out=held_out)
 
 
 def _reward(
     config: DiffusionConfig, name: str, judge: Engine | None, device: str, setting: str, *, is_sum: bool
 ) -> Callable[..., Any]:
-    own = config.reward.named(name)
-    if own.kind == "judge":
+    reward = config.reward.find_reward(name)
+    if reward.kind == "judge":
         assert judge is not None
         return FrameReward(_judge_reward(config, judge), num_frames=config.reward.num_frames)
-    known = ImageRewardSettings(
-        path=own.path,
-        head=own.head,
+    settings = ImageRewardSettings(
+        path=reward.path,
+        head=reward.head,
         text_key=config.reward.text_key,
         thresholds=config.reward.thresholds,
         num_frames=config.reward.num_frames,
@@ -166,7 +178,7 @@ def _reward(
         device=device,
     )
     group = f"reward.models.{name}" if is_sum or name in config.reward.models else ""
-    return build_image_reward(own.kind, known, setting=setting, group=group)
+    return build_image_reward(reward.kind, settings, setting=setting, group=group)
 
 
 def _label(setting: str, name: str) -> str:
@@ -179,10 +191,11 @@ def _label(setting: str, name: str) -> str:
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient."""
-    kind = config.reward.named(config.reward.kind).kind
-    if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
+    function = config.reward.find_reward(config.reward.kind).kind
+    is_url = function.startswith(("http://", "https://"))
+    if config.algorithm.name != "reward_gradient" or ":" not in function or is_url:
         return None
-    return load_function(kind, setting="reward.kind")
+    return load_function(function, setting="reward.kind")
 
 
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -192,9 +205,9 @@ def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
 
 
 def _digit_judge(_: ImageRewardSettings) -> Callable[..., Any]:
-    from gcore_diffusion.demo.rewards import JudgeReward
+    from gcore_diffusion.demo.rewards import DemoJudgeReward
 
-    return JudgeReward()
+    return DemoJudgeReward()
 
 
 def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -209,7 +222,8 @@ for _name, _make in zip(DEMO_REWARDS, (_digit, _digit_judge, _colour), strict=Tr
 
 def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     """Return the reward that asks an engine of the judge's model."""
-    judge, (path, tokenizer) = config.reward.judge, judge_model(config)
+    judge = config.reward.judge
+    path, tokenizer = judge_model(config)
     try:
         vision = VisionProcessor.from_pretrained(path)
     except UnsupportedModelError as error:

@@ -3,37 +3,39 @@
 import base64
 import heapq
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from gcore_diffusion.sampling.grids import thumbnail
-from gcore_diffusion.sampling.image_sampling import Group
+from gcore_diffusion.sampling.image_sampling import ImageGroup
 
 
 def samples_to_show(
-    trained: Sequence[tuple[Group, Sequence[float] | None]], filtered: Sequence[Group], step: int, count: int
+    trained: Sequence[tuple[ImageGroup, Sequence[float] | None]], filtered: Sequence[ImageGroup], step: int, count: int
 ) -> list[tuple[int, dict[str, Any]]]:
     """Return ``count`` of a controller's images as rows of JSON, each with its number; see `Modality.samples`.
 
     The groups trained on come with the advantages of their images, if they have any. The numbers are random, and depend
     on nothing but the step and the image's place in the run. ``image`` is a small WebP in base64.
     """
-    whole = [*((group, own, False) for group, own in trained), *((group, None, True) for group in filtered)]
-    places = [
-        (hash((step, group.prompt_index, i)), i, group, advantages[i] if advantages else None, is_filtered)
-        for group, advantages, is_filtered in whole
-        for i in range(len(group.samples))
-    ]
-    found: list[tuple[int, dict[str, Any]]] = []
-    for number, i, group, advantage, is_filtered in heapq.nsmallest(count, places, key=lambda place: place[0]):
+    candidates: list[tuple[int, int, ImageGroup, Sequence[float] | None, bool]] = []
+    filtered_groups = [(group, None) for group in filtered]
+    for is_filtered, groups in ((False, trained), (True, filtered_groups)):
+        for group, advantages in groups:
+            for index in range(len(group.samples)):
+                number = hash((step, group.prompt_index, index))
+                candidates.append((number, index, group, advantages, is_filtered))
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, index, group, advantages, is_filtered in heapq.nsmallest(count, candidates, key=itemgetter(0)):
         row = {
             "prompt_index": group.prompt_index,
-            "index": i,
+            "index": index,
             "is_filtered": is_filtered,
-            "score": float(group.scores[i]),
-            "parts": {name: float(value) for name, value in group.parts[i].items()},
-            "advantage": None if advantage is None else round(advantage, 6),
+            "score": float(group.scores[index]),
+            "parts": {name: float(value) for name, value in group.parts[index].items()},
+            "advantage": round(advantages[index], 6) if advantages else None,
             "prompt": group.prompt.text,
-            "image": base64.b64encode(thumbnail(group.samples[i].image)).decode(),
+            "image": base64.b64encode(thumbnail(group.samples[index].image)).decode(),
         }
-        found.append((number, row))
-    return found
+        rows.append((number, row))
+    return rows

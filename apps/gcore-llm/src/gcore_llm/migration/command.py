@@ -9,7 +9,7 @@ import tyro
 
 from gcore_llm.migration.conversion import Conversion, Line, Verdict
 from gcore_llm.migration.hydra_files import is_override, read_command
-from gcore_llm.migration.inputs import Given, read_config
+from gcore_llm.migration.inputs import SourceConfig, read_config
 from gcore_runs import Checked, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
@@ -49,30 +49,30 @@ ArgsT = TypeVar("ArgsT", bound=FromVerlArgs)
 
 def from_verl(args: Sequence[str]) -> None:
     """Convert a config of verl's PPO trainer."""
-    parsed, given = _read(FromVerlArgs, args, "gcore-llm from-verl")
+    parsed, source = _read(FromVerlArgs, args, "gcore-llm from-verl")
     from gcore_llm.migration.verl import convert_verl_config
 
-    _write(convert_verl_config(given), given, parsed)
+    _write(convert_verl_config(source), source, parsed)
 
 
 def from_trl(args: Sequence[str]) -> None:
     """Convert a config of one of TRL's trainers."""
-    parsed, given = _read(FromTRLArgs, args, "gcore-llm from-trl")
+    parsed, source = _read(FromTRLArgs, args, "gcore-llm from-trl")
     from gcore_llm.migration.trl import convert_trl_config
 
-    _write(convert_trl_config(given, parsed.method), given, parsed)
+    _write(convert_trl_config(source, parsed.method), source, parsed)
 
 
-def _read(kind: type[ArgsT], args: Sequence[str], prog: str) -> tuple[ArgsT, Given]:
+def _read(args_type: type[ArgsT], args: Sequence[str], prog: str) -> tuple[ArgsT, SourceConfig]:
     command = read_command(args)
-    others = list(command.others)
+    options = list(command.options)
     if command.trainer or (args and is_override(args[0])):
-        others.insert(0, "")
-    parsed = parse_arguments(kind, others, prog=prog)
+        options.insert(0, "")
+    parsed = parse_arguments(args_type, options, prog=prog)
     return parsed, read_config(parsed.config, args, parsed.root)
 
 
-def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:
+def _write(conversion: Conversion, source: SourceConfig, args: FromVerlArgs) -> None:
     """Check the settings, write them and the table, and print what is mapped, without meaning, missing, and unknown."""
     conversion.result()
     toml = Path(args.out or f"{Path(args.config).stem or conversion.library.lower()}.toml")
@@ -81,8 +81,8 @@ def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:
         if path.exists() and not args.force:
             raise UserError(f"out is {str(toml)!r} and {path} is there already; expected another file, or --force")
     lines = conversion.lines()
-    toml.write_text(conversion.toml(given.origin))
-    table.write_text(_markdown(lines, given))
+    toml.write_text(conversion.toml(source.origin))
+    table.write_text(_markdown(lines, source))
     print(f"converted as {conversion.trainer}")
     for verdict in get_args(Verdict):
         rows = [(line.key, str(line.value), line.text) for line in lines if line.verdict == verdict]
@@ -95,8 +95,10 @@ def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:
     print(f"settings: {toml}\nall keys: {table}\nnext: gcore-llm {conversion.command} --config {toml}")
 
 
-def _markdown(lines: Sequence[Line], given: Given) -> str:
-    cells = [(line.verdict, f"`{line.key}`", f"`{line.value}`", line.text) for line in lines]
-    rows = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in cells]
-    head = [f"Every key of {given.origin}", "", "| | key | value | here |", "|---|---|---|---|"]
-    return "\n".join([*head, *(f"| {row} |" for row in rows), ""])
+def _markdown(lines: Sequence[Line], source: SourceConfig) -> str:
+    text = f"Every key of {source.origin}\n\n| | key | value | here |\n|---|---|---|---|\n"
+    for line in lines:
+        cells = (line.verdict, f"`{line.key}`", f"`{line.value}`", line.text)
+        row = " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+        text += f"| {row} |\n"
+    return text

@@ -15,7 +15,7 @@ import tyro
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import Conversion
-from gcore_llm.migration.fixed_batch import NUM_PROMPTS, FixedBatch, Result, computed_here
+from gcore_llm.migration.fixed_batch import NUM_PROMPTS, BatchResult, FixedBatch, computed_here
 from gcore_runs import Checked, NonNegative, UserError, parse_arguments
 from gcore_runs.command_line import print_table
 
@@ -53,7 +53,7 @@ def compare_with(args: Sequence[str], parse: Callable[[Sequence[str]], TrainConf
     else:
         conversion = _convert(parsed)
         config = conversion.result()
-        original = conversion.given
+        original = conversion.values
         _print_remainder(conversion)
     if not isinstance(config, TrainConfig):
         raise UserError(f"config is {parsed.config}; expected settings of gcore-llm train")
@@ -61,10 +61,10 @@ def compare_with(args: Sequence[str], parse: Callable[[Sequence[str]], TrainConf
     ours = computed_here(config, batch)
     compute = computed_by_verl if parsed.library == "verl" else computed_by_trl
     theirs = compute(config, batch, original)
-    rows = [
-        (name, f"{np.abs(here).max():.6g}", f"{np.abs(there).max():.6g}", f"{gap:.1e}", _verdict(gap))
-        for name, here, there, gap in differences(ours, theirs)
-    ]
+    rows: list[tuple[str, ...]] = []
+    for name, here, there, gap in differences(ours, theirs):
+        verdict = "equal" if gap <= _EQUAL else "differs"
+        rows.append((name, f"{np.abs(here).max():.6g}", f"{np.abs(there).max():.6g}", f"{gap:.1e}", verdict))
     columns = ("of one batch", "largest here", f"largest in {parsed.library}", "largest difference", "")
     print_table(f"{len(batch.lengths)} responses, {sum(batch.lengths)} tokens", columns, [rows])
 
@@ -75,8 +75,10 @@ def _convert(args: CompareArgs) -> Conversion:
     from gcore_llm.migration.trl import convert_trl_config
     from gcore_llm.migration.verl import convert_verl_config
 
-    given = read_config(args.config, (), args.root)
-    return convert_verl_config(given) if args.library == "verl" else convert_trl_config(given, "auto")
+    source = read_config(args.config, (), args.root)
+    if args.library == "verl":
+        return convert_verl_config(source)
+    return convert_trl_config(source, "auto")
 
 
 def _print_remainder(conversion: Conversion) -> None:
@@ -88,38 +90,38 @@ def _print_remainder(conversion: Conversion) -> None:
         print(f"caution: {caution}")
 
 
-def _verdict(gap: float) -> str:
-    return "equal" if gap <= _EQUAL else "differs"
-
-
-def differences(ours: Result, theirs: Result) -> list[tuple[str, Any, Any, float]]:
+def differences(ours: BatchResult, theirs: BatchResult) -> list[tuple[str, Any, Any, float]]:
     """Return advantages, loss and gradient, each of both, with the largest difference relative to the largest entry."""
-    found: list[tuple[str, Any, Any, float]] = []
+    rows: list[tuple[str, Any, Any, float]] = []
     for name in ("advantages", "loss", "gradient"):
-        here, there = np.asarray(getattr(ours, name)), np.asarray(getattr(theirs, name))
+        here = np.asarray(getattr(ours, name))
+        there = np.asarray(getattr(theirs, name))
         scale = max(float(np.abs(there).max()), 1e-12)
-        found.append((name, here, there, float(np.abs(here - there).max()) / scale))
-    return found
+        rows.append((name, here, there, float(np.abs(here - there).max()) / scale))
+    return rows
 
 
-def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> Result:
+def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> BatchResult:
     """Return what verl's own functions make of the batch, called as its trainer calls them.
 
     Values of the loss are those of ``original``, verl's own by dotted name, where it has them.
     """
     theirs = {name.removeprefix(_VERL_ACTOR): value for name, value in (original or {}).items()}
     algos: Any = import_module("verl.trainer.ppo.core_algos")
-    own, loss, mask = config.algorithm, config.actor.loss, batch.mask
-    old, rollout, reference = (batch.padded(array) for array in (batch.old, batch.rollout, batch.reference))
+    loss = config.actor.loss
+    mask = batch.mask
+    old = batch.pad(batch.old)
+    reference = batch.pad(batch.reference)
     rewards = torch.zeros_like(mask)
     rewards[range(len(batch.lengths)), [length - 1 for length in batch.lengths]] = torch.from_numpy(batch.scores)
-    if own.kl_ctrl.kl_coef:
-        rewards = rewards - own.kl_ctrl.kl_coef * algos.kl_penalty(old, reference, own.kl_ctrl.kl_penalty) * mask
+    kl = config.algorithm.kl_ctrl
+    if kl.kl_coef:
+        rewards = rewards - kl.kl_coef * algos.kl_penalty(old, reference, kl.kl_penalty) * mask
     advantages = _verl_advantages(algos, config, batch, rewards)
     weights = None
-    if own.rollout_correction.is_active:
-        weights, mask = _verl_correction(config, old, rollout, mask)
-    current = batch.padded(batch.current).requires_grad_()
+    if config.algorithm.rollout_correction.is_active:
+        weights, mask = _verl_correction(config, old, batch.pad(batch.rollout), mask)
+    current = batch.pad(batch.current).requires_grad_()
     count = len(batch.lengths)
     mode = theirs.get("loss_agg_mode", loss.loss_agg_mode)
     scale = {"loss_scale_factor": loss.max_response_length or config.data.max_response_length}
@@ -137,55 +139,58 @@ def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[s
     policy = algos.get_policy_loss_fn(theirs.get("policy_loss.loss_mode", loss.loss_mode))
     total, _ = policy(old, current, advantages, mask, mode, actor, weights)
     divergence = algos.kl_penalty(current, reference, loss.kl_loss_type)
-    for weight, term in ((loss.kl_loss_coef, divergence), (-loss.entropy_coeff, batch.padded(batch.entropies))):
+    for weight, term in ((loss.kl_loss_coef, divergence), (-loss.entropy_coeff, batch.pad(batch.entropies))):
         total = total + weight * algos.agg_loss(term, mask, mode, global_batch_size=count, **scale)
     (gradient,) = torch.autograd.grad(total, current)
-    return Result(advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient))
+    return BatchResult(advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient))
 
 
 def _verl_advantages(algos: Any, config: TrainConfig, batch: FixedBatch, rewards: torch.Tensor) -> torch.Tensor:
-    own, name = config.algorithm, config.algorithm.adv_estimator
-    given: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": batch.mask}
+    algorithm = config.algorithm
+    name = algorithm.adv_estimator
     if name == "gae":
-        values = batch.padded(batch.values)
-        return algos.compute_gae_advantage_return(rewards, values, batch.mask, own.gamma, own.lam)[0]
+        values = batch.pad(batch.values)
+        return algos.compute_gae_advantage_return(rewards, values, batch.mask, algorithm.gamma, algorithm.lam)[0]
+    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": batch.mask}
     if name == "remax":
-        given["reward_baselines"] = torch.from_numpy(np.repeat(batch.greedy_scores, batch.n))
-    elif name != "reinforce_plus_plus":
-        given["index"] = np.repeat(np.arange(NUM_PROMPTS), batch.n)
+        arguments["reward_baselines"] = torch.from_numpy(np.repeat(batch.greedy_scores, batch.n))
+    elif name == "reinforce_plus_plus":
+        arguments["config"] = SimpleNamespace(gamma=algorithm.gamma)
+    else:
+        arguments["index"] = np.repeat(np.arange(NUM_PROMPTS), batch.n)
     if name in ("grpo", "dr_grpo"):
-        given["norm_adv_by_std_in_grpo"] = own.norm_adv_by_std_in_grpo and name == "grpo"
+        arguments["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo and name == "grpo"
         name = "grpo"
-    if name == "reinforce_plus_plus":
-        given["config"] = SimpleNamespace(gamma=own.gamma)
     if name not in algos.ADV_ESTIMATOR_REGISTRY:
         raise UserError(f"algorithm.adv_estimator is {name!r}; expected an estimator that verl has, too")
-    return algos.get_adv_estimator_fn(name)(**given)[0]
+    return algos.get_adv_estimator_fn(name)(**arguments)[0]
 
 
 def _verl_correction(
     config: TrainConfig, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    own = config.algorithm.rollout_correction
+    correction = config.algorithm.rollout_correction
 
     def bounds(upper: float | None, lower: float | None) -> Any:
         return upper if lower is None else f"{lower}_{upper}"
 
     correct: Any = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
-    weights, kept, _ = correct(
+    weights, accepted_mask, _ = correct(
         old,
         rollout,
         mask,
-        rollout_is=own.rollout_is,
-        rollout_is_threshold=bounds(own.rollout_is_threshold, own.rollout_is_threshold_lower),
-        rollout_is_batch_normalize=own.rollout_is_batch_normalize,
-        rollout_rs=own.rollout_rs,
-        rollout_rs_threshold=bounds(own.rollout_rs_threshold, own.rollout_rs_threshold_lower),
+        rollout_is=correction.rollout_is,
+        rollout_is_threshold=bounds(correction.rollout_is_threshold, correction.rollout_is_threshold_lower),
+        rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
+        rollout_rs=correction.rollout_rs,
+        rollout_rs_threshold=bounds(correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower),
     )
-    return None if weights is None else weights.batch["rollout_is_weights"], kept
+    if weights is not None:
+        weights = weights.batch["rollout_is_weights"]
+    return weights, accepted_mask
 
 
-def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> Result:
+def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> BatchResult:
     """Return what TRL's `GRPOTrainer` makes of the batch: a real one on a tiny model, given the log-probabilities.
 
     Options of the loss are those of ``original``, TRL's own by name, where it has them.
@@ -231,20 +236,21 @@ def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[st
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": "1"}] * len(batch.lengths))
-    current = batch.padded(batch.current).requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (current, batch.padded(batch.entropies), None)
-    inputs["old_per_token_logps"] = batch.padded(batch.old)
-    inputs["ref_per_token_logps"] = batch.padded(batch.reference)
+    current = batch.pad(batch.current).requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (current, batch.pad(batch.entropies), None)
+    inputs["old_per_token_logps"] = batch.pad(batch.old)
+    inputs["ref_per_token_logps"] = batch.pad(batch.reference)
     loss = trainer._compute_loss(trainer.model, inputs)
     (gradient,) = torch.autograd.grad(loss, current)
     advantages = np.repeat(inputs["advantages"].double().numpy(), batch.lengths)
-    return Result(advantages=advantages, loss=loss.item(), gradient=batch.flat(gradient))
+    return BatchResult(advantages=advantages, loss=loss.item(), gradient=batch.flat(gradient))
 
 
 def _trl_without_vllm() -> Any:
     """Import TRL's GRPO trainer without vLLM, which it would import for many seconds, and warn about."""
     utils: Any = import_module("trl.import_utils")
-    before, utils.is_vllm_available = utils.is_vllm_available, lambda *_, **__: False
+    before = utils.is_vllm_available
+    utils.is_vllm_available = lambda *_, **__: False
     try:
         return import_module("trl.trainer.grpo_trainer")
     finally:
@@ -253,16 +259,18 @@ def _trl_without_vllm() -> Any:
 
 def _trl_options(config: TrainConfig) -> dict[str, Any]:
     """Return the options of `GRPOConfig` that mean these settings; `UserError` if there are none."""
-    own, loss = config.algorithm, config.actor.loss
+    algorithm = config.algorithm
+    loss = config.actor.loss
     unfit = {
-        f"algorithm.adv_estimator is {own.adv_estimator!r}": own.adv_estimator not in ("grpo", "dr_grpo"),
+        f"algorithm.adv_estimator is {algorithm.adv_estimator!r}": algorithm.adv_estimator not in ("grpo", "dr_grpo"),
         f"actor.loss.loss_agg_mode is {loss.loss_agg_mode!r}": loss.loss_agg_mode not in _LOSS_TYPES,
         f"actor.loss.kl_loss_type is {loss.kl_loss_type!r}": loss.kl_loss_coef > 0 and loss.kl_loss_type != "k3",
-        "algorithm.rollout_correction corrects": own.rollout_correction.is_active,
+        "algorithm.rollout_correction corrects": algorithm.rollout_correction.is_active,
     }
-    if found := [name for name, is_unfit in unfit.items() if is_unfit]:
-        raise UserError(f"{found[0]}; expected grpo, an aggregation of GRPO, DAPO or Dr. GRPO, k3 and no correction")
-    is_normed = own.norm_adv_by_std_in_grpo and own.adv_estimator == "grpo"
+    for reason, is_unfit in unfit.items():
+        if is_unfit:
+            raise UserError(f"{reason}; expected grpo, an aggregation of GRPO, DAPO or Dr. GRPO, k3 and no correction")
+    is_normed = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
     options: dict[str, Any] = {
         "scale_rewards": "group" if is_normed else "none",
         "loss_type": _LOSS_TYPES[loss.loss_agg_mode],

@@ -1,5 +1,6 @@
 """A config of another library, the settings that follow from it, and what is said of every key."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -42,7 +43,7 @@ class Conversion:
     config: BaseRunConfig
     """Its defaults."""
     keys: Mapping[str, Key]
-    given: Mapping[str, Any]
+    values: Mapping[str, Any]
     """Values by dotted name."""
     trainer: str = ""
     """The trainer of the other library that the settings are for."""
@@ -61,24 +62,26 @@ class Conversion:
     @property
     def known(self) -> Collection[str]:
         """The settings of the command."""
-        known = [*setting_types(type(self.config))]
+        settings = list(setting_types(type(self.config)))
         for table, attribute in self.config.tables.items():
             entries = fields(attrgetter(attribute)(self.config))
-            known.extend(f"{table}.{entry.name}" for entry in entries)
-        return known
+            settings.extend(f"{table}.{entry.name}" for entry in entries)
+        return settings
 
     def get(self, name: str) -> Any:
         """Return the value of a key, or the other library's default."""
-        value = self.given.get(name)
+        value = self.values.get(name)
         return self.default(name) if value is None else value
 
     def default(self, name: str) -> Any:
         """Return the other library's default of a key."""
-        return self.defaults[name] if name in self.defaults else self.keys[name].default
+        if name in self.defaults:
+            return self.defaults[name]
+        return self.keys[name].default
 
     def has(self, *names: str) -> bool:
         """Return whether one of the keys has a value that is not None."""
-        return any(self.given.get(name) is not None for name in names)
+        return any(self.values.get(name) is not None for name in names)
 
     def put(self, setting: str, value: Any, *names: str) -> None:
         """Write a setting that follows from some keys."""
@@ -89,23 +92,32 @@ class Conversion:
         """Write the first setting here that each key has, with its value unchanged, unless that is None."""
         for name in names:
             value = self.get(name)
-            setting = next((own for own in self.keys[name].ours if own in self.known), None)
-            if value is not None and setting is not None:
-                self.put(setting, value, name)
+            settings = self.known_settings(name)
+            if value is not None and settings:
+                self.put(settings[0], value, name)
+
+    def known_settings(self, name: str) -> list[str]:
+        """Return the settings of the command that follow from a key."""
+        return [setting for setting in self.keys[name].ours if setting in self.known]
 
     def copy_section(self, section: str, setting: str) -> None:
         """Write a table with all keys of a section, if there are any."""
-        names = [name for name in self.given if name.startswith(f"{section}.")]
-        if names:
-            self.put(setting, {name.removeprefix(f"{section}."): self.given[name] for name in names}, *names)
+        prefix = f"{section}."
+        table: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if name.startswith(prefix):
+                table[name.removeprefix(prefix)] = value
+        if table:
+            self.put(setting, table, *(prefix + name for name in table))
 
     def one_of(self, name: str, choices: Mapping[Any, Any], instead: Any, expected: str = "") -> Any:
         """Return what is here for the value of a key, or ``instead``, where the value is missing here."""
         value = self.get(name)
         if value in choices:
             return choices[value]
-        accepted = expected or f"there are {', '.join(dict.fromkeys(str(own) for own in choices.values()))}"
-        self.missing[name] = f"{accepted}; {instead} is written"
+        if not expected:
+            expected = f"there are {', '.join(dict.fromkeys(map(str, choices.values())))}"
+        self.missing[name] = f"{expected}; {instead} is written"
         return instead
 
     def result(self) -> BaseRunConfig:
@@ -113,7 +125,7 @@ class Conversion:
         # The other library's scripts set, for all algorithms, what only some of them read.
         return merge(self.config, nested(self.settings), source=f"converted from {self.library}", keep=())
 
-    def written(self) -> dict[str, Any]:
+    def settings_to_write(self) -> dict[str, Any]:
         """Return the settings to write: those that were given, and defaults of the other library that differ."""
         result = self.result()
         written: dict[str, Any] = {}
@@ -126,7 +138,7 @@ class Conversion:
                     written[setting] = value
                 continue
             is_read = _plain(attrgetter(setting)(result)) == _plain(value)
-            is_given = any(name in self.given for name in self.sources[setting])
+            is_given = any(name in self.values for name in self.sources[setting])
             differs = _plain(attrgetter(setting)(self.config)) != _plain(value)
             if is_read and (is_given or differs):
                 written[setting] = value
@@ -134,33 +146,35 @@ class Conversion:
 
     def lines(self) -> list[Line]:
         """Return a line for every key that was given, in their order, and for every default that is written."""
-        written = self.written()
-        found: list[Line] = []
-        for name, value in self.given.items():
+        written = self.settings_to_write()
+        lines: list[Line] = []
+        for name, value in self.values.items():
             verdict, text = self._verdict(name, value, written)
-            found.append(Line(key=name, value=value, verdict=verdict, text=text))
-        found += [
-            Line(key=name, value="(not set)", verdict="missing", text=text)
-            for name, text in self.missing.items()
-            if name not in self.given
-        ]
+            lines.append(Line(key=name, value=value, verdict=verdict, text=text))
+        for name, text in self.missing.items():
+            if name not in self.values:
+                lines.append(Line(key=name, value="(not set)", verdict="missing", text=text))
         for setting, value in written.items():
-            unset = [name for name in self.sources[setting] if name not in self.given]
-            if unset and len(unset) == len(self.sources[setting]):
-                text = f"{setting} = {_shown(value)}, where gcore has another default"
-                found.append(Line(key=unset[0], value="(not set)", verdict="mapped", text=text))
-        return found
+            names = self.sources[setting]
+            if names and self.values.keys().isdisjoint(names):
+                text = f"{setting} = {_format_value(value)}, where gcore has another default"
+                lines.append(Line(key=names[0], value="(not set)", verdict="mapped", text=text))
+        return lines
 
     def _verdict(self, name: str, value: Any, written: Mapping[str, Any]) -> tuple[Verdict, str]:
-        key, is_class = find_key(self.keys, name), name.rpartition(".")[2] == "_target_"
-        ours = [setting for setting in written if name in self.sources[setting]]
         if name in self.missing:
             return "missing", self.missing[name]
-        if ours:
-            text = ", ".join(f"{setting} = {_shown(written[setting])}" for setting in ours)
-            return "mapped", "; ".join(filter(None, (text, self.notes.get(name))))
-        if self.notes.get(name):
-            return "no meaning", self.notes[name]
+        note = self.notes.get(name)
+        texts = [
+            f"{setting} = {_format_value(value)}" for setting, value in written.items() if name in self.sources[setting]
+        ]
+        if texts:
+            text = ", ".join(texts)
+            return "mapped", f"{text}; {note}" if note else text
+        if note:
+            return "no meaning", note
+        key = find_key(self.keys, name)
+        is_class = name.rpartition(".")[2] == "_target_"
         if is_class or (key is None and value is None):
             return "no meaning", "not set, or a name of a class"
         if key is None:
@@ -169,57 +183,101 @@ class Conversion:
             return "no meaning", f"without effect with these settings; see {key.ours[0]}"
         if key.off is None:
             return "no meaning", key.why
-        return ("no meaning", "off, as here") if value in key.off else ("missing", key.why)
+        if value in key.off:
+            return "no meaning", "off, as here"
+        return "missing", key.why
 
     def toml(self, origin: str) -> str:
         """Return the settings as a TOML file, each line with the keys that it follows from, after what is missing."""
-        head = [
+        text = [
             f"# Written by gcore-llm from-{self.library.lower()} from {origin}.",
             f"# Converted as {self.trainer}.",
             f"# gcore-llm {self.command} --config FILE",
         ]
-        head += [f"# caution: {_shown(caution)}" for caution in self.cautions]
+        text += [f"# caution: {_format_value(caution)}" for caution in self.cautions]
         for line in self.lines():
             if line.verdict in ("missing", "unknown"):
-                head.append(f"# {line.verdict} here: {line.key} = {_shown(line.value)}: {line.text}")
-        written = self.written()
+                text.append(f"# {line.verdict} here: {line.key} = {_format_value(line.value)}: {line.text}")
         sections: dict[str, list[str]] = {}
-        for setting in sorted(written, key=lambda own: (own.rpartition(".")[0], own)):
-            if isinstance(written[setting], Mapping):
-                sections[setting] = tomli_w.dumps(written[setting]).splitlines()
-                continue
-            section, _, last = setting.rpartition(".")
-            line = tomli_w.dumps({last: _plain(written[setting])}).strip()
-            if len(one_line := line.replace("\n    ", " ").replace(",\n]", " ]")) < 100:
-                line = one_line
-            names = " ".join(name if name in self.given else f"{name} (default)" for name in self.sources[setting])
-            sections.setdefault(section, []).append(f"{line}  # {names}")
-        body = [[f"[{section}]" if section else "", *lines] for section, lines in sections.items()]
-        return "\n".join(["\n".join(head), *("\n".join(filter(None, lines)) + "\n" for lines in body)])
+        for setting, value in sorted(self.settings_to_write().items(), key=_toml_position):
+            if isinstance(value, Mapping):
+                sections[setting] = tomli_w.dumps(value).splitlines()
+            else:
+                section = setting.rpartition(".")[0]
+                sections.setdefault(section, []).append(self._toml_line(setting, value))
+        for section, lines in sections.items():
+            if section:
+                text.append(f"[{section}]")
+            text += [*filter(None, lines), ""]
+        return "\n".join(text)
+
+    def _toml_line(self, setting: str, value: Any) -> str:
+        """Return the line of a setting, with the keys that it follows from."""
+        line = tomli_w.dumps({setting.rpartition(".")[2]: _plain(value)}).strip()
+        one_line = line.replace("\n    ", " ").replace(",\n]", " ]")
+        if len(one_line) < 100:
+            line = one_line
+        line += "  #"
+        for name in self.sources[setting]:
+            line += f" {name}"
+            if name not in self.values:
+                line += " (default)"
+        return line
+
+
+def _toml_position(entry: tuple[str, Any]) -> tuple[str, str]:
+    """Return the section and the name of a setting, by which the lines of a TOML file are sorted."""
+    return (entry[0].rpartition(".")[0], entry[0])
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(own) for own in value] if isinstance(value, tuple | list) else value
+    """Return a value with lists in place of tuples."""
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return value
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
+def _format_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return " ".join(str(value).split())
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by their dotted names; an empty mapping is a value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def folder_name(text: object) -> str:
     """Return a text as the name of a run's folder."""
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in str(text)).lstrip(".-") or "default"
+    return re.sub(r"[^\w.-]", "-", str(text)).lstrip(".-") or "default"
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return one text as a list of it, and a list as it is."""
+    return [value] if isinstance(value, str) else value
+
+
+def convert_trackers(c: Conversion, name: str, project: str, written: Collection[str]) -> None:
+    """Convert the trackers of a key; those in ``written`` are none, or are written without a setting."""
+    trackers: list[Any] = []
+    unknown: list[str] = []
+    for tracker in as_list(c.get(name)):
+        if tracker in TRACKERS:
+            trackers.append(tracker)
+        elif tracker not in written:
+            unknown.append(str(tracker))
+    if trackers:
+        c.put("trainer.trackers", trackers, name)
+        c.put("trainer.project_name", str(c.get(project)), project)
+    if unknown:
+        c.missing[name] = f"{', '.join(unknown)}; {WRITTEN}"
 
 
 def number_of(conversion: Conversion, name: str) -> float:

@@ -4,9 +4,9 @@ Shapes: B responses, R padded response tokens, N response tokens end to end with
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,12 @@ from gcore_rollout import Completion, Group
 from gcore_trainer import BatchTotals, PolicyObjective, Sample, TokenScores
 
 NUM_PROMPTS = 4
-_MOST_RESPONSES, _MOST_TOKENS = 8, 24
+_MOST_RESPONSES = 8
+_MOST_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class BatchResult:
     """Advantages, loss and gradient of the batch."""
 
     advantages: NDArray[np.float64]
@@ -84,7 +85,7 @@ class FixedBatch:
         """Ends of all responses but the last, in arrays [N]."""
         return np.cumsum(self.lengths)[:-1].tolist()
 
-    def padded(self, array: NDArray[Any], width: int = 0) -> torch.Tensor:
+    def pad(self, array: NDArray[Any], width: int = 0) -> torch.Tensor:
         """[B, R] in float64 of an array [N], with zeros after it; ``width`` is at least R."""
         rows = np.split(np.asarray(array, np.float64), self.ends)
         longest = max(width, *self.lengths)
@@ -98,13 +99,13 @@ class FixedBatch:
     @cached_property
     def mask(self) -> torch.Tensor:
         """[B, R], 1 where there is a token."""
-        return self.padded(np.ones(sum(self.lengths)))
+        return self.pad(np.ones(sum(self.lengths)))
 
 
-def computed_here(config: TrainConfig, batch: FixedBatch) -> Result:
+def computed_here(config: TrainConfig, batch: FixedBatch) -> BatchResult:
     """Return what a run with these settings makes of the batch; the overlong penalty is left out of the scores."""
     algorithm = replace(config.algorithm, overlong=OverlongConfig())
-    samples = asyncio.run(run_inline(_prepared(algorithm, batch), roles=None))[0]
+    samples = asyncio.run(run_inline(_prepare_samples(algorithm, batch), roles=None))[0]
     longest = config.actor.loss.max_response_length or config.data.max_response_length
     objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
     log_probs = torch.from_numpy(batch.current).double().requires_grad_()
@@ -113,10 +114,10 @@ def computed_here(config: TrainConfig, batch: FixedBatch) -> Result:
     loss.backward()
     assert log_probs.grad is not None
     advantages = [np.asarray(sample.advantages, np.float64) for sample in samples]
-    return Result(advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy())
+    return BatchResult(advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy())
 
 
-def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
+def _prepare_samples(algorithm: Any, batch: FixedBatch) -> Any:
     """Return a program of one controller that returns the batch's samples with their advantages."""
     arrays = {
         "old_log_probs": batch.old,
@@ -125,36 +126,34 @@ def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
         "values": batch.values,
     }
     rows: dict[str, Any] = {name: np.split(array, batch.ends) for name, array in arrays.items()}
-    samples = [
-        Sample(
-            prompt_ids=np.array([place // batch.n]),
-            response_ids=np.arange(length),
-            **{name: own[place] for name, own in rows.items()},
-        )
-        for place, length in enumerate(batch.lengths)
-    ]
-    responses = [
-        Completion(
-            request_id="",
-            index=0,
-            finish_reason="stop",
-            token_ids=sample.response_ids,
-            log_probs=rollout,
-            weight_versions=np.zeros(rollout.size, np.int32),
-            score=float(score),
-        )
-        for sample, rollout, score in zip(samples, rows["rollout_log_probs"], batch.scores, strict=True)
-    ]
-    by_prompt = [slice(place * batch.n, (place + 1) * batch.n) for place in range(NUM_PROMPTS)]
-    groups = [
-        Group(prompt_index=i, prompt_ids=np.array([i]), responses=responses[own], greedy_score=float(greedy))
-        for i, (own, greedy) in enumerate(zip(by_prompt, batch.greedy_scores, strict=True))
-    ]
+    groups: list[Group] = []
+    samples: list[list[Sample]] = []
+    for prompt, greedy_score in enumerate(batch.greedy_scores):
+        prompt_ids = np.array([prompt])
+        responses: list[Completion] = []
+        prompt_samples: list[Sample] = []
+        for index in range(prompt * batch.n, (prompt + 1) * batch.n):
+            fields = {name: parts[index] for name, parts in rows.items()}
+            length = batch.lengths[index]
+            sample = Sample(prompt_ids=prompt_ids, response_ids=np.arange(length), **fields)
+            prompt_samples.append(sample)
+            response = Completion(
+                request_id="",
+                index=0,
+                finish_reason="stop",
+                token_ids=sample.response_ids,
+                log_probs=fields["rollout_log_probs"],
+                weight_versions=np.zeros(length, np.int32),
+                score=float(batch.scores[index]),
+            )
+            responses.append(response)
+        group = Group(prompt_index=prompt, prompt_ids=prompt_ids, responses=responses, greedy_score=float(greedy_score))
+        groups.append(group)
+        samples.append(prompt_samples)
 
     async def program(context: Any) -> list[Sample]:
-        parts: Sequence[Sequence[Sample]] = [samples[own] for own in by_prompt]
         kl = kl_controller(algorithm.kl_ctrl)
-        await prepare(groups, parts, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
-        return samples
+        await prepare(groups, samples, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
+        return list(chain.from_iterable(samples))
 
     return program

@@ -9,14 +9,17 @@ from typing import Any
 _OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w@/.-]*=", re.ASCII)
 _TRAINER = re.compile(r"(.*[./])?(main_(ppo|dapo)\w*|fully_async_main)(\.py)?")
 _OPTIONS = {
-    "--config-path": "path",
-    "-cp": "path",
-    "--config-dir": "path",
-    "-cd": "path",
-    "--config-name": "name",
-    "-cn": "name",
+    "--config-path": "config_path",
+    "-cp": "config_path",
+    "--config-dir": "config_path",
+    "-cd": "config_path",
+    "--config-name": "config_name",
+    "-cn": "config_name",
 }
-_OWN_CONFIG = re.compile(r"_?(generated_)?(transfer_queue_|one_step_off_|fully_async_)?ppo_(?:(\w+)_)?trainer(\.yaml)?")
+"""Options of Hydra, and the fields of `TrainerCommand` that have their values."""
+_VERL_CONFIG = re.compile(
+    r"_?(generated_)?(transfer_queue_|one_step_off_|fully_async_)?ppo_(?:(\w+)_)?trainer(\.yaml)?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class TrainerCommand:
     overrides: Sequence[str]
     config_path: str = ""
     config_name: str = ""
-    others: Sequence[str]
+    options: Sequence[str]
     """Words that are neither overrides nor options of Hydra."""
 
 
@@ -58,27 +61,23 @@ def read_command(words: Sequence[str]) -> TrainerCommand:
         >>> read_command(["python3", "-m", "verl.trainer.main_ppo", "--config-name=gsm8k", "a.b=1"]).config_name
         'gsm8k'
     """
-    trainer = next((word for word in words if is_trainer(word)), "")
-    remaining = list(words[words.index(trainer) + 1 :]) if trainer else list(words)
+    trainer = next(filter(is_trainer, words), "")
+    remaining = list(words)
+    if trainer:
+        del remaining[: words.index(trainer) + 1]
     overrides: list[str] = []
-    others: list[str] = []
-    options = {"path": "", "name": ""}
+    options: list[str] = []
+    hydra_options: dict[str, str] = {}
     while remaining:
         word = remaining.pop(0)
         option, has_value, value = word.partition("=")
         if option in _OPTIONS and (has_value or remaining):
-            options[_OPTIONS[option]] = value if has_value else remaining.pop(0)
+            hydra_options[_OPTIONS[option]] = value if has_value else remaining.pop(0)
         elif is_override(word):
             overrides.append(word)
         else:
-            others.append(word)
-    return TrainerCommand(
-        trainer=trainer,
-        overrides=overrides,
-        config_path=options["path"],
-        config_name=options["name"],
-        others=others,
-    )
+            options.append(word)
+    return TrainerCommand(trainer=trainer, overrides=overrides, options=options, **hydra_options)
 
 
 def read_hydra_config(
@@ -94,69 +93,80 @@ def read_hydra_config(
     config = HydraConfig()
     if not command.config_name or _put_own_config(command.config_name, config):
         return config
-    places = [place for folder in folders for place in _find_places(command, folder)]
-    file = _find_file(command.config_name, places)
+    config_folders: list[Path] = []
+    for folder in folders:
+        config_folders += _config_folders(command, folder)
+    file = _find_file(command.config_name, config_folders)
     if file is None:
         config.cautions.append(
             f"--config-name {command.config_name} is in no folder {command.config_path or 'config'}: its settings are "
             "missing here; give --root FOLDER, where the script is started"
         )
         return config
-    _read_file(file, places, config, parse)
+    _read_file(file, config_folders, config, parse)
     return config
 
 
 def _put_own_config(name: str, config: HydraConfig) -> bool:
     """Return whether a name is of verl's own config of all defaults; a backend in it is a setting."""
-    found = _OWN_CONFIG.fullmatch(name)
-    if found is not None and found[3]:
-        config.values["model_engine"] = found[3]
-    return found is not None
+    match = _VERL_CONFIG.fullmatch(name)
+    if match is None:
+        return False
+    if match[3]:
+        config.values["model_engine"] = match[3]
+    return True
 
 
-def _find_places(command: TrainerCommand, folder: Path) -> list[Path]:
+def _config_folders(command: TrainerCommand, folder: Path) -> list[Path]:
+    """Return the folders in and below a folder that may hold the config of a command."""
     path = Path(command.config_path or "config")
     if path.is_absolute():
         # The part below the folder of another clone is the same in this one.
-        tails = [Path(*path.parts[start:]) for start in range(1, len(path.parts))]
-        return [path, *(folder / tail for tail in tails)]
-    module = command.trainer.removesuffix(".py").replace(".", "/") if "/" not in command.trainer else command.trainer
+        candidates = [folder.joinpath(*path.parts[start:]) for start in range(1, len(path.parts))]
+        return [path, *candidates]
+    module = command.trainer
+    if "/" not in module:
+        module = module.removesuffix(".py").replace(".", "/")
     return [folder / Path(module).parent / path, folder / path]
 
 
-def _find_file(name: str, places: Sequence[Path]) -> Path | None:
-    file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-    return next((place / file for place in places if (place / file).is_file()), None)
+def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
+    if not name.endswith((".yaml", ".yml")):
+        name += ".yaml"
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    return None
 
 
 def _read_file(
-    file: Path, places: Sequence[Path], config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
+    file: Path, folders: Sequence[Path], config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
 ) -> None:
     """Put in the settings of a file, in the order of its ``defaults``."""
-    own = parse(file.read_text(), str(file))
-    own.pop("hydra", None)
-    entries: list[Any] = own.pop("defaults", None) or []
+    values = parse(file.read_text(), str(file))
+    values.pop("hydra", None)
+    entries: list[Any] = values.pop("defaults", None) or []
     if "_self_" not in entries:
         entries = [*entries, "_self_"]
     for entry in entries:
         if entry == "_self_":
-            _merge(config.values, own)
+            _merge(config.values, values)
         elif isinstance(entry, str):
-            _read_base(entry, file, places, config, parse)
+            _read_base(entry, file, folders, config, parse)
         elif isinstance(entry, Mapping):
             _read_group(entry, file, config, parse)
 
 
 def _read_base(
-    name: str, file: Path, places: Sequence[Path], config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
+    name: str, file: Path, folders: Sequence[Path], config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
 ) -> None:
     if _put_own_config(name, config):
         return
-    base = _find_file(name, [file.parent, *places])
+    base = _find_file(name, [file.parent, *folders])
     if base is None or base == file:
         config.cautions.append(f"{file.name} is made of {name}, which was not found: its settings are missing here")
     else:
-        _read_file(base, places, config, parse)
+        _read_file(base, folders, config, parse)
 
 
 def _read_group(
@@ -178,8 +188,8 @@ def _read_group(
             _merge(config.values, values)
 
 
-def _merge(values: dict[str, Any], others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
+def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    for name, value in overrides.items():
         before = values.get(name)
         if isinstance(before, dict) and isinstance(value, Mapping):
             _merge(before, value)

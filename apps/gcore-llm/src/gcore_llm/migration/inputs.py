@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gcore_llm.migration.conversion import flattened
+from gcore_llm.migration.conversion import flatten
 from gcore_llm.migration.hydra_files import TrainerCommand, is_trainer, read_command, read_hydra_config
 from gcore_llm.migration.shell import ShellScript
 from gcore_runs import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class SourceConfig:
     """The settings of a config."""
 
     values: dict[str, Any]
@@ -27,7 +27,7 @@ class Given:
     """The module that a script starts."""
 
 
-def read_config(path: str, words: Sequence[str], root: str = "") -> Given:
+def read_config(path: str, words: Sequence[str], root: str = "") -> SourceConfig:
     """Read a YAML, JSON or shell file, with the overrides of a command line on top; no file if ``path`` is empty.
 
     Args:
@@ -48,13 +48,13 @@ def read_config(path: str, words: Sequence[str], root: str = "") -> Given:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UserError(f"CONFIG is {path}: {reason}") from None
     if file.suffix == ".sh":
-        return _with(_script(text, file, root), command.overrides)
+        return _apply_overrides(_script(text, file, root), command.overrides)
     if file.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(f"CONFIG is {path}; expected a file .yaml, .json or .sh")
-    return _with(Given(values=_parsed(text, path), origin=file.name), command.overrides)
+    return _apply_overrides(SourceConfig(values=_parse_yaml(text, path), origin=file.name), command.overrides)
 
 
-def _parsed(text: str, path: str) -> dict[str, Any]:
+def _parse_yaml(text: str, path: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -68,65 +68,65 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def _script(text: str, file: Path, root: str) -> Given:
+def _script(text: str, file: Path, root: str) -> SourceConfig:
     script = ShellScript(text, path=str(file), folder=str(Path(root).absolute()))
     try:
         commands = script.commands()
     except (ValueError, IndexError):
         raise UserError(f"CONFIG is {file}; expected a shell script whose quotes and brackets are closed") from None
-    found = _find_trainers(commands)
-    is_skipped = not found
+    trainers = _find_trainers(commands)
+    is_skipped = not trainers
     if is_skipped:
-        found = _find_trainers(script.skipped_commands)[:1]
-    if not found:
+        trainers = _find_trainers(script.skipped_commands)[:1]
+    if not trainers:
         raise UserError(f"CONFIG is {file}; expected a command with verl.trainer.main_ppo in it")
-    command = read_command(found[0])
+    command = read_command(trainers[0])
     # A script is in its repository, in whose folder it is started.
     parents = file.absolute().parents
-    given = _command(command, [Path(root), *parents], file.name)
-    cautions = [*_script_cautions(script, found), *given.cautions]
+    source = _command(command, [Path(root), *parents], file.name)
+    cautions = [*_script_cautions(script, trainers), *source.cautions]
     if is_skipped:
         cautions.append("the trainer's command is in a branch that the script does not take with these values")
-    return replace(given, cautions=tuple(cautions))
+    return replace(source, cautions=tuple(cautions))
 
 
 def _find_trainers(commands: Sequence[list[str]]) -> list[list[str]]:
-    return [words for words in commands if any(is_trainer(word) for word in words)]
+    return [words for words in commands if any(map(is_trainer, words))]
 
 
-def _script_cautions(script: ShellScript, found: Sequence[Sequence[str]]) -> list[str]:
+def _script_cautions(script: ShellScript, trainers: Sequence[Sequence[str]]) -> list[str]:
     cautions: list[str] = []
-    left = [text for text in dict.fromkeys(script.unset) if any(text in word for word in found[0])]
-    if left:
-        cautions.append(f"the script does not set {', '.join(left)}: replace it in the TOML, or give the key again")
+    unset = [text for text in dict.fromkeys(script.unset) if any(text in word for word in trainers[0])]
+    if unset:
+        cautions.append(f"the script does not set {', '.join(unset)}: replace it in the TOML, or give the key again")
     if script.taken_as_empty:
         names = ", ".join(script.taken_as_empty)
         cautions.append(f"the script does not set {names}: conditions take it as empty")
     cautions += [f"not decided, and taken as false: {condition}" for condition in dict.fromkeys(script.undecided)]
     if script.exits:
-        lines = ", ".join(str(line) for line in dict.fromkeys(script.exits))
+        lines = ", ".join(map(str, dict.fromkeys(script.exits)))
         cautions.append(
             f"with these values the script ends at line {lines}; the commands after it were read all the same"
         )
-    if len(found) > 1:
-        cautions.append(f"the script starts the trainer {len(found)} times: this is the first")
+    if len(trainers) > 1:
+        cautions.append(f"the script starts the trainer {len(trainers)} times: this is the first")
     return cautions
 
 
-def _command(command: TrainerCommand, folders: Sequence[Path], origin: str) -> Given:
+def _command(command: TrainerCommand, folders: Sequence[Path], origin: str) -> SourceConfig:
     """Return the settings of a command of verl's trainer, over those of the config files that it names."""
-    config = read_hydra_config(command, folders, _parsed)
-    given = Given(
+    config = read_hydra_config(command, folders, _parse_yaml)
+    source = SourceConfig(
         values=config.values,
         origin=origin,
-        explicit=frozenset(flattened(config.values)),
+        explicit=frozenset(flatten(config.values)),
         cautions=tuple(config.cautions),
         trainer=command.trainer,
     )
-    return _with(given, command.overrides)
+    return _apply_overrides(source, command.overrides)
 
 
-def _with(given: Given, overrides: Sequence[str]) -> Given:
+def _apply_overrides(source: SourceConfig, overrides: Sequence[str]) -> SourceConfig:
     """Return a config with overrides on top, and references from one value to another followed."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -134,14 +134,14 @@ def _with(given: Given, overrides: Sequence[str]) -> Given:
 
     plain = [word.lstrip("+") for word in overrides if not word.startswith("~")]
     try:
-        merged: Any = OmegaConf.create(given.values)
+        merged: Any = OmegaConf.create(source.values)
         for word in plain:
             merged = OmegaConf.merge(merged, _parse_override(word))
-        values: Any = _followed(merged, OmegaConf.to_container(merged, resolve=False))
+        values: Any = _resolve_references(merged, OmegaConf.to_container(merged, resolve=False))
     except (YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"CONFIG is {given.origin}: {' '.join(str(error).split())}") from None
-    explicit = given.explicit | {word.partition("=")[0] for word in plain}
-    return replace(given, values=values, explicit=explicit)
+        raise UserError(f"CONFIG is {source.origin}: {' '.join(str(error).split())}") from None
+    explicit = source.explicit | {word.partition("=")[0] for word in plain}
+    return replace(source, values=values, explicit=explicit)
 
 
 def _parse_override(word: str) -> Any:
@@ -158,17 +158,19 @@ def _parse_override(word: str) -> Any:
         return config
 
 
-def _followed(config: Any, values: Any, name: str = "") -> Any:
+def _resolve_references(config: Any, values: Any, name: str = "") -> Any:
     """Return values with references to others replaced, where there are such others."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(values, Mapping):
-        return {key: _followed(config, value, f"{name}.{key}".lstrip(".")) for key, value in values.items()}
+        return {key: _resolve_references(config, value, f"{name}.{key}".lstrip(".")) for key, value in values.items()}
     if not (isinstance(values, str) and "${" in values):
         return values
     try:
-        found = OmegaConf.select(config, name)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        value = OmegaConf.select(config, name)
+        if OmegaConf.is_config(value):
+            return OmegaConf.to_container(value, resolve=True)
+        return value
     except OmegaConfBaseException:
         return values

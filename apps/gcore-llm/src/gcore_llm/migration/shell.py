@@ -97,8 +97,8 @@ class ShellScript:
         self._here_documents = []
 
     def _peek(self) -> str:
-        found = _BARE_WORD.match(self._words.text, self._words.at)
-        return found[0] if found else ""
+        match = _BARE_WORD.match(self._words.text, self._words.at)
+        return match[0] if match else ""
 
     def _read_keyword(self, keyword: str) -> None:
         self._skip_separators()
@@ -343,7 +343,7 @@ class ShellScript:
     def _run_double_brackets(self) -> None:
         words = self._words
         words.at += 2
-        found: list[str] = []
+        test: list[str] = []
         words.skip_blanks()
         while self._peek() != "]]":
             if words.at >= len(words.text):
@@ -351,22 +351,23 @@ class ShellScript:
             sign = next((sign for sign in ("&&", "||", "(", ")", "<", ">", "\n") if words.startswith(sign)), "")
             if sign:
                 words.at += len(sign)
-                found += [sign] if sign != "\n" else []
-            elif found[-1:] == ["=~"]:
+                if sign != "\n":
+                    test.append(sign)
+            elif test[-1:] == ["=~"]:
                 end = words.text.index("]]", words.at)
-                found.append(words.text[words.at : end].strip().strip("\"'"))
+                test.append(words.text[words.at : end].strip().strip("\"'"))
                 words.at = end
             else:
-                found.append("".join(words.read_word(splits=False)))
+                test.append("".join(words.read_word(splits=False)))
             words.skip_blanks()
         words.at += 2
-        self._decide(found)
+        self._decide(test)
 
-    def _decide(self, found: list[str]) -> None:
+    def _decide(self, test: list[str]) -> None:
         """Set the status to that of a test."""
-        filled = [self._fill(word) for word in found]
-        if found[:1] == ["-v"]:
-            self._status = int(found[1] not in self._words.variables)
+        filled = [self._fill(word) for word in test]
+        if test[:1] == ["-v"]:
+            self._status = int(test[1] not in self._words.variables)
         elif None in filled:
             self._status = None
         else:
@@ -400,7 +401,7 @@ class ShellScript:
 
     def _run_simple(self) -> None:
         words = self._words
-        found: list[str] = []
+        command: list[str] = []
         declares = False
         num_unset = len(words.unset)
         while True:
@@ -411,50 +412,50 @@ class ShellScript:
                 self._skip_redirection()
             elif not char or char in "\n;&|)#":
                 break
-            elif assignment is not None and (declares or not found):
+            elif assignment is not None and (declares or not command):
                 words.at = assignment.end()
                 words.assign(assignment[1], adds=bool(assignment[2]))
             elif char == "(":
                 raise ValueError(char)
             else:
-                found += words.read_word()
-                declares = declares or (found[:1] != [] and found[0] in _DECLARATIONS)
+                command += words.read_word()
+                declares = declares or (command[:1] != [] and command[0] in _DECLARATIONS)
         if words.startswith("#"):
             words.at = words.text.index("\n", words.at)
-        if declares or not found:
+        if declares or not command:
             is_known = not any(text.startswith("$(") for text in words.unset[num_unset:])
             self._status = 0 if is_known else None
         else:
-            self._execute(found)
+            self._execute(command)
 
-    def _execute(self, found: list[str]) -> None:
+    def _execute(self, command: list[str]) -> None:
         """Do what a command of the shell does to its variables; other commands are kept."""
-        name = found[0]
+        name = command[0]
         words = self._words
         if name in ("[", "test"):
-            self._decide(found[1:-1] if name == "[" else found[1:])
+            self._decide(command[1:-1] if name == "[" else command[1:])
         elif name in self._functions and self._num_calls < _MOST_CALLS:
-            self._call(name, found[1:])
+            self._call(name, command[1:])
         elif name in ("true", ":", "false"):
             self._status = int(name == "false")
         elif name == "unset":
-            for variable in found[1:]:
+            for variable in command[1:]:
                 words.variables.pop(variable, None)
         elif name == "shift":
-            words.arguments = words.arguments[int(found[1]) if len(found) > 1 else 1 :]
-        elif name == "cd" and len(found) > 1:
-            words.variables["PWD"] = [str(Path(words.variables["PWD"][0], found[-1]))]
+            words.arguments = words.arguments[int(command[1]) if len(command) > 1 else 1 :]
+        elif name == "cd" and len(command) > 1:
+            words.variables["PWD"] = [str(Path(words.variables["PWD"][0], command[-1]))]
             self._status = 0
         elif name == "exit":
             self.exits.append(self._line())
-        elif found[1:2] == ["-c"] and len(found) > 2 and (module := _IMPORT.fullmatch(found[2].strip())):
+        elif command[1:2] == ["-c"] and len(command) > 2 and (module := _IMPORT.fullmatch(command[2].strip())):
             self._status = int(find_spec(module[1]) is None)
         else:
-            printed = _print(found, words.variables["PWD"][0])
+            printed = _print(command, words.variables["PWD"][0])
             if printed is not None:
                 self._printed.append(printed)
             else:
-                self._commands.append(found)
+                self._commands.append(command)
             self._status = None if printed is None else 0
 
     def _call(self, name: str, arguments: list[str]) -> None:
@@ -491,12 +492,12 @@ class ShellScript:
             words.variables = variables
 
 
-def _print(found: list[str], folder: str) -> str | None:
+def _print(command: list[str], folder: str) -> str | None:
     """Return what a command prints; None for a command that is not known."""
-    name = found[0]
+    name = command[0]
     if name == "echo":
-        return " ".join(word for word in found[1:] if word not in ("-n", "-e"))
-    arguments = [word for word in found[1:] if not word.startswith("-")]
+        return " ".join(word for word in command[1:] if word not in ("-n", "-e"))
+    arguments = [word for word in command[1:] if not word.startswith("-")]
     if name == "pwd":
         return folder
     if name == "dirname" and arguments:

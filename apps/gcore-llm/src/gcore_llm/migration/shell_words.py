@@ -144,11 +144,11 @@ class ShellWords:
         if name in "@*#" or name.isdigit():
             self.at += 1
             return self._value(name)
-        found = _NAME.match(self.text, self.at)
-        if found is None:
+        match = _NAME.match(self.text, self.at)
+        if match is None:
             return ["$"]
-        self.at = found.end()
-        return self._value(found[0])
+        self.at = match.end()
+        return self._value(match[0])
 
     def _value(self, name: str, subscript: str | None = None) -> list[str]:
         if name in self.variables:
@@ -165,10 +165,10 @@ class ShellWords:
         return [self._leave(f"${name}")]
 
     def _expand_braces(self, inner: str) -> list[str]:
-        found = _EXPANSION.fullmatch(inner)
-        if found is None:
+        match = _EXPANSION.fullmatch(inner)
+        if match is None:
             return [self._leave(f"${{{inner}}}")]
-        counts, name, subscript, change = found.groups()
+        counts, name, subscript, change = match.groups()
         default = _DEFAULT.fullmatch(change)
         is_set = name in self.variables or ((name in "@*#" or name.isdigit()) and bool(self._value(name)))
         if default is not None:
@@ -184,7 +184,8 @@ class ShellWords:
         if not change or not is_set:
             return values
         changed = [_change(value, change) for value in values]
-        if None in changed or any(text in value for text in self.unset for value in values):
+        unfilled = [value for value in values if any(text in value for text in self.unset)]
+        if None in changed or unfilled:
             return [self._leave(f"${{{inner}}}")]
         return [value for value in changed if value is not None]
 
@@ -238,15 +239,15 @@ def _change(value: str, change: str) -> str | None:
     replacement = _REPLACEMENT.fullmatch(change)
     if replacement is not None:
         how, pattern, new = replacement.groups()
-        found = translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
-        return re.sub(found, lambda _: new or "", value, count=0 if how == "//" else 1)
+        regex = translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
+        return re.sub(regex, lambda _: new or "", value, count=0 if how == "//" else 1)
     how = change[: 2 if change[:2] in ("##", "%%") else 1]
-    whole = re.compile(translate(change[len(how) :]))
+    pattern = re.compile(translate(change[len(how) :]))
     cuts = range(len(value) + 1)
     if how in ("#", "##"):
         order = cuts if how == "#" else reversed(cuts)
-        return next((value[cut:] for cut in order if whole.match(value[:cut])), value)
+        return next((value[cut:] for cut in order if pattern.match(value[:cut])), value)
     if how in ("%", "%%"):
         order = reversed(cuts) if how == "%" else cuts
-        return next((value[:cut] for cut in order if whole.match(value[cut:])), value)
+        return next((value[:cut] for cut in order if pattern.match(value[cut:])), value)
     return None

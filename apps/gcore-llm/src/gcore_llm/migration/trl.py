@@ -7,8 +7,17 @@ from typing import Any
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
-from gcore_llm.migration.inputs import Given
+from gcore_llm.migration.conversion import (
+    NEVER,
+    WRITTEN,
+    Conversion,
+    as_list,
+    convert_trackers,
+    flatten,
+    folder_name,
+    number_of,
+)
+from gcore_llm.migration.inputs import SourceConfig
 from gcore_runs import UserError
 from gcore_runs.migration.keys import read_keys
 
@@ -70,34 +79,35 @@ _SMALLEST = 1e-9
 """A lower bound of ratios that none reaches."""
 
 
-def convert_trl_config(given: Given, method: str) -> Conversion:
+def convert_trl_config(source: SourceConfig, method: str) -> Conversion:
     """Return the conversion of a config of one of TRL's trainers; `UserError` if it is not clear of which."""
-    values = {name: value for name, value in given.values.items() if name != "env"}
-    found = method if method != "auto" else _recognise(values, given.origin)
-    command, kind = _CONFIGS[found]
     # A mapping is the value of a key, not a section.
-    flat = dict(values)
-    if "env" in given.values:
-        flat |= flattened({"env": given.values["env"] or {}})
+    values = dict(source.values)
+    env = values.pop("env", None)
+    if method == "auto":
+        method = _recognise(values, source.origin)
+    command, config_class = _CONFIGS[method]
+    if "env" in source.values:
+        values |= flatten({"env": env or {}})
     conversion = Conversion(
         library="TRL",
         command=command,
-        config=kind(),
+        config=config_class(),
         keys=read_keys("trl"),
-        given=flat,
-        trainer=_TRAINERS[found],
-        cautions=given.cautions,
-        defaults=DEFAULTS[found],
+        values=values,
+        trainer=_TRAINERS[method],
+        cautions=source.cautions,
+        defaults=DEFAULTS[method],
     )
     run(conversion)
     if command == "train":
         updates = sampled_batches(conversion)
         rollout(conversion)
-        policy_loss(conversion, found)
+        policy_loss(conversion, method)
         reward(conversion)
     else:
         updates = 1
-        rows(conversion, found)
+        rows(conversion, method)
     optimizer(conversion)
     frequencies(conversion, updates)
     return conversion
@@ -105,10 +115,10 @@ def convert_trl_config(given: Given, method: str) -> Conversion:
 
 def _recognise(values: Mapping[str, Any], origin: str) -> str:
     """Return the trainer that a config is for, by keys that others have not, or else by the names of file and run."""
-    samples = any(key in values for key in _SAMPLING_KEYS)
+    samples = not values.keys().isdisjoint(_SAMPLING_KEYS)
     candidates = ("rloo", "grpo") if samples else tuple(_KEYS_OF_METHOD)
     for method in candidates:
-        if any(key in values for key in _KEYS_OF_METHOD[method]):
+        if not values.keys().isdisjoint(_KEYS_OF_METHOD[method]):
             return method
     if not samples:
         raise UserError(
@@ -118,12 +128,12 @@ def _recognise(values: Mapping[str, Any], origin: str) -> str:
         # Of the two, RLOO has none.
         return "grpo"
     names = f"{origin} {values.get('output_dir')} {values.get('run_name')}".lower()
-    named = [method for method in candidates if method in names]
-    if len(named) != 1:
+    matches = [method for method in candidates if method in names]
+    if len(matches) != 1:
         raise UserError(
             "method is 'auto' and the keys of the config are those of GRPO and of RLOO; expected --method grpo or rloo"
         )
-    return named[0]
+    return matches[0]
 
 
 def run(c: Conversion) -> None:
@@ -133,10 +143,9 @@ def run(c: Conversion) -> None:
         data(c)
     if c.get("load_best_model_at_end") and "trainer.export" in c.known:
         c.put("trainer.export", "best", "load_best_model_at_end")
-    if c.has("model_name_or_path") and c.get("model_revision") != "main":
-        c.put(
-            "model", f"{c.get('model_name_or_path')}@{c.get('model_revision')}", "model_name_or_path", "model_revision"
-        )
+    revision = c.get("model_revision")
+    if c.has("model_name_or_path") and revision != "main":
+        c.put("model", f"{c.get('model_name_or_path')}@{revision}", "model_name_or_path", "model_revision")
     if c.has("output_dir"):
         folder = Path(str(c.get("output_dir")))
         c.put("name", folder_name(folder.name), "output_dir")
@@ -144,13 +153,7 @@ def run(c: Conversion) -> None:
             c.put("runs_dir", str(folder.parent), "output_dir")
     if c.has("run_name"):
         c.put("name", folder_name(c.get("run_name")), "run_name")
-    reported = c.get("report_to")
-    reported = [reported] if isinstance(reported, str) else list(reported)
-    if known := [own for own in reported if own in TRACKERS]:
-        c.put("trainer.trackers", known, "report_to")
-        c.put("trainer.project_name", str(c.get("project")), "project")
-    if others := [own for own in reported if own not in ("none", "tensorboard", *TRACKERS)]:
-        c.missing["report_to"] = f"{', '.join(others)}; {WRITTEN}"
+    convert_trackers(c, "report_to", "project", ("none", "tensorboard"))
     c.notes["report_to"] = WRITTEN
     c.notes["project"] = "of the trackers that report_to names"
     if c.get("use_cpu"):
@@ -168,30 +171,29 @@ def run(c: Conversion) -> None:
 def data(c: Conversion) -> None:
     """Convert the data set: a file, a folder, or a name on the Hub with a configuration and a split."""
     if c.has("datasets"):
-        files = [_source(each) for each in c.get("datasets")]
-        c.put("data.train_files", files, "datasets")
+        c.put("data.train_files", [_source(dataset) for dataset in c.get("datasets")], "datasets")
         return
     name = str(c.get("dataset_name"))
     if Path(name).suffix or Path(name).exists():
         c.put("data.train_files", [name], "dataset_name")
         return
-    own = f"hf://{name}" + (f"/{c.get('dataset_config')}" if c.has("dataset_config") else "")
-    c.put(
-        "data.train_files",
-        [f"{own}:{c.get('dataset_train_split')}"],
-        "dataset_name",
-        "dataset_config",
-        "dataset_train_split",
-    )
+    address = f"hf://{name}"
+    if c.has("dataset_config"):
+        address += f"/{c.get('dataset_config')}"
+    files = [f"{address}:{c.get('dataset_train_split')}"]
+    c.put("data.train_files", files, "dataset_name", "dataset_config", "dataset_train_split")
     if c.get("eval_strategy") != "no":
-        c.put("data.val_files", [f"{own}:{c.get('dataset_test_split')}"], "dataset_test_split", "eval_strategy")
+        c.put("data.val_files", [f"{address}:{c.get('dataset_test_split')}"], "dataset_test_split", "eval_strategy")
 
 
 def _source(dataset: Mapping[str, Any]) -> str:
     """Return the source that one entry of a mixture of TRL names."""
-    path = str(dataset.get("path"))
-    name = f"/{dataset['name']}" if dataset.get("name") else ""
-    return str(dataset.get("data_files") or f"hf://{path}{name}:{dataset.get('split') or 'train'}")
+    if dataset.get("data_files"):
+        return str(dataset["data_files"])
+    address = f"hf://{dataset.get('path')}"
+    if dataset.get("name"):
+        address += f"/{dataset['name']}"
+    return f"{address}:{dataset.get('split') or 'train'}"
 
 
 def adapters(c: Conversion) -> None:
@@ -200,38 +202,40 @@ def adapters(c: Conversion) -> None:
     for setting in ("actor.lora_rank", "lora_rank"):
         if setting in c.settings:
             c.sources[setting] = ("lora_r", "use_peft")
-    if c.has(name := "lora_target_modules"):
-        targets = c.get(name)
-        setting = next(own for own in c.keys[name].ours if own in c.known)
-        c.put(setting, [targets] if isinstance(targets, str) else targets, name)
-    if "lora_dropout" not in c.given:
+    targets = "lora_target_modules"
+    if c.has(targets):
+        c.put(c.known_settings(targets)[0], as_list(c.get(targets)), targets)
+    if "lora_dropout" not in c.values:
         c.missing["lora_dropout"] = "0.05 in TRL; adapters have no dropout here"
 
 
 def sampled_batches(c: Conversion) -> int:
     """Convert batches of completions to batches of prompts; return the updates of a step."""
-    device, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    device = "per_device_train_batch_size"
+    steps = "gradient_accumulation_steps"
     per_pass = int(number_of(c, device) * number_of(c, "num_processes"))
     per_update = per_pass * int(number_of(c, steps))
+    factors = [device, "num_processes", steps]
+    per_wave = per_update
     if c.has("generation_batch_size"):
-        per_wave, of = int(number_of(c, "generation_batch_size")), ("generation_batch_size",)
+        factors = ["generation_batch_size"]
+        per_wave = int(number_of(c, "generation_batch_size"))
     elif c.has("steps_per_generation"):
-        per_wave, of = (
-            per_pass * int(number_of(c, "steps_per_generation")),
-            (device, "num_processes", "steps_per_generation"),
-        )
-    else:
-        per_wave, of = per_update, (device, "num_processes", steps)
+        factors = [device, "num_processes", "steps_per_generation"]
+        per_wave = per_pass * int(number_of(c, "steps_per_generation"))
     group = int(number_of(c, "num_generations"))
     if per_wave % group:
         raise UserError(
-            f"num_generations is {group}; expected a divisor of the {per_wave} completions of {' x '.join(of)}; "
+            f"num_generations is {group}; expected a divisor of the {per_wave} completions of {' x '.join(factors)}; "
             "num_processes=N gives the processes of accelerate"
         )
+    prompts = per_wave // group
+    c.put("data.train_batch_size", prompts, *factors, "num_generations")
     # Fewer completions than a group are an update of part of it, which are not made here.
-    prompts, mini = per_wave // group, max(1, round(per_update / group))
-    c.put("data.train_batch_size", prompts, *of, "num_generations")
-    c.put("actor.ppo_mini_batch_size", 0 if mini >= prompts else mini, device, "num_processes", steps)
+    mini = max(1, round(per_update / group))
+    if mini >= prompts:
+        mini = 0
+    c.put("actor.ppo_mini_batch_size", mini, device, "num_processes", steps)
     if per_update % group:
         c.missing[steps] = f"an update of {per_update} completions; here an update has whole groups of {group}"
     c.copy("num_generations", "num_iterations", "max_prompt_length", "max_completion_length")
@@ -242,7 +246,8 @@ def sampled_batches(c: Conversion) -> int:
     updates = math.ceil(per_wave / per_update) * int(number_of(c, "num_iterations"))
     if number_of(c, "max_steps") > 0:
         c.put("trainer.total_training_steps", math.ceil(number_of(c, "max_steps") / updates), "max_steps")
-        c.notes["max_steps"] = f"TRL counts updates, of which a step here has {updates}" if updates > 1 else ""
+        if updates > 1:
+            c.notes["max_steps"] = f"TRL counts updates, of which a step here has {updates}"
         c.notes["num_train_epochs"] = "max_steps is set"
     else:
         c.copy("num_train_epochs")
@@ -254,7 +259,9 @@ def rows(c: Conversion, method: str) -> None:
     names = ("per_device_train_batch_size", "num_processes", "gradient_accumulation_steps")
     c.put("data.train_batch_size", math.prod(int(number_of(c, name)) for name in names), *names)
     c.copy("max_length")
-    longest = number_of(c, "max_length") * (1 if method == "sft" else 2)
+    longest = number_of(c, "max_length")
+    if method != "sft":
+        longest *= 2
     c.put("max_token_len", int(longest * max(1, number_of(c, names[0]))), names[0], "max_length")
     if number_of(c, "max_steps") > 0:
         c.copy("max_steps")
@@ -263,10 +270,9 @@ def rows(c: Conversion, method: str) -> None:
         c.copy("num_train_epochs")
     if method == "dpo":
         c.copy("beta", "label_smoothing")
-        losses = c.get("loss_type")
-        kinds = [losses] if isinstance(losses, str) else list(losses)
-        if len(kinds) == 1 and kinds[0] in ("sigmoid", "ipo", "hinge"):
-            c.put("loss.loss_type", kinds[0], "loss_type")
+        losses = list(as_list(c.get("loss_type")))
+        if len(losses) == 1 and losses[0] in ("sigmoid", "ipo", "hinge"):
+            c.put("loss.loss_type", losses[0], "loss_type")
         else:
             c.missing["loss_type"] = "there are sigmoid, ipo and hinge, one of them; sigmoid is written"
     if method == "reward" and c.has("center_rewards_coefficient"):
@@ -298,27 +304,30 @@ def rollout(c: Conversion) -> None:
         c.put("rollout.colocated", mode == "colocate", "vllm_mode")
     if not c.get("vllm_importance_sampling_correction"):
         return
-    own, kind = "algorithm.rollout_correction", "vllm_importance_sampling_mode"
-    level, _, way = str(c.get(kind)).partition("_")
-    limit = (
-        "vllm_importance_sampling_cap" if c.has("vllm_importance_sampling_cap") else "vllm_importance_sampling_clip_max"
-    )
-    c.put(f"{own}.rollout_is", level, kind, "vllm_importance_sampling_correction")
-    c.copy(limit)
-    least = c.get("vllm_importance_sampling_clip_min")
+    sampling = "vllm_importance_sampling"
+    level, _, way = str(c.get(f"{sampling}_mode")).partition("_")
+    c.put("algorithm.rollout_correction.rollout_is", level, f"{sampling}_mode", f"{sampling}_correction")
+    c.copy(f"{sampling}_cap" if c.has(f"{sampling}_cap") else f"{sampling}_clip_max")
+    lower = "algorithm.rollout_correction.rollout_is_threshold_lower"
+    lowest = c.get(f"{sampling}_clip_min")
     if way == "mask":
-        c.put(f"{own}.rollout_is_threshold_lower", least or _SMALLEST, "vllm_importance_sampling_clip_min", kind)
-    elif least is not None:
-        c.missing["vllm_importance_sampling_clip_min"] = "weights are cut off at the upper bound alone"
+        c.put(lower, lowest or _SMALLEST, f"{sampling}_clip_min", f"{sampling}_mode")
+    elif lowest is not None:
+        c.missing[f"{sampling}_clip_min"] = "weights are cut off at the upper bound alone"
 
 
 def policy_loss(c: Conversion, method: str) -> None:
     """Convert advantages and the policy's loss."""
     c.put("algorithm.filter_groups", False, "num_generations")
     c.copy("mask_truncated_completions")
-    low, high = number_of(c, "epsilon"), c.get("epsilon_high")
+    low = number_of(c, "epsilon")
+    high = c.get("epsilon_high")
+    high_name = "epsilon_high"
+    if high is None:
+        high = low
+        high_name = "epsilon"
     c.put("actor.loss.clip_ratio_low", low, "epsilon")
-    c.put("actor.loss.clip_ratio_high", low if high is None else high, "epsilon_high", "epsilon")
+    c.put("actor.loss.clip_ratio_high", high, "epsilon_high", "epsilon")
     beta = number_of(c, "beta")
     if method == "rloo":
         c.put("algorithm.adv_estimator", "rloo", "num_generations")
@@ -336,30 +345,31 @@ def policy_loss(c: Conversion, method: str) -> None:
         c.one_of("scale_rewards", scales, True, "by the group or not"),
         "scale_rewards",
     )
-    kind = c.get("loss_type")
+    loss = c.get("loss_type")
+    has_own_ratio = loss in ("cispo", "sapo")
     c.put("actor.loss.loss_agg_mode", c.one_of("loss_type", _AGGREGATIONS, "token-mean"), "loss_type")
-    if kind == "bnpo":
+    if loss == "bnpo":
         c.notes["loss_type"] = "the mean over the tokens of an update, not of each device's pass"
-    if kind in ("cispo", "sapo"):
-        c.put("actor.loss.loss_mode", kind, "loss_type")
+    if has_own_ratio:
+        c.put("actor.loss.loss_mode", loss, "loss_type")
     level = c.get("importance_sampling_level")
-    if level == "sequence" and kind in ("cispo", "sapo"):
-        c.missing["importance_sampling_level"] = f"the ratio is of tokens in {kind}"
+    if level == "sequence" and has_own_ratio:
+        c.missing["importance_sampling_level"] = f"the ratio is of tokens in {loss}"
     elif level == "sequence":
         c.put("actor.loss.loss_mode", "gspo", "importance_sampling_level")
     elif level != "token":
         c.missing["importance_sampling_level"] = "token or sequence"
-    if kind == "cispo":
+    if loss == "cispo":
         # TRL bounds the weight itself, and gcore its distance from 1.
         c.put("actor.loss.clip_ratio_low", 1.0, "loss_type")
-        bound = low if high is None else float(high)
+        bound = float(high)
         c.put("actor.loss.clip_ratio_high", max(0.0, bound - 1), "epsilon_high", "epsilon")
         if bound < 1:
-            name = "epsilon" if high is None else "epsilon_high"
-            c.missing[name] = f"in TRL a weight is at most {bound:g}; here the bound is 1 or more, and 1 is written"
-    if kind == "sapo":
+            text = f"in TRL a weight is at most {bound:g}; here the bound is 1 or more, and 1 is written"
+            c.missing[high_name] = text
+    if loss == "sapo":
         c.copy("sapo_temperature_pos", "sapo_temperature_neg")
-    if c.has("delta") and kind not in ("cispo", "sapo") and level == "token":
+    if c.has("delta") and not has_own_ratio and level == "token":
         c.copy("delta")
     c.put("actor.loss.kl_loss_coef", beta, "beta")
     c.copy("entropy_coef")
@@ -373,8 +383,7 @@ def policy_loss(c: Conversion, method: str) -> None:
 
 def reward(c: Conversion) -> None:
     """Convert reward functions, which TRL names by MODULE.function, and their weights."""
-    functions = c.get("reward_funcs") or []
-    functions = [functions] if isinstance(functions, str) else list(functions)
+    functions = list(as_list(c.get("reward_funcs") or []))
     weights: list[Any] = list(c.get("reward_weights") or [1.0] * len(functions))
     terms: list[str] = []
     for function, weight in zip(functions, weights, strict=False):
@@ -382,9 +391,15 @@ def reward(c: Conversion) -> None:
         if not module:
             c.missing["reward_funcs"] = f"{name} is TRL's own: give a file with `from trl.rewards import {name}`"
             continue
-        terms.append(f"{'' if weight == 1.0 else f'{weight:g} * '}{module.replace('.', '/')}.py:{name}")
+        term = f"{module.replace('.', '/')}.py:{name}"
+        if weight != 1.0:
+            term = f"{weight:g} * {term}"
+        terms.append(term)
     if terms:
-        c.put("reward", " + ".join(terms), "reward_funcs", *(["reward_weights"] if c.has("reward_weights") else []))
+        sources = ["reward_funcs"]
+        if c.has("reward_weights"):
+            sources.append("reward_weights")
+        c.put("reward", " + ".join(terms), *sources)
     if c.has("reward_model_name_or_path"):
         c.put("reward_model.kind", "classifier", "reward_model_name_or_path")
         c.copy("reward_model_name_or_path")
@@ -404,10 +419,11 @@ def optimizer(c: Conversion) -> None:
         c.put(f"{section}.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
     elif options:
         c.missing["lr_scheduler_kwargs"] = "min_lr_rate alone"
-    steps, share = number_of(c, "warmup_steps"), c.get("warmup_ratio") or 0.0
-    if 0 < steps < 1:
-        steps, share = 0, steps
+    steps = number_of(c, "warmup_steps")
     name = "warmup_ratio" if c.get("warmup_ratio") else "warmup_steps"
+    share = c.get("warmup_ratio") or 0.0
+    if 0 < steps < 1:
+        share = steps
     if share and f"{section}.lr_warmup_steps_ratio" in c.known:
         c.put(f"{section}.lr_warmup_steps_ratio", share, name)
     elif share and number_of(c, "max_steps") > 0:
@@ -423,11 +439,12 @@ def frequencies(c: Conversion, updates: int) -> None:
     if c.get("save_strategy") == "steps" and number_of(c, "save_steps") >= 1:
         c.put("trainer.save_freq", math.ceil(number_of(c, "save_steps") / updates), "save_steps")
     else:
-        c.notes["save_strategy"] = c.notes["save_steps"] = "here every trainer.save_freq steps"
+        c.notes["save_strategy"] = "here every trainer.save_freq steps"
+        c.notes["save_steps"] = "here every trainer.save_freq steps"
     c.copy("save_total_limit")
     if c.get("eval_strategy") == "steps":
         name = "eval_steps" if c.has("eval_steps") else "logging_steps"
-        steps = c.get("eval_steps") or c.given.get("logging_steps") or 10
+        steps = c.get("eval_steps") or c.values.get("logging_steps") or 10
         c.put("trainer.test_freq", math.ceil(steps / updates), name, "eval_strategy")
     else:
         c.put("trainer.test_freq", NEVER, "eval_strategy")

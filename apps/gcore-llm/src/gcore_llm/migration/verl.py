@@ -1,27 +1,41 @@
 """The settings of `gcore-llm train` that follow from those of verl's PPO trainer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
-from gcore_llm.migration.inputs import Given
+from gcore_llm.migration.conversion import (
+    NEVER,
+    WRITTEN,
+    Conversion,
+    as_list,
+    convert_trackers,
+    flatten,
+    folder_name,
+    number_of,
+)
+from gcore_llm.migration.inputs import SourceConfig
 from gcore_rollout import VLLM_RESERVED
 from gcore_runs.migration.keys import Key, find_key, read_keys
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_KL_IN_LOSS = _KL | {f"{name}+": f"{own}+" for name, own in _KL.items() if own != "k2"}
+_KL_IN_LOSS = _KL | {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
 _ESTIMATORS = {
     **{name: name for name in ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
     **{f"{name}_vectorized": name for name in ("grpo", "rloo")},
 }
 _LOSSES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo")}
-_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_AGGREGATIONS = {
+    name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+}
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
+_OPTIMIZERS = {"AdamW": "adamw", "adam": "adamw", "adamw": "adamw", "AdamW8bit": "adamw_8bit"}
 _CORRECTION = "algorithm.rollout_correction"
 _BYPASSES = (f"{_CORRECTION}.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
 _OVERLONG_BUFFERS = (
@@ -30,27 +44,28 @@ _OVERLONG_BUFFERS = (
     "reward_model.overlong_buffer",
 )
 _ASYNC = "async_training"
-_SYNC_STEPS, _FETCHED = f"{_ASYNC}.trigger_parameter_sync_step", f"{_ASYNC}.require_batches"
+_SYNC_STEPS = f"{_ASYNC}.trigger_parameter_sync_step"
+_FETCHED = f"{_ASYNC}.require_batches"
 _FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 _TEACHERS = "distillation.teacher_models"
 _BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
 _BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a file that imports default_compute_score"
 
 
-def convert_verl_config(given: Given) -> Conversion:
+def convert_verl_config(source: SourceConfig) -> Conversion:
     """Return the conversion of a config of verl's PPO trainer."""
-    values = flattened(given.values)
-    is_fully_async = "fully_async" in given.trainer or any(name.startswith(f"{_ASYNC}.") for name in values)
+    values = flatten(source.values)
+    is_fully_async = "fully_async" in source.trainer or any(name.startswith(f"{_ASYNC}.") for name in values)
     conversion = Conversion(
         library="verl",
         command="train",
         config=TrainConfig(),
         keys={**read_keys("verl"), **_teacher_keys(values)},
-        given=values,
-        trainer=given.trainer or (_FULLY_ASYNC if is_fully_async else "verl.trainer.main_ppo"),
+        values=values,
+        trainer=source.trainer or (_FULLY_ASYNC if is_fully_async else "verl.trainer.main_ppo"),
         defaults={_BYPASSES[0]: True} if is_fully_async else {},
-        cautions=given.cautions,
-        explicit=given.explicit,
+        cautions=source.cautions,
+        explicit=source.explicit,
     )
     data(conversion)
     updates = batches(conversion)
@@ -88,8 +103,9 @@ def data(c: Conversion) -> None:
     """Convert the data's settings."""
     for side in ("train", "val"):
         name = f"data.{side}_files"
-        if files := c.get(name):
-            c.put(name, [_expanded(file) for file in ([files] if isinstance(files, str) else files)], name)
+        files = as_list(c.get(name) or [])
+        if files:
+            c.put(name, [_expand_home(file) for file in files], name)
     c.copy(
         "data.prompt_key", "data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.seed"
     )
@@ -102,20 +118,27 @@ def data(c: Conversion) -> None:
 
 def batches(c: Conversion) -> int:
     """Convert the sizes of batches and micro-batches; return the updates of a step of the learning rate."""
-    prompts, mini, epochs = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs"
+    prompts = "data.train_batch_size"
+    mini = f"{ACTOR}.ppo_mini_batch_size"
+    epochs = f"{ACTOR}.ppo_epochs"
     c.copy(mini, epochs)
     longest = int(number_of(c, "data.max_prompt_length") + number_of(c, "data.max_response_length"))
     ranks = int(number_of(c, _ulysses(c)))
-    names = [f"{ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")]
-    tokens = f"{ACTOR}.ppo_max_token_len_per_gpu"
-    if c.get(f"{ACTOR}.use_dynamic_bsz") or not c.has(*names):
-        size, of = int(number_of(c, tokens)) * ranks, (tokens, f"{ACTOR}.use_dynamic_bsz")
+    per_gpu = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    of_all_gpus = f"{ACTOR}.ppo_micro_batch_size"
+    is_dynamic = f"{ACTOR}.use_dynamic_bsz"
+    if c.get(is_dynamic) or not c.has(per_gpu, of_all_gpus):
+        name = f"{ACTOR}.ppo_max_token_len_per_gpu"
+        size = int(number_of(c, name)) * ranks
     else:
-        name = names[0] if c.has(names[0]) else names[1]
-        gpus = 1 if name == names[0] else _world(c)
-        size, of = max(1, int(number_of(c, name)) // gpus) * longest, (name, f"{ACTOR}.use_dynamic_bsz")
+        name = per_gpu
+        gpus = 1
+        if not c.has(per_gpu):
+            name = of_all_gpus
+            gpus = _world(c)
+        size = max(1, int(number_of(c, name)) // gpus) * longest
         c.notes[name] = f"as many tokens as its samples have at most, {longest} each"
-    c.put("actor.ppo_max_token_len", max(size, longest), *of)
+    c.put("actor.ppo_max_token_len", max(size, longest), name, is_dynamic)
     if _is_fully_async(c):
         fetched = int(number_of(c, _FETCHED))
         size = int(number_of(c, _SYNC_STEPS)) * fetched * int(number_of(c, mini))
@@ -129,13 +152,13 @@ def model(c: Conversion) -> None:
     """Convert the model's settings."""
     path = f"{MODEL}.path"
     if c.has(path):
-        c.put("model", _expanded(c.get(path)), path)
+        c.put("model", _expand_home(c.get(path)), path)
     c.copy(f"{MODEL}.lora_adapter_path", f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
     section = f"{MODEL}.lora." if c.get(f"{MODEL}.lora.rank") else f"{MODEL}.lora_"
     if c.get(f"{section}rank"):
         c.copy(f"{section}rank", f"{section}alpha")
-        targets = c.get(f"{MODEL}.target_modules")
-        c.put("actor.target_modules", [targets] if isinstance(targets, str) else targets, f"{MODEL}.target_modules")
+        targets = f"{MODEL}.target_modules"
+        c.put("actor.target_modules", as_list(c.get(targets)), targets)
 
 
 def layout(c: Conversion) -> None:
@@ -150,8 +173,8 @@ def layout(c: Conversion) -> None:
     if _world(c) > 1 or _is_fully_async(c):
         c.put("runtime", "ray", "trainer.nnodes", "trainer.n_gpus_per_node")
     if c.settings["trainer.backend"] == "megatron":
-        sizes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
-        c.copy(*(f"{ACTOR}.megatron.{own}_parallel_size" for own in sizes))
+        for dimension in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model"):
+            c.copy(f"{ACTOR}.megatron.{dimension}_parallel_size")
         is_split = number_of(c, f"{ACTOR}.megatron.tensor_model_parallel_size") > 1
         parallel = f"{ACTOR}.megatron.sequence_parallel"
         c.put("trainer.parallel.sequence_parallel", bool(c.get(parallel)) and is_split, parallel)
@@ -162,10 +185,19 @@ def layout(c: Conversion) -> None:
     if ranks > 1:
         c.put("trainer.parallel.context_parallel_size", ranks, name)
         c.put("trainer.parallel.ulysses_sequence_parallel_size", ranks, name)
-    shards = int(number_of(c, name := f"{ACTOR}.fsdp_config.fsdp_size"))
-    c.put("trainer.parallel.fsdp_size", shards if 0 < shards < _world(c) else 0, name)
-    offloads = f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload"
-    c.put("actor.offload", "all" if c.get(offloads[0]) else "optimizer" if c.get(offloads[1]) else "none", *offloads)
+    fsdp_size = f"{ACTOR}.fsdp_config.fsdp_size"
+    shards = int(number_of(c, fsdp_size))
+    if not 0 < shards < _world(c):
+        shards = 0
+    c.put("trainer.parallel.fsdp_size", shards, fsdp_size)
+    of_parameters = f"{ACTOR}.fsdp_config.param_offload"
+    of_optimizer = f"{ACTOR}.fsdp_config.optimizer_offload"
+    offload = "none"
+    if c.get(of_parameters):
+        offload = "all"
+    elif c.get(of_optimizer):
+        offload = "optimizer"
+    c.put("actor.offload", offload, of_parameters, of_optimizer)
     dtype = f"{ACTOR}.fsdp_config.dtype"
     if c.get(dtype) not in ("bfloat16", "bf16"):
         c.put("dtype", c.one_of(dtype, {"float32": "float32", "fp32": "float32"}, "float32"), dtype)
@@ -182,25 +214,29 @@ def rollout(c: Conversion) -> None:
     engine = c.one_of(f"{ROLLOUT}.name", {"vllm": "vllm", "hf": "hf", "???": "vllm"}, "vllm", _ENGINES)
     c.put("rollout.engine", engine, f"{ROLLOUT}.name")
     c.copy(f"{ROLLOUT}.n", f"{ROLLOUT}.temperature", f"{ROLLOUT}.max_num_seqs")
-    size, of = int(number_of(c, f"{ROLLOUT}.tensor_model_parallel_size")), f"{ROLLOUT}.tensor_model_parallel_size"
+    tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
+    gpus_per_engine = int(number_of(c, tensor_size))
     if engine == "vllm":
         c.copy(f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.max_num_batched_tokens")
-        c.put("rollout.tensor_parallel_size", size, of)
+        c.put("rollout.tensor_parallel_size", gpus_per_engine, tensor_size)
         _engine_options(c)
+    else:
+        gpus_per_engine = 1
     is_fully_async = _is_fully_async(c)
     if _world(c) > 1 or is_fully_async:
         section = "rollout" if is_fully_async else "trainer"
-        nodes, gpus = f"{section}.nnodes", f"{section}.n_gpus_per_node"
+        nodes = f"{section}.nnodes"
+        gpus = f"{section}.n_gpus_per_node"
         world = int(number_of(c, nodes) * number_of(c, gpus))
-        engines = max(1, world // (size if engine == "vllm" else 1))
-        c.put("rollout.num_processes", engines, nodes, gpus, of)
+        engines = max(1, world // gpus_per_engine)
+        c.put("rollout.num_processes", engines, nodes, gpus, tensor_size)
         c.put("controllers", min(engines, int(number_of(c, nodes))), nodes)
         if not is_fully_async and c.get("trainer.v1.trainer_mode") != "separate_async":
             c.put("rollout.colocated", True, "trainer.v1.trainer_mode")
-    tries, temperature = f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature"
-    if c.get(f"{ROLLOUT}.val_kwargs.do_sample"):
-        c.put("rollout.val_kwargs.n", c.get(tries), tries, f"{ROLLOUT}.val_kwargs.do_sample")
-        c.copy(temperature, f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.top_k")
+    val = f"{ROLLOUT}.val_kwargs"
+    if c.get(f"{val}.do_sample"):
+        c.put("rollout.val_kwargs.n", c.get(f"{val}.n"), f"{val}.n", f"{val}.do_sample")
+        c.copy(f"{val}.temperature", f"{val}.top_p", f"{val}.top_k")
     if is_fully_async:
         schedule_fully_async(c)
         return
@@ -213,21 +249,21 @@ def rollout(c: Conversion) -> None:
 
 def schedule_fully_async(c: Conversion) -> None:
     """Convert how far sampling is ahead of training in verl's fully asynchronous trainer."""
-    share, partial = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
+    share = f"{_ASYNC}.staleness_threshold"
     staleness = number_of(c, share)
-    c.put("trainer.schedule", "async" if staleness > 0 else "sync", share)
     if staleness > 0:
+        c.put("trainer.schedule", "async", share)
         c.put("rollout.max_staleness", math.ceil(staleness), share)
         c.notes[share] = "a share of the prompts between two updates of the engines in verl, and whole steps here"
     else:
-        c.notes[partial] = "of a staleness_threshold above 0"
+        c.put("trainer.schedule", "sync", share)
+        c.notes[f"{_ASYNC}.partial_rollout"] = "of a staleness_threshold above 0"
 
 
 def _engine_options(c: Conversion) -> None:
     """Convert the arguments of vLLM."""
-    experts, quantization, section = (
-        f"{ROLLOUT}.{name}" for name in ("expert_parallel_size", "quantization", "engine_kwargs.vllm")
-    )
+    experts = f"{ROLLOUT}.expert_parallel_size"
+    quantization = f"{ROLLOUT}.quantization"
     options: dict[str, Any] = {}
     sources: list[str] = []
     if number_of(c, experts) > 1:
@@ -236,14 +272,14 @@ def _engine_options(c: Conversion) -> None:
     if c.get(quantization) is not None:
         options["quantization"] = c.get(quantization)
         sources.append(quantization)
-    for key in c.given:
-        _, is_vllm, name = key.partition(f"{section}.")
-        if not is_vllm or c.given[key] is None:
+    for key, value in c.values.items():
+        _, is_vllm, name = key.partition(f"{ROLLOUT}.engine_kwargs.vllm.")
+        if not is_vllm or value is None:
             continue
         if name in VLLM_RESERVED:
             c.missing[key] = "gcore gives this argument itself"
             continue
-        options[name] = c.given[key]
+        options[name] = value
         sources.append(key)
     if options:
         c.put("rollout.engine_options", options, *sources)
@@ -261,20 +297,21 @@ def algorithm(c: Conversion) -> None:
     in_reward = "algorithm.use_kl_in_reward"
     if c.get(in_reward) and estimator in ("gae", "reinforce_plus_plus"):
         c.put("algorithm.kl_ctrl.kl_coef", c.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef", in_reward)
-        kind = c.one_of("algorithm.kl_penalty", _KL, "k1")
-        c.put("algorithm.kl_ctrl.kl_penalty", kind, "algorithm.kl_penalty")
-        c.copy(*(f"algorithm.kl_ctrl.{own}" for own in ("type", "horizon", "target_kl")))
+        c.put("algorithm.kl_ctrl.kl_penalty", c.one_of("algorithm.kl_penalty", _KL, "k1"), "algorithm.kl_penalty")
+        c.copy("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
     elif c.get(in_reward):
         c.missing[in_reward] = f"not with {estimator}, which has no rewards of single tokens; see kl_loss_coef"
-    filters, waves = "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
-    c.put("algorithm.filter_groups", bool(c.get(filters)), filters)
-    if c.get(filters):
+    filters = "algorithm.filter_groups"
+    c.put(filters, bool(c.get(f"{filters}.enable")), f"{filters}.enable")
+    if c.get(f"{filters}.enable"):
+        waves = f"{filters}.max_num_gen_batches"
         c.put("algorithm.max_num_gen_batches", int(number_of(c, waves)) or NEVER, waves)
-    bypass = next((name for name in _BYPASSES if c.get(name)), _BYPASSES[0])
+    bypass = next(filter(c.get, _BYPASSES), _BYPASSES[0])
     c.put("algorithm.old_log_probs", "rollout" if c.get(bypass) else "trainer", bypass)
-    recomputed, sampled = f"{_ASYNC}.compute_prox_log_prob", f"{_ASYNC}.use_rollout_log_probs"
-    if c.get(recomputed) or not c.get(sampled):
-        c.put("algorithm.old_log_probs", "trainer", recomputed, sampled)
+    recomputes = f"{_ASYNC}.compute_prox_log_prob"
+    uses_sampled = f"{_ASYNC}.use_rollout_log_probs"
+    if c.get(recomputes) or not c.get(uses_sampled):
+        c.put("algorithm.old_log_probs", "trainer", recomputes, uses_sampled)
     correction(c)
     cap = f"{ACTOR}.tis_imp_ratio_cap"
     if number_of(c, cap) > 0 and f"{_CORRECTION}.rollout_is" not in c.settings:
@@ -284,85 +321,81 @@ def algorithm(c: Conversion) -> None:
 
 def correction(c: Conversion) -> None:
     """Convert the correction of a batch for the engine's own log-probs."""
-    own = _CORRECTION
-    for rule, threshold in (
-        ("rollout_is", f"{own}.rollout_is_threshold"),
-        ("rollout_rs", f"{own}.rollout_rs_threshold"),
-    ):
-        if not c.get(f"{own}.{rule}"):
+    for rule in (f"{_CORRECTION}.rollout_is", f"{_CORRECTION}.rollout_rs"):
+        if not c.get(rule):
             continue
         if c.settings["algorithm.old_log_probs"] == "rollout":
-            c.missing[f"{own}.{rule}"] = (
-                "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
-            )
+            c.missing[rule] = "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
             continue
-        if "," in str(c.get(f"{own}.{rule}")):
-            c.missing[f"{own}.{rule}"] = "one rule of rejection at a time"
+        if "," in str(c.get(rule)):
+            c.missing[rule] = "one rule of rejection at a time"
             continue
-        c.copy(f"{own}.{rule}")
+        c.copy(rule)
+        threshold = f"{rule}_threshold"
         # Two numbers in one text, 0.5_2.0, are a lower and an upper bound.
-        *lower, upper = str(c.get(threshold)).split("_")
-        c.put(threshold, float(upper), threshold)
-        if lower:
-            c.put(f"{threshold}_lower", float(lower[0]), threshold)
-    if f"{own}.rollout_is" in c.settings:
-        c.copy(f"{own}.rollout_is_batch_normalize")
-    c.copy(f"{own}.rollout_token_veto_threshold")
+        bounds = str(c.get(threshold)).split("_")
+        c.put(threshold, float(bounds[-1]), threshold)
+        if len(bounds) > 1:
+            c.put(f"{threshold}_lower", float(bounds[0]), threshold)
+    if f"{_CORRECTION}.rollout_is" in c.settings:
+        c.copy(f"{_CORRECTION}.rollout_is_batch_normalize")
+    c.copy(f"{_CORRECTION}.rollout_token_veto_threshold")
 
 
 def policy_loss(c: Conversion) -> None:
     """Convert the policy's loss."""
-    kind = c.one_of(f"{ACTOR}.policy_loss.loss_mode", _LOSSES, "vanilla")
-    c.put("actor.loss.loss_mode", kind, f"{ACTOR}.policy_loss.loss_mode")
+    mode = f"{ACTOR}.policy_loss.loss_mode"
+    loss = c.one_of(mode, _LOSSES, "vanilla")
+    c.put("actor.loss.loss_mode", loss, mode)
     low = f"{ACTOR}.clip_ratio_low"
     c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
     c.copy(f"{ACTOR}.clip_ratio_high")
     c.notes[f"{ACTOR}.clip_ratio"] = "verl, too, takes clip_ratio_low and clip_ratio_high, which have defaults"
-    if kind == "vanilla":
+    if loss == "vanilla":
         c.copy(f"{ACTOR}.clip_ratio_c")
-    if kind == "sapo":
+    if loss == "sapo":
         for name in ("tau_pos", "tau_neg"):
-            c.copy(f"{ACTOR}.policy_loss.{name}" if c.has(f"{ACTOR}.policy_loss.{name}") else f"{ACTOR}.{name}")
-        c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", f"{ACTOR}.policy_loss.loss_mode")
+            has_newer = c.has(f"{ACTOR}.policy_loss.{name}")
+            c.copy(f"{ACTOR}.policy_loss.{name}" if has_newer else f"{ACTOR}.{name}")
+        c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", mode)
     else:
-        mode = f"{ACTOR}.loss_agg_mode"
-        c.put(
-            "actor.loss.loss_agg_mode",
-            c.one_of(mode, dict(zip(_AGGREGATIONS, _AGGREGATIONS, strict=True)), "token-mean"),
-            mode,
-        )
+        aggregation = f"{ACTOR}.loss_agg_mode"
+        c.put("actor.loss.loss_agg_mode", c.one_of(aggregation, _AGGREGATIONS, "token-mean"), aggregation)
     c.copy(f"{ACTOR}.loss_scale_factor")
     bonus = f"{ACTOR}.entropy_coeff"
     if number_of(c, bonus) < 0:
         c.missing[bonus] = "a bonus has a weight of 0 or more"
     else:
         c.put("actor.loss.entropy_coeff", number_of(c, bonus), bonus)
-    uses, weight, estimate = (f"{ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
-    c.put("actor.loss.kl_loss_coef", c.get(weight) if c.get(uses) else 0.0, weight, uses)
-    if not c.get(uses):
-        c.notes[weight] = "use_kl_loss is false"
-    else:
+    uses_kl = f"{ACTOR}.use_kl_loss"
+    weight = f"{ACTOR}.kl_loss_coef"
+    if c.get(uses_kl):
+        estimate = f"{ACTOR}.kl_loss_type"
+        c.put("actor.loss.kl_loss_coef", c.get(weight), weight, uses_kl)
         c.put("actor.loss.kl_loss_type", c.one_of(estimate, _KL_IN_LOSS, "k3"), estimate)
-    replays = [f"{ACTOR}.{section}router_replay.mode" for section in ("megatron.", "veomni.", "")]
-    for replay in replays:
+    else:
+        c.put("actor.loss.kl_loss_coef", 0.0, weight, uses_kl)
+        c.notes[weight] = "use_kl_loss is false"
+    for section in ("megatron.", "veomni.", ""):
+        replay = f"{ACTOR}.{section}router_replay.mode"
         if c.get(replay) not in (None, "disabled"):
             c.put("actor.router_replay", c.one_of(replay, {"R2": "R2"}, "R2"), replay)
 
 
 def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     """Convert an optimizer's settings; verl's schedule counts steps, gcore's the updates in them."""
-    for own in ("lr", "weight_decay", "betas"):
-        c.put(f"{ours}.{own}", c.get(f"{theirs}.{own}"), f"{theirs}.{own}")
-    role = theirs.removesuffix(".optim")
-    older = f"{role}.grad_clip"
-    clip = older if c.has(older) and not c.has(f"{theirs}.clip_grad") else f"{theirs}.clip_grad"
+    for name in ("lr", "weight_decay", "betas"):
+        c.put(f"{ours}.{name}", c.get(f"{theirs}.{name}"), f"{theirs}.{name}")
+    clip = f"{theirs}.clip_grad"
+    older = f"{theirs.removesuffix('.optim')}.grad_clip"
+    if c.has(older) and not c.has(clip):
+        clip = older
     c.put(f"{ours}.grad_clip", c.get(clip), clip)
     if c.has(f"{theirs}.eps"):
         c.copy(f"{theirs}.eps")
-    names = ("AdamW", "adam", "adamw", "AdamW8bit")
-    chosen = c.one_of(f"{theirs}.optimizer", {n: "adamw_8bit" if n == "AdamW8bit" else "adamw" for n in names}, "adamw")
-    c.put(f"{ours}.name", chosen, f"{theirs}.optimizer")
-    steps, share = f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio"
+    c.put(f"{ours}.name", c.one_of(f"{theirs}.optimizer", _OPTIMIZERS, "adamw"), f"{theirs}.optimizer")
+    steps = f"{theirs}.lr_warmup_steps"
+    share = f"{theirs}.lr_warmup_steps_ratio"
     total = c.get("trainer.total_training_steps")
     if number_of(c, steps) > 0:
         c.put(f"{ours}.lr_warmup_steps", int(number_of(c, steps)) * updates, steps)
@@ -371,16 +404,14 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
         c.put(f"{ours}.lr_warmup_steps", int(c.get(share) * total) * updates, share, "trainer.total_training_steps")
     elif c.get(share):
         c.missing[share] = f"set {ours}.lr_warmup_steps, in updates: the run's length follows from its data"
-    kinds = [f"{theirs}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type")]
-    kind = next((name for name in kinds if c.has(name)), kinds[-1])
-    c.put(f"{ours}.lr_scheduler_type", c.one_of(kind, _SCHEDULES, "constant"), kind)
-    if c.get(f"{theirs}.min_lr"):
-        c.put(
-            f"{ours}.min_lr_ratio",
-            c.get(f"{theirs}.min_lr") / c.get(f"{theirs}.lr"),
-            f"{theirs}.min_lr",
-            f"{theirs}.lr",
-        )
+    schedule = f"{theirs}.lr_scheduler_type"
+    for name in (f"{theirs}.warmup_style", f"{theirs}.lr_decay_style"):
+        if c.has(name):
+            schedule = name
+    c.put(f"{ours}.lr_scheduler_type", c.one_of(schedule, _SCHEDULES, "constant"), schedule)
+    lowest = f"{theirs}.min_lr"
+    if c.get(lowest):
+        c.put(f"{ours}.min_lr_ratio", c.get(lowest) / c.get(f"{theirs}.lr"), lowest, f"{theirs}.lr")
     else:
         c.put(f"{ours}.min_lr_ratio", c.get(f"{theirs}.min_lr_ratio"), f"{theirs}.min_lr_ratio")
 
@@ -395,16 +426,18 @@ def critic(c: Conversion, updates: int) -> None:
             c.notes[f"critic.{name}"] = "as the actor's"
     c.copy("critic.cliprange_value", "critic.loss_agg_mode", "trainer.critic_warmup")
     if c.has("critic.model.path"):
-        c.put("critic.model", _expanded(c.get("critic.model.path")), "critic.model.path")
+        c.put("critic.model", _expand_home(c.get("critic.model.path")), "critic.model.path")
 
 
 def reward(c: Conversion) -> None:
     """Convert the reward function, or the reward model."""
-    sections = [own for own in ("reward.custom_reward_function", "custom_reward_function") if c.has(f"{own}.path")]
-    if sections:
-        path, name = f"{sections[0]}.path", f"{sections[0]}.name"
-        c.put("reward", f"{_expanded(c.get(path))}:{c.get(name)}", path, name)
-        c.copy_section(f"{sections[0]}.reward_kwargs", "reward_kwargs")
+    for function in ("reward.custom_reward_function", "custom_reward_function"):
+        path = f"{function}.path"
+        name = f"{function}.name"
+        if c.has(path):
+            c.put("reward", f"{_expand_home(c.get(path))}:{c.get(name)}", path, name)
+            c.copy_section(f"{function}.reward_kwargs", "reward_kwargs")
+            break
     for enable, path in (
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
         ("reward_model.enable", "reward_model.model.path"),
@@ -414,52 +447,44 @@ def reward(c: Conversion) -> None:
             c.copy(path)
     if not {"reward", "reward_model.kind"} & c.settings.keys():
         c.missing["custom_reward_function.path"] = _BUILT_IN_SCORERS
-    for own in _OVERLONG_BUFFERS:
-        if c.get(f"{own}.enable"):
-            c.put("algorithm.overlong.buffer_len", c.get(f"{own}.len"), f"{own}.len", f"{own}.enable")
-            c.copy(f"{own}.penalty_factor")
-        longest = own.replace("overlong_buffer_cfg", "max_resp_len")
-        if longest in c.given and c.get(longest) == c.get("data.max_response_length"):
+    for section in _OVERLONG_BUFFERS:
+        if c.get(f"{section}.enable"):
+            length = f"{section}.len"
+            c.put("algorithm.overlong.buffer_len", c.get(length), length, f"{section}.enable")
+            c.copy(f"{section}.penalty_factor")
+        longest = section.replace("overlong_buffer_cfg", "max_resp_len")
+        if longest in c.values and c.get(longest) == c.get("data.max_response_length"):
             c.notes[longest] = "data.max_response_length"
 
 
 def distillation(c: Conversion) -> None:
     """Convert teachers, whose reverse KL is here an advantage, as k1 with a policy gradient is in verl."""
-    own = "distillation.distillation_loss"
-    suffix = ".model_path"
-    names = [
-        name.removesuffix(suffix) for name in c.given if name.startswith(f"{_TEACHERS}.") and name.endswith(suffix)
-    ]
-    if len(names) > 1:
-        # Where there are others, verl leaves out the teacher of its defaults.
-        names = [name for name in names if name != f"{_TEACHERS}.teacher_model"]
-    names = [name for name in names if c.has(f"{name}{suffix}")]
-    if not (c.get("distillation.enabled") and names):
+    paths = [name for name in c.values if name.startswith(f"{_TEACHERS}.") and name.endswith(".model_path")]
+    default = f"{_TEACHERS}.teacher_model.model_path"
+    if len(paths) > 1 and default in paths:
+        # Where there are several, verl leaves out the teacher of its defaults.
+        paths.remove(default)
+    paths = list(filter(c.has, paths))
+    if not (c.get("distillation.enabled") and paths):
         return
-    paths = [f"{name}{suffix}" for name in names]
-    c.put("distillation.teachers", [_expanded(c.get(path)) for path in paths], *paths, "distillation.enabled")
-    if len(names) > 1:
-        sources = [f"{name}.key" for name in names]
+    c.put("distillation.teachers", [_expand_home(c.get(path)) for path in paths], *paths, "distillation.enabled")
+    if len(paths) > 1:
+        sources = [path.removesuffix("model_path") + "key" for path in paths]
         c.put("distillation.sources", [str(c.get(source)) for source in sources], *sources)
         c.copy("distillation.teacher_key")
-    c.copy(f"{own}.distillation_loss_coef")
-    if not c.get(f"{own}.use_task_rewards"):
-        c.put("algorithm.adv_estimator", "distillation", f"{own}.use_task_rewards")
+    loss = "distillation.distillation_loss"
+    c.copy(f"{loss}.distillation_loss_coef")
+    if not c.get(f"{loss}.use_task_rewards"):
+        c.put("algorithm.adv_estimator", "distillation", f"{loss}.use_task_rewards")
         c.missing.pop("custom_reward_function.path", None)
-    c.missing[f"{own}.loss_mode"] = "the loss is the reverse KL at the policy's own tokens, as an advantage"
+    c.missing[f"{loss}.loss_mode"] = "the loss is the reverse KL at the policy's own tokens, as an advantage"
 
 
 def run(c: Conversion) -> None:
     """Convert the run's name, length, checkpoints and evaluations."""
     c.put("name", folder_name(c.get("trainer.experiment_name")), "trainer.experiment_name")
-    loggers: Sequence[Any] = c.get("trainer.logger")
-    loggers = [loggers] if isinstance(loggers, str) else loggers
-    if "trainer.logger" in c.given:
-        if known := [own for own in loggers if own in TRACKERS]:
-            c.put("trainer.trackers", known, "trainer.logger")
-            c.put("trainer.project_name", str(c.get("trainer.project_name")), "trainer.project_name")
-        if others := [own for own in loggers if own not in ("console", "tensorboard", "file", *TRACKERS)]:
-            c.missing["trainer.logger"] = f"{', '.join(map(str, others))}; {WRITTEN}"
+    if "trainer.logger" in c.values:
+        convert_trackers(c, "trainer.logger", "trainer.project_name", ("console", "tensorboard", "file"))
     c.notes["trainer.project_name"] = "of the trackers that trainer.logger names"
     c.notes.setdefault("trainer.logger", WRITTEN)
     steps = "trainer.total_training_steps"
@@ -473,18 +498,17 @@ def run(c: Conversion) -> None:
         c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"
     else:
         c.copy("trainer.total_epochs")
+    save = "trainer.save_freq"
+    if number_of(c, save) > 0:
+        c.copy(save)
+    else:
+        c.notes[save] = "never in verl; here as often as by default"
     test = "rollout.test_freq" if c.has("rollout.test_freq") else "trainer.test_freq"
-    for name, text in (
-        ("trainer.save_freq", "never in verl; here as often as by default"),
-        (test, "never in verl; here at the first and the last step"),
-    ):
-        if number_of(c, name) > 0:
-            c.copy(name)
-        elif name == test:
-            c.put("trainer.test_freq", NEVER, name)
-            c.notes[name] = text
-        else:
-            c.notes[name] = text
+    if number_of(c, test) > 0:
+        c.copy(test)
+    else:
+        c.put("trainer.test_freq", NEVER, test)
+        c.notes[test] = "never in verl; here at the first and the last step"
     resume = "trainer.resume_mode"
     c.put("resume", c.one_of(resume, {"auto": "auto", "disable": "never"}, "auto"), resume)
     c.copy("trainer.max_actor_ckpt_to_keep")
@@ -495,8 +519,10 @@ def run(c: Conversion) -> None:
         c.missing["trainer.device"] = "NVIDIA GPUs and CPUs"
 
 
-def _expanded(path: object) -> str:
-    return str(Path(str(path)).expanduser()) if str(path).startswith("~") else str(path)
+def _expand_home(path: object) -> str:
+    if str(path).startswith("~"):
+        return str(Path(str(path)).expanduser())
+    return str(path)
 
 
 def _world(c: Conversion) -> int:
