@@ -73,7 +73,9 @@ def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[
     content: Any = normalized.get("content")
     if content is None:
         if not normalized.get("tool_calls"):
-            fault = "is None" if "content" in message else "is missing"
+            fault = "is missing"
+            if "content" in message:
+                fault = "is None"
             raise RequestError(f"{where}.content {fault}; expected text, which may be None next to tool_calls alone")
         normalized["content"] = ""
     elif isinstance(content, list):
@@ -93,7 +95,9 @@ def _join_parts(parts: list[Any], where: str) -> str:
             kind = entries.get("type", "text")
             if kind in _IMAGE_TYPES:
                 raise RequestError(f"{where} has an image; expected text alone")
-            text = entries.get("text") if kind == "text" else None
+            text = None
+            if kind == "text":
+                text = entries.get("text")
         if not isinstance(text, str):
             raise RequestError(f"{where} has the part {part!r:.80}; expected parts of type text")
         texts.append(text)

@@ -10,12 +10,23 @@ import struct
 
 from gcore_rollout.errors import SandboxError
 
-LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""Operation codes of classic BPF, each with a constant operand."""
-CALL_NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in `struct seccomp_data`; both machines are little-endian, so this is the argument's lower half."""
-ALLOW, FAIL = 0x7FFF0000, 0x00050000
-"""SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO, to which the number of the error is added."""
+# Operation codes of classic BPF, each with a constant operand.
+LOAD = 0x20
+JUMP_IF_EQUAL = 0x15
+JUMP_IF_AT_LEAST = 0x35
+JUMP_IF_ANY_BIT = 0x45
+RETURN = 0x06
+
+# Offsets in `struct seccomp_data`.
+CALL_NUMBER = 0
+ARCHITECTURE = 4
+FIRST_ARGUMENT = 16
+"""Both machines are little-endian, so this is the argument's lower half."""
+
+ALLOW = 0x7FFF0000
+"""SECCOMP_RET_ALLOW."""
+FAIL = 0x00050000
+"""SECCOMP_RET_ERRNO, to which the number of the error is added."""
 
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
@@ -113,8 +124,8 @@ def build_syscall_filter(machine: str) -> bytes:
         machine: as `os.uname` has it, one of `MACHINES`; a `SandboxError` for any other.
     """
     if machine not in MACHINES:
-        known = " or ".join(MACHINES)
-        raise SandboxError(f"machine is {machine!r}; expected {known}, for which the sandbox has a filter of calls")
+        expected = " or ".join(MACHINES)
+        raise SandboxError(f"machine is {machine!r}; expected {expected}, for which the sandbox has a filter of calls")
     index = MACHINES.index(machine)
     denied = _return(FAIL | errno.EPERM)
     missing = _return(FAIL | errno.ENOSYS)
