@@ -146,7 +146,6 @@ class Generation:
         self.deferred = []
         self.measured = []
         complete: list[tuple[Group, Prompt]] = []
-        groups: list[Group] = []
         cut_short: list[Group] = []
         for index, pending in self._pending.items():
             group = pending.group
@@ -159,7 +158,7 @@ class Generation:
             else:
                 self.measured.append(MeasuredLength.of(pending.prompt, group.lengths.tolist()))
                 complete.append((group, pending.prompt))
-                groups.append(group)
+        groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
             with self.timer.stage("reward"):
                 groups = await self.roles.comparison.run(complete, self.roles.tokenizer)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.images.models import report_folder_errors
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom in pixels."""
@@ -34,9 +34,7 @@ class ObjectDetector:
     def __init__(self, path: str | Path, *, device: str = "cpu") -> None:
         import transformers as hf
 
-        has_config = (Path(path) / "config.json").is_file()
-        require("path", str(path), has_config, "a Hugging Face folder of an object detector")
-        try:
+        with report_folder_errors(path, "an object detector"):
             config: Any = hf.AutoConfig.from_pretrained(path, local_files_only=True)
             self.is_zero_shot = type(config) in hf.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
             self._has_masks = type(config) in hf.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING
@@ -49,8 +47,6 @@ class ObjectDetector:
                 model_class = hf.AutoModelForUniversalSegmentation
             model: Any = model_class.from_pretrained(path, local_files_only=True)
             self._processor: Any = processor.from_pretrained(path, local_files_only=True)
-        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
         self._model: Any = model.to(device).eval().requires_grad_(False)
         self._device = device
         self.labels: Mapping[int, str] = {} if self.is_zero_shot else config.id2label

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gcore_rollout.errors import RewardConfigError
 from gcore_rollout.images.detection import Box, Detected, ObjectDetector
-from gcore_rollout.images.models import load_clip
+from gcore_rollout.images.models import embed_images, load_clip
 from gcore_rollout.images.reward import Images, Rows, import_pillow
 
 Objects = Mapping[str, Sequence[Box]]
@@ -243,8 +243,7 @@ class _Colours:
                 picture = np.where(mask[..., None], image, np.uint8(_GREY))
             box = (left, top, max(right, left + 1), max(bottom, top + 1))
             crops.append(self._pillow.fromarray(picture).crop(box))
-        pixels = self._processor(crops, return_tensors="pt")["pixel_values"].to(self._device)
-        embeddings = self._model.visual_projection(self._model.vision_model(pixel_values=pixels).pooler_output)
+        embeddings = embed_images(self._model, self._processor, crops, self._device)
         return [_COLOURS[i] for i in (embeddings @ self._classifier(name).T).argmax(1).tolist()]
 
     def _embed_colours(self, name: str) -> torch.Tensor:

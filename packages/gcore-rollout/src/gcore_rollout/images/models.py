@@ -1,7 +1,8 @@
 """Scores of images by local models: CLIP, heads on it, and BLIP with ImageReward's head."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,8 @@ class AestheticReward:
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del prompts, rows
-        pixels = self._processor(list(images), return_tensors="pt").to(self._device)
-        pooled = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
-        return self._head(torch.nn.functional.normalize(self._model.visual_projection(pooled), dim=-1))
+        embeddings = embed_images(self._model, self._processor, list(images), self._device)
+        return self._head(torch.nn.functional.normalize(embeddings, dim=-1))
 
 
 class ImageRewardScore:
@@ -166,11 +166,9 @@ class _Head:
     """Linear layers to one score, by the names of their weights."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str) -> None:
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name in names:
-            weight = tensors[name]
-            bias = tensors[name.removesuffix("weight") + "bias"]
-            self._layers.append((weight.to(device), bias.to(device)))
+        self._layers = [
+            (tensors[name].to(device), tensors[name.removesuffix("weight") + "bias"].to(device)) for name in names
+        ]
 
     def __call__(self, x: torch.Tensor) -> Scores:
         """Return scores [B]."""
@@ -200,6 +198,23 @@ def load_clip(path: str | Path, device: str, weights: str | Path = "") -> tuple[
         if isinstance(error, RewardConfigError):
             raise
         raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
+
+
+def embed_images(model: Any, processor: Any, images: Sequence[Any], device: str) -> torch.Tensor:
+    """Return a CLIP model's embeddings of images, [images, width]."""
+    pixels = processor(images, return_tensors="pt")["pixel_values"].to(device)
+    return model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
+
+
+@contextmanager
+def report_folder_errors(path: str | Path, content: str) -> Generator[None]:
+    """Raise `RewardConfigError` unless a Hugging Face folder is there and loads in this block."""
+    has_config = (Path(path) / "config.json").is_file()
+    require("path", str(path), has_config, f"a Hugging Face folder of {content}")
+    try:
+        yield
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
 
 
 def _load_open_clip(model: Any, weights: str | Path) -> None:
@@ -282,12 +297,8 @@ def _build_blip(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
 
 def _num_layers(tensors: Mapping[str, torch.Tensor], pattern: str) -> int:
     """Return the number of layers, whose indices are the pattern's group."""
-    indices: list[int] = []
-    for name in tensors:
-        match = re.match(pattern, name)
-        if match is not None:
-            indices.append(int(match[1]))
-    return 1 + max(indices)
+    matches = [re.match(pattern, name) for name in tensors]
+    return 1 + max(int(match[1]) for match in matches if match)
 
 
 def _rename(name: str, patterns: Iterable[tuple[str, str]]) -> str:

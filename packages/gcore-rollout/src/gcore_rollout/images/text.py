@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.images.models import report_folder_errors
 from gcore_rollout.images.reward import Images, Rows, Scores
 
 _MAX_TOKENS = 128
@@ -29,13 +30,9 @@ class OCRReward:
     def __init__(self, path: str | Path, *, text_key: str = "", device: str = "cpu") -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        has_config = (Path(path) / "config.json").is_file()
-        require("path", str(path), has_config, "a Hugging Face folder of a model that reads text in images")
-        try:
+        with report_folder_errors(path, "a model that reads text in images"):
             model: Any = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
             self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
-        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
         has_both = hasattr(self._processor, "image_processor") and hasattr(self._processor, "tokenizer")
         require("path", str(path), has_both, "a processor of images with a tokenizer in the folder")
         self._model: Any = model.to(device).eval().requires_grad_(False)

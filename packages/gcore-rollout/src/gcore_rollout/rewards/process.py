@@ -246,14 +246,11 @@ class LimitedProcess:
 
     def _take(self, message: Any, is_ready: "asyncio.Future[Any]") -> None:
         """Handle an answer."""
-        value: Any = None
-        if isinstance(message, _Answer):
+        if isinstance(message, session.Failed):
+            pid = 0 if self._process is None else self._process.pid
+            value: Any = session.exception(message, pid)
+        else:
             value = message.value
-        elif isinstance(message, session.Failed):
-            pid = 0
-            if self._process is not None:
-                pid = self._process.pid
-            value = session.exception(message, pid)
         if isinstance(value, MemoryError):
             value = LimitExceededError(f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory")
         if message.call_id:

@@ -54,9 +54,9 @@ def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_
     if names >= _BATCH:
         return BatchReward(function)
     if names >= _VERL:
-        return _adapt(function, _verl_arguments(signature), _verl_result)
+        return _adapt(function, signature, _verl_arguments, _verl_result)
     if names >= _TRL:
-        return _adapt(function, _trl_arguments(function, signature, setting, prompt_key), _trl_result)
+        return _adapt(function, signature, _trl_arguments(function, signature, setting, prompt_key), _trl_result)
     try:
         signature.bind("", "", {})
     except TypeError:
@@ -71,45 +71,40 @@ _Result = Callable[[Any, dict[str, float]], float | Scored]
 """From the function's result and its logged numbers to a reward's result."""
 
 
-def _adapt(function: Callable[..., Any], arguments: _Arguments, result: _Result) -> RewardFunction:
+def _adapt(
+    function: Callable[..., Any], signature: inspect.Signature, arguments: _Arguments, result: _Result
+) -> RewardFunction:
     """Return a function as ``(prompt, completion, row)``, by functions for its arguments and its result."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+    def select(completion: str, row: Mapping[str, Any], logged: dict[str, float]) -> dict[str, Any]:
+        """Return the arguments that the function has a parameter for."""
+        by_name = arguments(completion, row, logged)
+        return {name: value for name, value in by_name.items() if takes_any or name in signature.parameters}
 
     async def asynchronous(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
         del prompt
         logged: dict[str, float] = {}
-        return result(await function(**arguments(completion, row, logged)), logged)
+        return result(await function(**select(completion, row, logged)), logged)
 
     def synchronous(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
         del prompt
         logged: dict[str, float] = {}
-        return result(function(**arguments(completion, row, logged)), logged)
+        return result(function(**select(completion, row, logged)), logged)
 
     reward = asynchronous if is_async(function) else synchronous
     reward.__name__ = name_of(function)
     return reward
 
 
-def _select_accepted(signature: inspect.Signature, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function has a parameter for."""
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in signature.parameters}
-
-
-def _verl_arguments(signature: inspect.Signature) -> _Arguments:
-    def arguments(completion: str, row: Mapping[str, Any], _: dict[str, float]) -> dict[str, Any]:
-        extra_info = row.get("extra_info")
-        if not isinstance(extra_info, Mapping):
-            extra_info = {}
-        by_name = {
-            "data_source": row.get("data_source"),
-            "solution_str": completion,
-            "ground_truth": _ground_truth(row),
-            "extra_info": dict(extra_info),
-        }
-        return _select_accepted(signature, by_name)
-
-    return arguments
+def _verl_arguments(completion: str, row: Mapping[str, Any], _: dict[str, float]) -> dict[str, Any]:
+    extra_info = row.get("extra_info")
+    return {
+        "data_source": row.get("data_source"),
+        "solution_str": completion,
+        "ground_truth": _ground_truth(row),
+        "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
+    }
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:
@@ -139,6 +134,8 @@ def _trl_arguments(
             value = f"{name_of(function)}{signature}"
             raise RewardError(f"{setting} is {value}; expected no {name}, which gcore does not pass")
     skipped = _TRL_RESERVED | {prompt_key}
+    # Arguments that settings give it, rather than columns.
+    fixed = function.keywords if isinstance(function, partial) else {}
 
     def arguments(completion: str, row: Mapping[str, Any], logged: dict[str, float]) -> dict[str, Any]:
         prompt = column(row, prompt_key, "a reward of TRL's form")
@@ -148,11 +145,9 @@ def _trl_arguments(
         by_name["completions"] = [answer]
         by_name["log_metric"] = logged.__setitem__
         by_name["log_extra"] = lambda *_: None
-        if isinstance(function, partial):
-            # Arguments that settings give it, rather than columns.
-            for name in function.keywords:
-                by_name.pop(name, None)
-        return _select_accepted(signature, by_name)
+        for name in fixed:
+            by_name.pop(name, None)
+        return by_name
 
     return arguments
 

@@ -170,11 +170,12 @@ class Sandbox:
                     cwd=start_folder,
                     env=ENVIRONMENT | {"HOME": home, "TMPDIR": home},
                 )
-                tasks = [
-                    asyncio.create_task(_talk(ours, program, tests, tokens, heard)),
-                    asyncio.create_task(stdout.read(on_too_much=process.terminate)),
-                    asyncio.create_task(stderr.read(on_too_much=process.terminate)),
-                ]
+                works = (
+                    _talk(ours, program, tests, tokens, heard),
+                    stdout.read(on_too_much=process.terminate),
+                    stderr.read(on_too_much=process.terminate),
+                )
+                tasks = [asyncio.create_task(work) for work in works]
                 try:
                     async with asyncio.timeout(self._limits.wall_s + GRACE_S):
                         await report.read()

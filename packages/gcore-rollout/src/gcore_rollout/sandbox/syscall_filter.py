@@ -137,33 +137,30 @@ def build_syscall_filter(machine: str) -> bytes:
     code += _instruction(LOAD, CALL_NUMBER)
     code += _instruction(JUMP_IF_AT_LEAST, FIRST_UNKNOWN_CALL, if_false=1)
     code += missing
-    code += _instruction(JUMP_IF_EQUAL, CLONE3, if_false=1)
-    code += missing
+    code += _if_equal(CLONE3, missing)
     for numbers in DENIED.values():
         number = numbers[index]
         if number is not None:
-            code += _instruction(JUMP_IF_EQUAL, number, if_false=1)
-            code += denied
+            code += _if_equal(number, denied)
 
     flag_check = _instruction(LOAD, FIRST_ARGUMENT)
     flag_check += _instruction(JUMP_IF_ANY_BIT, NEW_NAMESPACES, if_false=1)
     flag_check += denied
     flag_check += _return(ALLOW)
-    code += _if_call(CLONE[index], flag_check)
+    code += _if_equal(CLONE[index], flag_check)
 
     family_check = _instruction(LOAD, FIRST_ARGUMENT)
     for family in SOCKET_FAMILIES.values():
-        family_check += _instruction(JUMP_IF_EQUAL, family, if_false=1)
-        family_check += _return(ALLOW)
+        family_check += _if_equal(family, _return(ALLOW))
     family_check += denied
     for number in SOCKET_CALLS[index]:
-        code += _if_call(number, family_check)
+        code += _if_equal(number, family_check)
     return code + _return(ALLOW)
 
 
-def _if_call(number: int, check: bytes) -> bytes:
-    """Run instructions, which all end in a result, if this is the call."""
-    return _instruction(JUMP_IF_EQUAL, number, if_false=len(check) // 8) + check
+def _if_equal(operand: int, instructions: bytes) -> bytes:
+    """Run instructions, which all end in a result, if the loaded number equals the operand."""
+    return _instruction(JUMP_IF_EQUAL, operand, if_false=len(instructions) // 8) + instructions
 
 
 def _return(result: int) -> bytes:

@@ -1,8 +1,7 @@
 """Graders of short answers: a number (GSM8K), an integer (AIME), or the letter of a choice (MMLU, GPQA)."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -148,11 +147,13 @@ def _is_word(letter: str, after: str) -> bool:
     return letter in "AI" and following is not None and following[1] not in _AFTER_A_LETTER
 
 
-class _NumberReward(ABC):
+class _NumberReward:
     """1 if the number of a completion equals that of the row's column ``answer_key``, else 0."""
 
     kind: ClassVar[str]
     expected: ClassVar[str]
+    find: ClassVar[Callable[[str], Fraction | int | None]]
+    """Returns the number that a text gives as its answer."""
 
     def __init__(self, *, answer_key: str = "answer") -> None:
         self._answer_key = answer_key
@@ -174,19 +175,13 @@ class _NumberReward(ABC):
             )
         return number
 
-    @abstractmethod
-    def find(self, text: str) -> Fraction | int | None:
-        """Return the number that a text gives as its answer."""
-
 
 class GSM8KReward(_NumberReward):
     """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`."""
 
     kind = "gsm8k"
     expected = "a text with a number"
-
-    def find(self, text: str) -> Fraction | None:
-        return final_number(text)
+    find = staticmethod(final_number)
 
 
 class AIMEReward(_NumberReward):
@@ -194,9 +189,7 @@ class AIMEReward(_NumberReward):
 
     kind = "aime"
     expected = "an integer"
-
-    def find(self, text: str) -> int | None:
-        return final_integer(text)
+    find = staticmethod(final_integer)
 
 
 class MultipleChoiceReward:

@@ -60,11 +60,11 @@ class JSONServer:
             text = await self.retry.run(partial(self._post, body))
         except ConnectionError as error:
             attempts = self.retry.max_retries + 1
-            message = str(error)
+            reason = str(error)
             if attempts > 1:
-                message += f", in each of {attempts} attempts"
+                reason += f", in each of {attempts} attempts"
             # Without its cause, for which a runner around this would try again.
-            raise RewardError(message) from None
+            raise RewardError(reason) from None
         try:
             answer = json.loads(text)
         except json.JSONDecodeError:

@@ -63,9 +63,7 @@ class ReasoningGymReward:
             answer = completion.rpartition(self._answer_after)[2]
         answer = answer.strip()
         score = float(self._is_right(name, answer, entry))
-        parts: dict[str, float] = {}
-        if self._names_task:
-            parts[name] = score
+        parts = {name: score} if self._names_task else {}
         return Scored(score=score, parts=parts, answer=answer)
 
     def computes(self, task: str) -> bool:
