@@ -5,6 +5,7 @@ from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ from gcore_rollout.prompts import Prompt
 from gcore_rollout.response_lengths import LengthHistory, MeasuredLength
 from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
+
+_INDEX = attrgetter("index")
+"""Returns the index of a response, by which a group keeps them sorted."""
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 """Returns at most so many further prompts with their prompt indices; none: there are no more."""
@@ -244,9 +248,6 @@ class Generation:
 
     def _request(self, group: "_PendingGroup") -> Request:
         prompt = group.prompt
-        images: tuple[bytes, ...] = ()
-        if prompt.images is not None:
-            images = prompt.images.encoded()
         return Request(
             request_id=str(group.prompt_index),
             prompt_token_ids=prompt.token_ids,
@@ -256,7 +257,7 @@ class Generation:
             indices=tuple(group.missing),
             prefixes=tuple(group.prefixes),
             expected_tokens=group.expected_tokens,
-            images=images,
+            images=() if prompt.images is None else prompt.images.encoded(),
         )
 
     async def _complete(self, requests: list[Request]) -> None:
@@ -272,7 +273,7 @@ class Generation:
                 self._end_of_response()
                 continue
             if completion.finish_reason == "abort":
-                insort(group.group.responses, completion, key=_index_of)
+                insort(group.group.responses, completion, key=_INDEX)
                 self._end_of_response()
                 continue
             self._launch(0, self._score(group, completion))
@@ -381,8 +382,4 @@ class _PendingGroup:
             self.opening = self.group.prompt_ids = opening
         score = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
         # Of an episode, the group has the prompt, and nothing reads the texts of its turns any more.
-        insort(self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_index_of)
-
-
-def _index_of(response: Completion) -> int:
-    return response.index
+        insort(self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_INDEX)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, get_args
 
 import numpy as np
@@ -76,7 +77,7 @@ class Group:
             responses += map(Completion.from_state, fields.pop(name))
         for index, response in enumerate(fields.pop("responses")):
             responses.append(Completion.from_state({"request_id": str(prompt_index), "index": index, **response}))
-        responses.sort(key=lambda response: response.index)
+        responses.sort(key=attrgetter("index"))
         images = fields.pop("images", None)
         images = images and PromptImages.from_state(images)
         return cls(prompt_index=prompt_index, responses=responses, images=images, **fields)

@@ -90,16 +90,12 @@ class GenEvalReward:
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> tuple[list[float], dict[str, list[bool]]]:
         """Return scores [B] and their parts [B]."""
         self.check_prompts(prompts, rows)
-        scores: list[float] = []
-        accuracy: list[bool] = []
-        strict_accuracy: list[bool] = []
+        results: list[tuple[float, bool, bool]] = []
         for image, (objects, masks), row in zip(images, self._detect(images, rows), rows, strict=True):
             colours = cache(partial(self._name_colours, image, masks))
-            score, is_right, is_exact = geneval_score(objects, row, colours)
-            scores.append(score)
-            accuracy.append(is_right)
-            strict_accuracy.append(is_exact)
-        return scores, {"accuracy": accuracy, "strict_accuracy": strict_accuracy}
+            results.append(geneval_score(objects, row, colours))
+        scores, accuracy, strict_accuracy = zip(*results, strict=True)
+        return list(scores), {"accuracy": list(accuracy), "strict_accuracy": list(strict_accuracy)}
 
     def detect(self, images: Images, rows: Rows) -> list[Objects]:
         """Return the objects in each image."""
@@ -189,7 +185,8 @@ def _compare(
             holds = hits == count
         if holds and position:
             reference = matched[position[1]]
-            holds = reference is not None and _have_position(position[0], boxes, reference)
+            pairs = product(boxes, reference or ())
+            holds = reference is not None and all(position[0] in relative_positions(a, b) for a, b in pairs)
             if not holds:
                 values.append(0.0)
             # As published: 1 follows the 0 of a wrong position.
@@ -197,11 +194,6 @@ def _compare(
                 values.append(1.0)
         matched.append(boxes if holds else None)
     return values, None not in matched
-
-
-def _have_position(position: str, boxes: Sequence[Box], reference: Sequence[Box]) -> bool:
-    """Return whether each of the boxes has this position to each box of the reference."""
-    return all(position in relative_positions(box, other) for box, other in product(boxes, reference))
 
 
 def relative_positions(box: Box, other: Box) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gcore_rollout.errors import NotApplicableError, RewardError, require
 from gcore_rollout.rewards.process import ProcessReward
-from gcore_rollout.rewards.reward import ThreadedReward, name_of
+from gcore_rollout.rewards.reward import ThreadedReward, finish_call, name_of
 from gcore_rollout.rewards.runner import is_async, pause_time_limit
 
 
@@ -85,8 +85,7 @@ class BatchReward:
                 raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(batch)} completions")
         except Exception as error:
             for call in batch:
-                if not call.score.done():
-                    call.score.set_exception(error)
+                finish_call(call.score, error)
             return
         for call, score in zip(batch, scores, strict=True):
             if not call.score.done():

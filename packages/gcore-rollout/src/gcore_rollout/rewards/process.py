@@ -22,6 +22,7 @@ from gcore_rollout.rewards.reward import (
     Scored,
     check_row,
     describe_call,
+    finish_call,
     make_exit_error,
     name_of,
     warn_of_slow_call,
@@ -256,21 +257,14 @@ class LimitedProcess:
         if message.call_id:
             self._answer(self._calls[0], value)
             self._start_clock()
-        elif isinstance(value, Exception):
-            is_ready.set_exception(value)
         else:
-            is_ready.set_result(None)
+            finish_call(is_ready, value)
 
     def _answer(self, call: _Call, value: Any) -> None:
         self._calls.remove(call)
         if not self._calls:
             self._has_calls.clear()
-        if call.answer.done():  # its caller has given up
-            return
-        if isinstance(value, Exception):
-            call.answer.set_exception(value)
-        else:
-            call.answer.set_result(value)
+        finish_call(call.answer, value)
 
     def _fail_all(self, error: Exception) -> None:
         for call in list(self._calls):

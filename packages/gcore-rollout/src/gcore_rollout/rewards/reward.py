@@ -205,6 +205,16 @@ class InterruptedCallError(BaseException):
     """Ctrl-C ended a call; the handler of the signal has been notified, and will cancel what called."""
 
 
+def finish_call(future: "asyncio.Future[Any]", value: Any) -> None:
+    """Set the result of a call, or its error, unless the caller has given it up."""
+    if future.done():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+
+
 def make_exit_error(error: BaseException) -> RewardExitError:
     """Return the error of a reward that raised something else than an `Exception`."""
     exit_error = RewardExitError(f"tried to end the process: {type(error).__name__}: {error}".removesuffix(": "))
@@ -294,19 +304,13 @@ def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
     """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``."""
-    num_outcomes = 0
-    scores: list[float] = []
-    parts: list[Mapping[str, float]] = []
-    for outcome in outcomes:
-        num_outcomes += 1
-        if isinstance(outcome, Scored):
-            scores.append(outcome.score)
-            parts.append(outcome.parts)
-    metrics = part_means(parts)
-    if scores:
-        metrics["reward/mean"] = math.fsum(scores) / len(scores)
-    if num_outcomes:
-        metrics["reward/failed_fraction"] = (num_outcomes - len(scores)) / num_outcomes
+    outcomes = list(outcomes)
+    scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
+    metrics = part_means(outcome.parts for outcome in scored)
+    if scored:
+        metrics["reward/mean"] = math.fsum(outcome.score for outcome in scored) / len(scored)
+    if outcomes:
+        metrics["reward/failed_fraction"] = (len(outcomes) - len(scored)) / len(outcomes)
     return metrics
 
 

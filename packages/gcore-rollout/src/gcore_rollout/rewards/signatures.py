@@ -11,11 +11,9 @@ from gcore_rollout.rewards.batch import BatchReward
 from gcore_rollout.rewards.reward import RewardFunction, Scored, column, name_of
 from gcore_rollout.rewards.runner import is_async
 
-FORMS = (
-    "(prompt, completion, row)",
-    "(prompts, completions, rows), which are lists",
-    "verl's (data_source, solution_str, ground_truth, extra_info=None)",
-    "TRL's (completions, prompts=None, **columns)",
+_FORMS = (
+    "(prompt, completion, row), (prompts, completions, rows), which are lists, verl's (data_source, solution_str, "
+    "ground_truth, extra_info=None) or TRL's (completions, prompts=None, **columns)"
 )
 """Parameters of a reward function that are recognised, in words."""
 
@@ -60,8 +58,7 @@ def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_
     try:
         signature.bind("", "", {})
     except TypeError:
-        expected = f"the parameters {', '.join(FORMS[:-1])} or {FORMS[-1]}"
-        raise RewardError(f"{setting} is {name_of(function)}{signature}; expected {expected}") from None
+        raise RewardError(f"{setting} is {name_of(function)}{signature}; expected the parameters {_FORMS}") from None
     return function
 
 

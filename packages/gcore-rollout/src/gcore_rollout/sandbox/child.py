@@ -155,9 +155,8 @@ def _enter_namespaces(outside: tuple[int, int], inside: tuple[int, int]) -> None
         os.write(go[1], b"x")
         answer = os.read(done[0], 4096)
         os.waitpid(helper, 0)
-        os.close(go[0])
-        os.close(go[1])
-        os.close(done[0])
+        for fd in (*go, done[0]):
+            os.close(fd)
     if answer:
         raise OSError(answer.decode())
     # The helper's end is in the line, and only the program's may be.

@@ -98,8 +98,8 @@ def reward_terms(text: str, *, setting: str) -> dict[str, float]:
     terms: dict[str, float] = {}
     for term in _PLUS.split(text.strip()):
         match = _TERM.fullmatch(term.strip())
-        require(setting, text, match is not None and match[2] not in terms, "WEIGHT * NAME + WEIGHT * OTHER NAME")
-        assert match is not None
+        if match is None or match[2] in terms:
+            raise RewardConfigError(f"{setting} is {text!r}; expected WEIGHT * NAME + WEIGHT * OTHER NAME")
         terms[match[2]] = float(match[1] or 1)
     require(setting, text, any(terms.values()), "a weight that is not 0")
     return terms

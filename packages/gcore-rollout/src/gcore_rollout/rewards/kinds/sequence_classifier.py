@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError, require
+from gcore_rollout.rewards.reward import finish_call
 
 Encode = Callable[[str, str], Sequence[int]]
 """The token ids of a prompt and its completion."""
@@ -116,12 +117,7 @@ class SequenceClassifierReward:
         except Exception as error:
             values = [error] * len(batch)
         for (_, score), value in zip(batch, values, strict=True):
-            if score.done():  # its caller has given up
-                continue
-            if isinstance(value, Exception):
-                score.set_exception(value)
-            else:
-                score.set_result(value)
+            finish_call(score, value)
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
