@@ -73,9 +73,7 @@ def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[
     content: Any = normalized.get("content")
     if content is None:
         if not normalized.get("tool_calls"):
-            fault = "is missing"
-            if "content" in message:
-                fault = "is None"
+            fault = "is None" if "content" in message else "is missing"
             raise RequestError(f"{where}.content {fault}; expected text, which may be None next to tool_calls alone")
         normalized["content"] = ""
     elif isinstance(content, list):

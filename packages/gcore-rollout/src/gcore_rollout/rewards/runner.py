@@ -282,8 +282,8 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         require("max_retries", self.max_retries, self.max_retries >= 0, "0 or more")
         require("backoff_s", self.backoff_s, self.backoff_s >= 0, "0 or more")
-        is_longer = self.max_backoff_s >= self.backoff_s
-        require("max_backoff_s", self.max_backoff_s, is_longer, f"at least backoff_s={self.backoff_s}")
+        longest_s = self.max_backoff_s
+        require("max_backoff_s", longest_s, longest_s >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``attempt``, or raise its last error, or the first that cannot pass."""
