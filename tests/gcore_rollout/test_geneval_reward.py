@@ -192,13 +192,13 @@ def test_colours_are_named_by_clip(yolos: Path, clip: Path) -> None:
         classifiers.append(mean / mean.norm())
     similarities = seen / seen.norm(dim=1, keepdim=True) @ torch.stack(classifiers).T
     reward: Any = GenEvalReward(yolos, clip=clip)
-    names = reward._named(NOISE[0], {}, "cat", tuple(boxes))
+    names = reward._name_colours(NOISE[0], {}, "cat", tuple(boxes))
     assert len(names) == len(boxes)
     for similarity, name in zip(similarities, names, strict=True):
         # A random model's colours are nearly alike.
         assert similarity[colours.index(name)] >= similarity.max() - 1e-5
     # A box without an area is a pixel.
-    assert len(reward._named(NOISE[0], {}, "cat", ((4.0, 4.0, 4.0, 4.0),))) == 1
+    assert len(reward._name_colours(NOISE[0], {}, "cat", ((4.0, 4.0, 4.0, 4.0),))) == 1
 
 
 @torch.no_grad()
@@ -255,7 +255,7 @@ def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
     reward: Any = GenEvalReward(tmp_path, clip=clip)
     box, mask = next((one.box, one.mask) for one in found[0] if one.mask is not None and not one.mask.all())
     grey = np.where(mask[..., None], NOISE[0], 0x99).astype(np.uint8)
-    assert reward._named(NOISE[0], {box: mask}, "cat", (box,)) == reward._named(grey, {}, "cat", (box,))
+    assert reward._name_colours(NOISE[0], {box: mask}, "cat", (box,)) == reward._name_colours(grey, {}, "cat", (box,))
 
 
 @torch.no_grad()

@@ -61,7 +61,10 @@ class EngineDiedError(RolloutError):
     """
 
     def __init__(self, reason: str, *, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        super().__init__(f"{reason}; unfinished samples: {len(unfinished)}" if unfinished else reason)
+        message = reason
+        if unfinished:
+            message += f"; unfinished samples: {len(unfinished)}"
+        super().__init__(message)
         self.reason = reason
         self.unfinished = unfinished
 

@@ -5,6 +5,7 @@ from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ from gcore_rollout.prompts import Prompt
 from gcore_rollout.response_lengths import LengthHistory, MeasuredLength
 from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
+
+_INDEX = attrgetter("index")
+"""Returns the index of a response, by which a group keeps them sorted."""
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 """Returns at most so many further prompts with their prompt indices; none: there are no more."""
@@ -57,9 +61,12 @@ class RolloutRoles:
 
     def failure_logs(self) -> list[FailureLog]:
         """Return the logs of reward calls and environments whose failures are dropped."""
-        comparison = None if self.comparison is None else self.comparison.runner
-        callers = (self.reward, comparison, self.environment)
-        return [caller.failures for caller in callers if caller is not None]
+        logs = [self.reward.failures]
+        if self.comparison is not None:
+            logs.append(self.comparison.runner.failures)
+        if self.environment is not None:
+            logs.append(self.environment.failures)
+        return logs
 
 
 @dataclass(kw_only=True, eq=False)
@@ -125,9 +132,13 @@ class Generation:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 with self.timer.stage("gen"):
-                    self._start([*(self._continued(*entry) for entry in unfinished), *self._new(prompts)])
-                    while take and (taken := await take(await self._capacity())):
-                        self._start(self._new(taken))
+                    continued = [self._continue(group, prompt) for group, prompt in unfinished]
+                    self._start(continued + self._pending_groups(prompts))
+                    while take is not None:
+                        further = await take(await self._capacity())
+                        if not further:
+                            break
+                        self._start(self._pending_groups(further))
                         # Other controllers may not have started yet: take theirs only after some of the own work.
                         await self._fewer_than(self._num_generating)
                     await self._fewer_than(1)
@@ -136,20 +147,32 @@ class Generation:
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__
-        self.deferred = [index for index, p in self._pending.items() if p.is_deferred]
-        scored = [p for p in self._pending.values() if not (p.num_failed or p.is_deferred)]
-        complete = [(p.group, p.prompt) for p in scored if not p.group.aborted]
-        self.measured = [MeasuredLength.of(prompt, group.lengths.tolist()) for group, prompt in complete]
+        self.deferred = []
+        self.measured = []
+        complete: list[tuple[Group, Prompt]] = []
+        cut_short: list[Group] = []
+        for index, pending in self._pending.items():
+            group = pending.group
+            if pending.is_deferred:
+                self.deferred.append(index)
+            elif pending.num_failed:
+                continue
+            elif group.aborted:
+                cut_short.append(group)
+            else:
+                self.measured.append(MeasuredLength.of(pending.prompt, group.lengths.tolist()))
+                complete.append((group, pending.prompt))
         groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
             with self.timer.stage("reward"):
                 groups = await self.roles.comparison.run(complete, self.roles.tokenizer)
-        return groups, [p.group for p in scored if p.group.aborted]
+        return groups, cut_short
 
     async def _capacity(self) -> int:
         """Wait until the policy can take all responses to a prompt, and return for how many prompts it can."""
-        slots, per_prompt = self.roles.policy_slots, self.n + self.with_greedy
+        slots = self.roles.policy_slots
         assert slots is not None
+        per_prompt = self.n + self.with_greedy
         await self._fewer_than(max(slots - per_prompt, 0) + 1)
         return max((slots - self._num_generating) // per_prompt, 1)
 
@@ -167,45 +190,61 @@ class Generation:
         self._num_generating += num_responses
         self._scoring.append(self._tasks.create_task(work))
 
-    def _new(self, prompts: Sequence[tuple[int, Prompt]]) -> list["_PendingGroup"]:
+    def _pending_groups(self, prompts: Sequence[tuple[int, Prompt]]) -> list["_PendingGroup"]:
         return [self._pending_group(index, prompt) for index, prompt in prompts]
 
-    def _continued(self, before: Group, prompt: Prompt) -> "_PendingGroup":
+    def _continue(self, before: Group, prompt: Prompt) -> "_PendingGroup":
         """Return a group that another call has left unfinished, with the responses that are complete."""
         pending = self._pending_group(before.prompt_index, prompt)
-        pending.prefixes = before.aborted
-        pending.group.responses = [r for r in before.responses if r.finish_reason != "abort"]
-        for response in pending.group.responses:
-            pending.missing.remove(response.index)
+        for response in before.responses:
+            if response.finish_reason == "abort":
+                pending.prefixes.append(response)
+            else:
+                pending.group.responses.append(response)
+                pending.missing.remove(response.index)
         return pending
 
     def _pending_group(self, prompt_index: int, prompt: Prompt) -> "_PendingGroup":
-        source = str(prompt.row.get(self.source_key, "")) if self.source_key else ""
         prompt_ids = np.array(prompt.token_ids, np.int64)
-        group = Group(prompt_index=prompt_index, prompt_ids=prompt_ids, images=prompt.images, source=source)
+        group = Group(prompt_index=prompt_index, prompt_ids=prompt_ids, images=prompt.images)
+        if self.source_key:
+            group.source = str(prompt.row.get(self.source_key, ""))
         return _PendingGroup(group, prompt, missing=list(range(self.n)), prefixes=[])
 
     def _start(self, groups: list["_PendingGroup"]) -> None:
         """Start to generate and score all missing responses to some prompts."""
-        self._pending |= {group.prompt_index: group for group in groups}
+        for group in groups:
+            self._pending[group.prompt_index] = group
         if self.history is not None and self.quota is None:
             for group in groups:
                 group.expected_tokens = self.history.expected(group.prompt)
             # Those of which nothing is known are as long as any could be.
-            most = self.sampling.max_tokens
-            groups.sort(key=lambda group: -(group.expected_tokens or most))
-        if self.roles.environment is None:
-            requests = [self._request(group) for group in groups]
-            if self.with_greedy:
-                plain: dict[str, Any] = {"sampling": self._greedy, "n": 1, "seed": 0, "indices": None, "prefixes": ()}
-                greedy = [replace(r, request_id=f"{r.request_id}/greedy", **plain) for r in requests]
-                requests = sorted([*requests, *greedy], key=lambda r: -r.work_per_sample)
-            if requests:
-                self._launch(sum(len(request.sample_indices) for request in requests), self._complete(requests))
+            max_tokens = self.sampling.max_tokens
+            groups.sort(key=lambda group: -(group.expected_tokens or max_tokens))
+        if self.roles.environment is not None:
+            for group in groups:
+                for index in range(self.n):
+                    self._launch(1, self._play(self.roles.environment, group, index))
+                if self.with_greedy:
+                    self._launch(1, self._play(self.roles.environment, group, None))
             return
-        for group in groups:
-            for index in (*range(self.n), *([None] if self.with_greedy else [])):
-                self._launch(1, self._play(self.roles.environment, group, index))
+        requests = [self._request(group) for group in groups]
+        if self.with_greedy:
+            requests += [self._greedy_request(request) for request in requests]
+            requests.sort(key=lambda request: -request.work_per_sample)
+        if requests:
+            self._launch(sum(len(request.sample_indices) for request in requests), self._complete(requests))
+
+    def _greedy_request(self, request: Request) -> Request:
+        return replace(
+            request,
+            request_id=f"{request.request_id}/greedy",
+            sampling=self._greedy,
+            n=1,
+            seed=0,
+            indices=None,
+            prefixes=(),
+        )
 
     def _request(self, group: "_PendingGroup") -> Request:
         prompt = group.prompt
@@ -223,7 +262,8 @@ class Generation:
 
     async def _complete(self, requests: list[Request]) -> None:
         """Generate, and start to score each response as soon as it is complete."""
-        num_whole, is_cut = 0, False
+        num_complete = 0
+        is_cut = False
         async for completion in self.roles.policy.generate(requests):
             group = self._pending[int(completion.request_id.removesuffix("/greedy"))]
             if self.defers and completion.finish_reason == "length" and not group.is_deferred:
@@ -233,7 +273,7 @@ class Generation:
                 self._end_of_response()
                 continue
             if completion.finish_reason == "abort":
-                insort(group.group.responses, completion, key=_index_of)
+                insort(group.group.responses, completion, key=_INDEX)
                 self._end_of_response()
                 continue
             self._launch(0, self._score(group, completion))
@@ -241,12 +281,12 @@ class Generation:
             if completion.request_id.endswith("/greedy"):
                 continue
             group.missing.remove(completion.index)
-            num_whole += not group.missing
-            if self.quota is not None and num_whole >= self.quota and not is_cut:
+            num_complete += not group.missing
+            if self.quota is not None and num_complete >= self.quota and not is_cut:
                 is_cut = True
                 await self.roles.policy.abort([str(p.prompt_index) for p in self._pending.values() if p.missing])
 
-    async def _scored(self, group: "_PendingGroup", text: str) -> Scored | None:
+    async def _reward_text(self, group: "_PendingGroup", text: str) -> Scored | None:
         """Return the reward's score; None: it failed, and the group is dropped."""
         scored = await self.roles.reward.score(prompt=group.prompt.text, completion=text, row=group.prompt.row)
         if isinstance(scored, Failed):
@@ -256,7 +296,8 @@ class Generation:
 
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-        if scored := await self._scored(group, text):
+        scored = await self._reward_text(group, text)
+        if scored is not None:
             self._add(group, completion, scored)
 
     def _add(self, pending: "_PendingGroup", response: Completion, scored: Scored) -> None:
@@ -266,13 +307,18 @@ class Generation:
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
+        name = str(index)
+        sampling = self.sampling
+        if index is None:
+            name = "greedy"
+            sampling = self._greedy
         try:
             episode = await run_episode(
                 self.roles.policy,
                 environment.new(group.prompt.row),
                 environment.encoder,
-                request_id=f"{group.prompt_index}/{'greedy' if index is None else index}",
-                sampling=self._greedy if index is None else self.sampling,
+                request_id=f"{group.prompt_index}/{name}",
+                sampling=sampling,
                 limits=environment.limits,
                 seed=hash((self.seed, group.prompt_index, index)),
             )
@@ -286,15 +332,17 @@ class Generation:
             return
         finally:
             self._end_of_response()
-        answer: str | None = None
-        score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
-        if environment.limits.max_revisions:  # the run's reward has scored the turns
+        parts = {"turns": float(len(episode.turns)), "environment": episode.score}
+        if environment.limits.max_revisions:
+            # The run's reward has scored the turns.
             environment.failures.succeeded()
-        elif scored := await self._scored(group, episode.turns[-1]):
-            score, parts, answer = score + scored.score, {**scored.parts, **parts}, scored.answer
+            scored = Scored(score=episode.score, parts=parts)
         else:
-            return
-        self._add(group, replace(episode, index=index or 0), Scored(score=score, parts=parts, answer=answer))
+            last = await self._reward_text(group, episode.turns[-1])
+            if last is None:
+                return
+            scored = replace(last, score=episode.score + last.score, parts={**last.parts, **parts})
+        self._add(group, replace(episode, index=index or 0), scored)
 
 
 @dataclass(eq=False)
@@ -334,8 +382,4 @@ class _PendingGroup:
             self.opening = self.group.prompt_ids = opening
         score = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
         # Of an episode, the group has the prompt, and nothing reads the texts of its turns any more.
-        insort(self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_index_of)
-
-
-def _index_of(response: Completion) -> int:
-    return response.index
+        insort(self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_INDEX)

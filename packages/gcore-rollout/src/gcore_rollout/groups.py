@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, get_args
 
 import numpy as np
@@ -56,27 +57,30 @@ class Group:
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and numbers for a checkpoint."""
-        responses = [r.state() for r in self.responses]
-        own = {**vars(self), "responses": responses, "images": self.images and self.images.state()}
-        return {"ticket": own.pop("prompt_index"), **own}
+        state = {"ticket": self.prompt_index, **vars(self)}
+        del state["prompt_index"]
+        state["responses"] = [r.state() for r in self.responses]
+        state["images"] = self.images and self.images.state()
+        return state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Group":
         """Return the group that `state` gave this state for.
 
-        Older checkpoints have aborted responses of their own under ``begun``, and no prompt in such a group; their
-        other responses lack the request's name and, in a whole group, their index.
+        Older checkpoints have the aborted responses in an entry of their own, and no prompt in such a group; their
+        other responses lack the request's name and, in a complete group, their index.
         """
-        own: dict[str, Any] = {"prompt_ids": np.zeros(0, np.int64), **state}
-        prompt_index: int = own.pop("ticket")
-        states: list[dict[str, Any]] = own.pop("begun", [])
-        for index, response in enumerate(own.pop("responses")):
-            states.append({"request_id": str(prompt_index), "index": index, **response})
-        responses = [Completion.from_state(response) for response in states]
-        responses.sort(key=lambda response: response.index)
-        images = own.pop("images", None)
+        fields: dict[str, Any] = {"prompt_ids": np.zeros(0, np.int64), **state}
+        prompt_index: int = fields.pop("ticket")
+        responses: list[Completion] = []
+        for name in fields.keys() - cls.__annotations__.keys():
+            responses += map(Completion.from_state, fields.pop(name))
+        for index, response in enumerate(fields.pop("responses")):
+            responses.append(Completion.from_state({"request_id": str(prompt_index), "index": index, **response}))
+        responses.sort(key=attrgetter("index"))
+        images = fields.pop("images", None)
         images = images and PromptImages.from_state(images)
-        return cls(prompt_index=prompt_index, responses=responses, images=images, **own)
+        return cls(prompt_index=prompt_index, responses=responses, images=images, **fields)
 
 
 SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
@@ -86,18 +90,32 @@ episodes."""
 
 def sampled_part(groups: Sequence[Group]) -> SampledPart:
     """Return one controller's part of `sampled_metrics`."""
-    responses = [(group, response) for group in groups for response in group.responses]
-    columns = [(r.score, r.token_ids.size, r.is_truncated, g.prompt_ids.size) for g, r in responses]
-    ends = Counter[str](r.end for _, r in responses if r.end is not None)
-    return np.array(columns, np.float64).reshape(-1, 4), [r.parts for _, r in responses if r.parts], ends
+    rows: list[tuple[float, int, bool, int]] = []
+    parts: list[Mapping[str, float]] = []
+    ends = Counter[str]()
+    for group in groups:
+        for r in group.responses:
+            rows.append((r.score, r.token_ids.size, r.is_truncated, group.prompt_ids.size))
+            if r.parts:
+                parts.append(r.parts)
+            if r.end is not None:
+                ends[r.end] += 1
+    return np.array(rows, np.float64).reshape(-1, 4), parts, ends
 
 
 def sampled_metrics(parts: Sequence[SampledPart]) -> dict[str, float]:
     """Return metrics of all controllers' responses, under verl's names; without responses there are none of them."""
-    rows = np.concatenate([own for own, *_ in parts])
+    all_rows: list[NDArray[np.float64]] = []
+    score_parts: list[Mapping[str, float]] = []
+    ends = Counter[str]()
+    for rows, their_parts, their_ends in parts:
+        all_rows.append(rows)
+        score_parts += their_parts
+        ends += their_ends
     metrics: dict[str, float] = {}
-    if len(rows):
-        scores, lengths, truncated, prompts = rows.T
+    columns = np.concatenate(all_rows).T
+    if columns.size:
+        scores, lengths, truncated, prompts = columns
         metrics |= {
             "critic/score/mean": scores.mean(),
             "critic/score/max": scores.max(),
@@ -108,9 +126,7 @@ def sampled_metrics(parts: Sequence[SampledPart]) -> dict[str, float]:
             "prompt_length/mean": prompts.mean(),
             "perf/total_num_tokens": lengths.sum() + prompts.sum(),
         }
-    if explained := [part for _, own, _ in parts for part in own]:
-        metrics |= part_means(explained)
-    ends = sum((own for *_, own in parts), start=Counter[str]())
-    if total := ends.total():
-        metrics |= {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)}
+    metrics |= part_means(score_parts)
+    if ends:
+        metrics |= {f"multi_turn/end/{end}": ends[end] / ends.total() for end in get_args(EpisodeEnd)}
     return {name: float(value) for name, value in metrics.items()}

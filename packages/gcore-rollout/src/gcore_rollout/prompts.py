@@ -50,13 +50,17 @@ def read_image(source: bytes | Path | str) -> bytes:
         opened: Any = fsspec.open(source, "rb")
         with opened as file:
             return file.read()
-    return source if isinstance(source, bytes) else source.read_bytes()
+    if isinstance(source, bytes):
+        return source
+    return source.read_bytes()
 
 
 def _source_from_state(source: Any) -> bytes | Path | str:
-    if isinstance(source, str):
-        return source if "://" in source else Path(source)
-    return np.asarray(source).tobytes()
+    if not isinstance(source, str):
+        return np.asarray(source).tobytes()
+    if "://" in source:
+        return source
+    return Path(source)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Expected lengths of responses, from those that earlier samples had: work is divided by them before it is known."""
+"""Expected lengths of responses, from earlier samples: work is divided by them before the lengths are known."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class LengthHistory:
     """
 
     def __init__(self, *, max_prompts: int = 2**15, max_sources: int = 256) -> None:
-        self._max_prompts, self._max_sources = max_prompts, max_sources
+        self._max_prompts = max_prompts
+        self._max_sources = max_sources
         self._by_prompt: OrderedDict[int, float] = OrderedDict()
         self._by_source: OrderedDict[str, float] = OrderedDict()
 
@@ -53,9 +54,9 @@ class LengthHistory:
 
     def add(self, measured: Sequence[MeasuredLength]) -> None:
         """Add measurements that were made together, in any order."""
-        for own in sorted(measured, key=lambda own: (own.key, own.mean_tokens, own.source)):
-            _blend(self._by_prompt, own.key, own.mean_tokens, weight=0.5, max_entries=self._max_prompts)
-            _blend(self._by_source, own.source, own.mean_tokens, weight=0.01, max_entries=self._max_sources)
+        for length in sorted(measured, key=lambda length: (length.key, length.mean_tokens, length.source)):
+            _blend(self._by_prompt, length.key, length.mean_tokens, weight=0.5, max_entries=self._max_prompts)
+            _blend(self._by_source, length.source, length.mean_tokens, weight=0.01, max_entries=self._max_sources)
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and texts for a checkpoint."""

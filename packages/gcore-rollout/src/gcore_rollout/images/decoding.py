@@ -11,8 +11,6 @@ from gcore_rollout.images.reward import import_pillow
 
 _DAMAGED = (OSError, SyntaxError, ValueError)
 """Errors that Pillow raises for damaged files."""
-
-
 _ORIENTATION = 0x0112
 """EXIF's tag of how a camera was held; from 5 on, height and width are exchanged."""
 _MAX_16_BIT = 65535
@@ -20,18 +18,18 @@ _MAX_16_BIT = 65535
 
 def image_size(image: bytes) -> tuple[int, int]:
     """Return the height and width of an encoded image, as its camera was held, without decoding its pixels."""
-    opened = _open(image)
-    width, height = opened.size
-    if opened.getexif().get(_ORIENTATION, 1) >= 5:
+    picture = _open(image)
+    width, height = picture.size
+    if picture.getexif().get(_ORIENTATION, 1) >= 5:
         return width, height
     return height, width
 
 
-def decoded(image: bytes) -> Any:
+def open_rgb(image: bytes) -> Any:
     """Return an image of Pillow in RGB, turned as its camera was held; 16 bits are scaled to 8."""
-    opened = _open(image)
+    picture = _open(image)
     try:
-        upright = import_pillow("ImageOps").exif_transpose(opened)
+        upright = import_pillow("ImageOps").exif_transpose(picture)
         if upright.mode.startswith("I;16"):
             upright = _scale_to_8_bits(upright)
         if upright.mode in ("I", "F"):
@@ -45,7 +43,7 @@ def decoded(image: bytes) -> Any:
 
 def decode_image(image: bytes) -> NDArray[np.uint8]:
     """Return the pixels [H, W, 3] of an encoded image; `RequestError` if it is none that Pillow reads."""
-    return np.asarray(decoded(image))
+    return np.asarray(open_rgb(image))
 
 
 def _open(image: bytes) -> Any:

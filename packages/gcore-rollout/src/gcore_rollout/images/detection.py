@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.images.models import report_folder_errors
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom in pixels."""
@@ -34,21 +34,19 @@ class ObjectDetector:
     def __init__(self, path: str | Path, *, device: str = "cpu") -> None:
         import transformers as hf
 
-        has_config = (Path(path) / "config.json").is_file()
-        require("path", str(path), has_config, "a Hugging Face folder of an object detector")
-        try:
+        with report_folder_errors(path, "an object detector"):
             config: Any = hf.AutoConfig.from_pretrained(path, local_files_only=True)
             self.is_zero_shot = type(config) in hf.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
             self._has_masks = type(config) in hf.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING
+            processor: Any = hf.AutoImageProcessor
+            model_class: Any = hf.AutoModelForObjectDetection
             if self.is_zero_shot:
-                kind, processor = hf.AutoModelForZeroShotObjectDetection, hf.AutoProcessor
-            else:
-                kind = hf.AutoModelForUniversalSegmentation if self._has_masks else hf.AutoModelForObjectDetection
-                processor = hf.AutoImageProcessor
-            model: Any = kind.from_pretrained(path, local_files_only=True)
+                processor = hf.AutoProcessor
+                model_class = hf.AutoModelForZeroShotObjectDetection
+            elif self._has_masks:
+                model_class = hf.AutoModelForUniversalSegmentation
+            model: Any = model_class.from_pretrained(path, local_files_only=True)
             self._processor: Any = processor.from_pretrained(path, local_files_only=True)
-        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
         self._model: Any = model.to(device).eval().requires_grad_(False)
         self._device = device
         self.labels: Mapping[int, str] = {} if self.is_zero_shot else config.id2label
@@ -61,39 +59,45 @@ class ObjectDetector:
 
         ``names`` are the labels that a zero-shot detector looks for.
         """
-        found: list[list[Detected]] = []
+        objects: list[list[Detected]] = []
         for start in range(0, len(images), _BATCH):
             batch = list(images[start : start + _BATCH])
-            texts = {"text": [list(names)] * len(batch)} if self.is_zero_shot else {}
+            texts: dict[str, list[list[str]]] = {}
+            if self.is_zero_shot:
+                texts["text"] = [list(names)] * len(batch)
             inputs = self._processor(images=batch, **texts, return_tensors="pt").to(self._device)
             options: dict[str, Any] = {"threshold": threshold, "target_sizes": [image.shape[:2] for image in batch]}
-            found += self._results(self._model(**inputs), options, texts)
-        return [sorted((one for one in own if one.score > threshold), key=lambda one: -one.score) for own in found]
+            for detected in self._read_outputs(self._model(**inputs), options, texts):
+                surest = [o for o in detected if o.score > threshold]
+                surest.sort(key=lambda o: -o.score)
+                objects.append(surest)
+        return objects
 
-    def _results(
+    def _read_outputs(
         self, outputs: Any, options: Mapping[str, Any], texts: Mapping[str, list[list[str]]]
     ) -> list[list[Detected]]:
         if self._has_masks:
-            found = self._processor.post_process_instance_segmentation(outputs, return_binary_maps=True, **options)
-            return [self._of_segments(result) for result in found]
+            results = self._processor.post_process_instance_segmentation(outputs, return_binary_maps=True, **options)
+            return [self._read_segments(result) for result in results]
         if self.is_zero_shot:
             post = self._processor.post_process_grounded_object_detection
-            found = post(outputs, text_labels=texts["text"], **options)
+            results = post(outputs, text_labels=texts["text"], **options)
         else:
-            found = self._processor.post_process_object_detection(outputs, **options)
+            results = self._processor.post_process_object_detection(outputs, **options)
         objects: list[list[Detected]] = []
-        for result in found:
+        for result in results:
             labels = result["text_labels"] if self.is_zero_shot else map(self.labels.get, result["labels"].tolist())
-            own = zip(result["scores"].tolist(), labels, result["boxes"].tolist(), strict=True)
-            objects.append([Detected(score, str(label), tuple(box)) for score, label, box in own])
+            rows = zip(result["scores"].tolist(), labels, result["boxes"].tolist(), strict=True)
+            objects.append([Detected(score, str(label), tuple(box)) for score, label, box in rows])
         return objects
 
-    def _of_segments(self, result: Mapping[str, Any]) -> list[Detected]:
+    def _read_segments(self, result: Mapping[str, Any]) -> list[Detected]:
         """Return the objects of an image's masks, whose boxes are around their pixels."""
-        found: list[Detected] = []
+        objects: list[Detected] = []
         for info in result["segments_info"]:
             mask: NDArray[np.bool_] = result["segmentation"][info["id"]].cpu().numpy() > 0
-            y, x = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
-            box = float(x[0]), float(y[0]), float(x[-1] + 1), float(y[-1] + 1)
-            found.append(Detected(info["score"], self.labels[info["label_id"]], box, mask))
-        return found
+            x = np.flatnonzero(mask.any(0))
+            y = np.flatnonzero(mask.any(1))
+            box = (float(x[0]), float(y[0]), float(x[-1] + 1), float(y[-1] + 1))
+            objects.append(Detected(info["score"], self.labels[info["label_id"]], box, mask))
+        return objects

@@ -1,7 +1,9 @@
 """GenEval's score: the objects in an image, their number, colours and positions, as a detector finds them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 
 from gcore_rollout.errors import RewardConfigError
 from gcore_rollout.images.detection import Box, Detected, ObjectDetector
-from gcore_rollout.images.models import load_clip
+from gcore_rollout.images.models import embed_images, load_clip
 from gcore_rollout.images.reward import Images, Rows, import_pillow
 
 Objects = Mapping[str, Sequence[Box]]
@@ -73,13 +75,13 @@ class GenEvalReward:
 
     def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
         """Raise `RewardConfigError` for a row that is not GenEval's, or asks for a class or colour that is unknown."""
-        known = {self._name(label) for label in self._detector.labels.values()}
+        classes = {self._name(label) for label in self._detector.labels.values()}
         for prompt, row in zip(prompts, rows, strict=True):
             for clause in _clauses(prompt, row):
-                if known and clause["class"] not in known:
+                if classes and clause["class"] not in classes:
                     raise RewardConfigError(
                         f"the row of {prompt!r:.100} has the class {clause['class']!r}; expected one that the detector "
-                        f"knows: {', '.join(sorted(known))[:500]}"
+                        f"knows: {', '.join(sorted(classes))[:500]}"
                     )
                 if clause.get("color") and self._colours is None:
                     expected = "a CLIP model in reward.head, which names colours"
@@ -88,44 +90,54 @@ class GenEvalReward:
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> tuple[list[float], dict[str, list[bool]]]:
         """Return scores [B] and their parts [B]."""
         self.check_prompts(prompts, rows)
-        found = [
-            geneval_score(objects, row, cache(partial(self._named, image, masks)))
-            for image, (objects, masks), row in zip(images, self._seen(images, rows), rows, strict=True)
-        ]
-        scores, accuracy, strict = zip(*found, strict=True)
-        return list(scores), {"accuracy": list(accuracy), "strict_accuracy": list(strict)}
+        results: list[tuple[float, bool, bool]] = []
+        for image, (objects, masks), row in zip(images, self._detect(images, rows), rows, strict=True):
+            colours = cache(partial(self._name_colours, image, masks))
+            results.append(geneval_score(objects, row, colours))
+        scores, accuracy, strict_accuracy = zip(*results, strict=True)
+        return list(scores), {"accuracy": list(accuracy), "strict_accuracy": list(strict_accuracy)}
 
     def detect(self, images: Images, rows: Rows) -> list[Objects]:
         """Return the objects in each image."""
-        return [objects for objects, _ in self._seen(images, rows)]
+        return [objects for objects, _ in self._detect(images, rows)]
 
-    def _seen(self, images: Images, rows: Rows) -> list[tuple[Objects, _Masks]]:
+    def _detect(self, images: Images, rows: Rows) -> list[tuple[Objects, _Masks]]:
         """Return the objects in each image, and their masks."""
-        asked = [(self._names(row), self._thresholds[row.get("tag") == "counting"]) for row in rows]
-        found: dict[int, tuple[Objects, _Masks]] = {}
-        # Images whose rows ask for the same are seen together; of a group these are all.
-        for names, threshold in dict.fromkeys(asked):
-            places = [place for place, own in enumerate(asked) if own == (names, threshold)]
-            detected = self._detector([images[place] for place in places], names=names, threshold=threshold)
-            found |= {place: self._by_class(own) for place, own in zip(places, detected, strict=True)}
-        return [found[place] for place in range(len(images))]
+        # Images whose rows ask for the same go to the detector together; of a group these are all.
+        together = defaultdict[tuple[tuple[str, ...], float], list[int]](list)
+        for i, row in enumerate(rows):
+            threshold = self._thresholds[row.get("tag") == "counting"]
+            together[self._names(row), threshold].append(i)
+        by_index: dict[int, tuple[Objects, _Masks]] = {}
+        for (names, threshold), indices in together.items():
+            detected = self._detector([images[i] for i in indices], names=names, threshold=threshold)
+            by_index |= zip(indices, map(self._by_class, detected), strict=True)
+        return [by_index[i] for i in range(len(images))]
 
     def _names(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names that the detector has to be given."""
-        return tuple(sorted({c["class"] for c in _clauses("", row)})) if self._detector.is_zero_shot else ()
+        if not self._detector.is_zero_shot:
+            return ()
+        return tuple(sorted({clause["class"] for clause in _clauses("", row)}))
 
     def _by_class(self, detected: Sequence[Detected]) -> tuple[Objects, _Masks]:
-        objects: dict[str, list[Box]] = {}
-        for one in detected:
-            objects.setdefault(self._name(one.label), []).append(one.box)
-        masks = {one.box: one.mask for one in detected if one.mask is not None}
-        return {name: boxes[:_MAX_OBJECTS] for name, boxes in objects.items()}, masks
+        objects = defaultdict[str, list[Box]](list)
+        masks: dict[Box, NDArray[np.bool_]] = {}
+        for item in detected:
+            boxes = objects[self._name(item.label)]
+            if len(boxes) < _MAX_OBJECTS:
+                boxes.append(item.box)
+            if item.mask is not None:
+                masks[item.box] = item.mask
+        return dict(objects), masks
 
     def _name(self, label: str) -> str:
         """Return GenEval's name of a detector's class."""
-        return label if self._detector.is_zero_shot else _OTHER_NAMES.get(label, label)
+        if self._detector.is_zero_shot:
+            return label
+        return _OTHER_NAMES.get(label, label)
 
-    def _named(self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: tuple[Box, ...]) -> list[str]:
+    def _name_colours(self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: tuple[Box, ...]) -> list[str]:
         assert self._colours is not None
         return self._colours(image, masks, name, boxes)
 
@@ -137,13 +149,15 @@ def geneval_score(
 
     ``colours`` returns the colour of each of some objects of a class.
     """
-    values, is_exact = _compared(objects, row, colours)
-    _, is_right = _compared(objects, row, colours, are_more_allowed=True)
-    excluded = any(len(objects.get(one["class"], ())) >= one["count"] for one in row.get("exclude") or ())
-    return float(np.mean(values)), is_right and not excluded, is_exact
+    values, is_exact = _compare(objects, row, colours)
+    _, is_right = _compare(objects, row, colours, are_more_allowed=True)
+    for clause in row.get("exclude") or ():
+        if len(objects.get(clause["class"], ())) >= clause["count"]:
+            is_right = False
+    return float(np.mean(values)), is_right, is_exact
 
 
-def _compared(
+def _compare(
     objects: Objects,
     row: Mapping[str, Any],
     colours: Callable[[str, tuple[Box, ...]], list[str]],
@@ -154,35 +168,45 @@ def _compared(
     values: list[float] = []
     matched: list[Sequence[Box] | None] = []
     for clause in row["include"]:
-        name, count, colour, position = (clause.get(key) for key in ("class", "count", "color", "position"))
-        found = tuple(objects.get(name, ()))[: count if are_more_allowed else None]
-        values.append(1 - abs(count - len(found)) / count)
-        holds = len(found) == count
+        name = clause["class"]
+        count = clause["count"]
+        colour = clause.get("color")
+        position = clause.get("position")
+        boxes = tuple(objects.get(name, ()))
+        if are_more_allowed:
+            boxes = boxes[:count]
+        values.append(1 - abs(count - len(boxes)) / count)
+        holds = len(boxes) == count
         if not holds and (colour or position):
             values.append(0.0)
         if holds and colour:
-            hits = colours(name, found).count(colour)
+            hits = colours(name, boxes).count(colour)
             values.append(1 - abs(count - hits) / count)
             holds = hits == count
         if holds and position:
-            others = matched[position[1]]
-            holds = others is not None and all(position[0] in relative_positions(a, b) for a in found for b in others)
+            reference = matched[position[1]]
+            pairs = product(boxes, reference or ())
+            holds = reference is not None and all(position[0] in relative_positions(a, b) for a, b in pairs)
+            if not holds:
+                values.append(0.0)
             # As published: 1 follows the 0 of a wrong position.
-            values += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
-        matched.append(found if holds else None)
+            if reference is not None:
+                values.append(1.0)
+        matched.append(boxes if holds else None)
     return values, None not in matched
 
 
 def relative_positions(box: Box, other: Box) -> set[str]:
     """Return the positions of a box to another one: those in whose direction its centre is, by GenEval's rule."""
-    a, b = np.reshape(box, (2, 2)), np.reshape(other, (2, 2))
-    offset, sizes = a.mean(0) - b.mean(0), np.abs(a[1] - a[0]) + np.abs(b[1] - b[0])
+    a = np.reshape(box, (2, 2))
+    b = np.reshape(other, (2, 2))
+    offset = a.mean(0) - b.mean(0)
+    sizes = np.abs(a[1] - a[0]) + np.abs(b[1] - b[0])
     reduced = np.maximum(np.abs(offset) - _POSITION_THRESHOLD * sizes, 0) * np.sign(offset)
     if np.abs(reduced).max() < 1e-3:
         return set()
     x, y = reduced / np.linalg.norm(offset)
-    holds = dict(zip(_POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True))
-    return {name for name, is_so in holds.items() if is_so}
+    return set(compress(_POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5)))
 
 
 class _Colours:
@@ -194,10 +218,11 @@ class _Colours:
     def __init__(self, path: str | Path, device: str) -> None:
         from transformers import AutoTokenizer
 
-        self._pillow, self._device = import_pillow(), device
+        self._pillow = import_pillow()
+        self._device = device
         self._model, self._processor = load_clip(path, device)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self._classifier = cache(self._embedded)
+        self._classifier = cache(self._embed_colours)
 
     @torch.no_grad()
     def __call__(self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: Sequence[Box]) -> list[str]:
@@ -205,44 +230,46 @@ class _Colours:
         crops: list[Any] = []
         for left, top, right, bottom in boxes:
             mask = masks.get((left, top, right, bottom))
-            picture = image if mask is None else np.where(mask[..., None], image, np.uint8(_GREY))
-            box = left, top, max(right, left + 1), max(bottom, top + 1)
+            picture = image
+            if mask is not None:
+                picture = np.where(mask[..., None], image, np.uint8(_GREY))
+            box = (left, top, max(right, left + 1), max(bottom, top + 1))
             crops.append(self._pillow.fromarray(picture).crop(box))
-        pixels = self._processor(crops, return_tensors="pt")["pixel_values"].to(self._device)
-        seen = self._model.visual_projection(self._model.vision_model(pixel_values=pixels).pooler_output)
-        return [_COLOURS[place] for place in (seen @ self._classifier(name).T).argmax(1).tolist()]
+        embeddings = embed_images(self._model, self._processor, crops, self._device)
+        return [_COLOURS[i] for i in (embeddings @ self._classifier(name).T).argmax(1).tolist()]
 
-    def _embedded(self, name: str) -> torch.Tensor:
+    def _embed_colours(self, name: str) -> torch.Tensor:
         """Return the mean of each colour's texts, of length 1, [colours, width]."""
-        texts = [template.format(colour, name) for colour in _COLOURS for template in _TEMPLATES]
+        texts = [template.format(colour, name) for colour, template in product(_COLOURS, _TEMPLATES)]
         tokens = self._tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(self._device)
-        read = self._model.text_projection(self._model.text_model(**tokens).pooler_output)
-        means = torch.nn.functional.normalize(read, dim=-1).view(len(_COLOURS), len(_TEMPLATES), -1).mean(1)
+        embeddings = self._model.text_projection(self._model.text_model(**tokens).pooler_output)
+        means = torch.nn.functional.normalize(embeddings, dim=-1).view(len(_COLOURS), len(_TEMPLATES), -1).mean(1)
         return torch.nn.functional.normalize(means, dim=-1)
 
 
 def _clauses(prompt: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the clauses of a row, included and excluded; `RewardConfigError` if they are not GenEval's."""
-    included, excluded = (list[Any](row.get(name) or ()) for name in ("include", "exclude"))
-    for place, clause in enumerate((included or [None]) + excluded):
-        if not _is_clause(clause, place):
-            found = f"the clause {clause!r:.200}" if included else "no include"
+    included = list[Any](row.get("include") or ())
+    excluded = list[Any](row.get("exclude") or ())
+    for index, clause in enumerate((included or [None]) + excluded):
+        if not _is_clause(clause, index):
+            value = f"the clause {clause!r:.200}" if included else "no include"
             raise RewardConfigError(
-                f"the row of {prompt!r:.100} has {found}; expected include: a list of class, count "
+                f"the row of {prompt!r:.100} has {value}; expected include: a list of class, count "
                 f"of 1 or more, and optionally color ({', '.join(_COLOURS)}) or position ([{' | '.join(_POSITIONS)}, "
                 "number of an earlier clause])"
             )
     return included + excluded
 
 
-def _is_clause(clause: Any, place: int) -> bool:
+def _is_clause(clause: Any, index: int) -> bool:
     match clause:
         case {"class": str(), "count": int(count)} if count >= 1 and (clause.get("color") or "red") in _COLOURS:
             match clause.get("position"):
                 case None:
                     return True
-                case [position, int(other)]:
-                    return position in _POSITIONS and 0 <= other < place
+                case [position, int(reference)]:
+                    return position in _POSITIONS and 0 <= reference < index
                 case _:
                     return False
         case _:

@@ -1,7 +1,8 @@
 """Scores of images by local models: CLIP, heads on it, and BLIP with ImageReward's head."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from gcore_rollout.errors import RewardConfigError, require
 from gcore_rollout.images.reward import Images, Rows, Scores
 
-_MEAN, _STD = 0.16717362830052426, 1.0333394966054072
-"""Mean and standard deviation of scores on the published validation set, by which scores are standardised."""
+# Of the scores on the published validation set, by which scores are standardised.
+_MEAN = 0.16717362830052426
+_STD = 1.0333394966054072
 _MAX_TOKENS = 35
 _HEAD_DIM = 64
 _HEAD_LAYERS = (0, 2, 4, 6, 7)
@@ -71,7 +73,9 @@ class CLIPReward:
         self._model, self._processor = load_clip(path, device, weights)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self._device = device
-        self._scale = float(self._model.logit_scale.exp()) / 26 if scale is None else scale
+        if scale is None:
+            scale = float(self._model.logit_scale.exp()) / 26
+        self._scale = scale
 
     @torch.no_grad()
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
@@ -79,8 +83,8 @@ class CLIPReward:
         del rows
         texts = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt").to(self._device)
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
-        found = self._model(**texts, pixel_values=pixels["pixel_values"])
-        cosines = torch.nn.functional.cosine_similarity(found.image_embeds, found.text_embeds)
+        outputs = self._model(**texts, pixel_values=pixels["pixel_values"])
+        cosines = torch.nn.functional.cosine_similarity(outputs.image_embeds, outputs.text_embeds)
         return (self._scale * cosines).double().cpu().numpy()
 
 
@@ -106,9 +110,8 @@ class AestheticReward:
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del prompts, rows
-        pixels = self._processor(list(images), return_tensors="pt").to(self._device)
-        seen = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
-        return self._head(torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1))
+        embeddings = embed_images(self._model, self._processor, list(images), self._device)
+        return self._head(torch.nn.functional.normalize(embeddings, dim=-1))
 
 
 class ImageRewardScore:
@@ -124,7 +127,9 @@ class ImageRewardScore:
 
         tensors = _read("weights", Path(weights))
         try:
-            self._vision, self._text = (model.to(device) for model in _models(tensors))
+            vision, text = _build_blip(tensors)
+            self._vision = vision.to(device)
+            self._text = text.to(device)
             self._head = _Head(tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device)
         except (KeyError, RuntimeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
@@ -144,24 +149,26 @@ class ImageRewardScore:
         """Return scores [B]."""
         del rows
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
-        seen = self._vision(pixel_values=pixels).last_hidden_state
-        options: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": _MAX_TOKENS}
-        words = self._tokenizer(list(prompts), **options, return_tensors="pt").to(self._device)
-        read = self._text(
+        image_states = self._vision(pixel_values=pixels).last_hidden_state
+        words = self._tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
+        ).to(self._device)
+        outputs = self._text(
             input_ids=words["input_ids"],
             attention_mask=words["attention_mask"],
-            encoder_hidden_states=seen,
-            encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
+            encoder_hidden_states=image_states,
+            encoder_attention_mask=torch.ones(image_states.shape[:2], dtype=torch.long, device=self._device),
         )
-        return (self._head(read.last_hidden_state[:, 0]) - _MEAN) / _STD
+        return (self._head(outputs.last_hidden_state[:, 0]) - _MEAN) / _STD
 
 
 class _Head:
     """Linear layers to one score, by the names of their weights."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str) -> None:
-        biases = {name: name.removesuffix("weight") + "bias" for name in names}
-        self._layers = [(tensors[weight].to(device), tensors[bias].to(device)) for weight, bias in biases.items()]
+        self._layers = [
+            (tensors[name].to(device), tensors[name.removesuffix("weight") + "bias"].to(device)) for name in names
+        ]
 
     def __call__(self, x: torch.Tensor) -> Scores:
         """Return scores [B]."""
@@ -193,20 +200,39 @@ def load_clip(path: str | Path, device: str, weights: str | Path = "") -> tuple[
         raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
 
 
+def embed_images(model: Any, processor: Any, images: Sequence[Any], device: str) -> torch.Tensor:
+    """Return a CLIP model's embeddings of images, [images, width]."""
+    pixels = processor(images, return_tensors="pt")["pixel_values"].to(device)
+    return model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
+
+
+@contextmanager
+def report_folder_errors(path: str | Path, content: str) -> Generator[None]:
+    """Raise `RewardConfigError` unless a Hugging Face folder is there and loads in this block."""
+    has_config = (Path(path) / "config.json").is_file()
+    require("path", str(path), has_config, f"a Hugging Face folder of {content}")
+    try:
+        yield
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
+
+
 def _load_open_clip(model: Any, weights: str | Path) -> None:
     """Load a checkpoint of open_clip, whose attention has one matrix for queries, keys and values."""
-    found: Any = _read("weights", Path(weights))
-    named: dict[str, torch.Tensor] = {}
-    for name, tensor in found.get("state_dict", found).items():
-        renamed = _renamed(name.removeprefix("module."), _OPEN_CLIP_NAMES)
+    checkpoint: Any = _read("weights", Path(weights))
+    state_dict: dict[str, torch.Tensor] = {}
+    for name, tensor in checkpoint.get("state_dict", checkpoint).items():
+        renamed = _rename(name.removeprefix("module."), _OPEN_CLIP_NAMES)
         if ".in_proj_" in renamed:
-            thirds = zip("qkv", tensor.chunk(3), strict=True)
-            named |= {renamed.replace("in_proj_", f"{part}_proj."): own for part, own in thirds}
-        else:
+            for part, third in zip("qkv", tensor.chunk(3), strict=True):
+                state_dict[renamed.replace("in_proj_", f"{part}_proj.")] = third
+        elif renamed.endswith("_projection.weight"):
             # The projections are multiplied from the other side.
-            named[renamed] = tensor.T if renamed.endswith("_projection.weight") else tensor
+            state_dict[renamed] = tensor.T
+        else:
+            state_dict[renamed] = tensor
     try:
-        model.load_state_dict(named)
+        model.load_state_dict(state_dict)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise RewardConfigError(f"weights is {str(weights)!r}: not of the model in path: {reason:.300}") from None
@@ -218,19 +244,19 @@ def _read(setting: str, path: Path) -> dict[str, torch.Tensor]:
             from safetensors.torch import load_file
 
             return load_file(str(path))
-        found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        return found
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise RewardConfigError(f"{setting} is {str(path)!r}: {type(error).__name__}: {error}") from None
 
 
-def _models(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+def _build_blip(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """Return BLIP's vision model, and its text encoder that attends to images."""
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
     blip = {name.removeprefix("blip."): tensor for name, tensor in tensors.items() if name.startswith("blip.")}
     patch = blip["visual_encoder.patch_embed.proj.weight"]
-    width, patch_size = patch.shape[0], patch.shape[-1]
+    width = patch.shape[0]
+    patch_size = patch.shape[-1]
     side = round((blip["visual_encoder.pos_embed"].shape[1] - 1) ** 0.5)
     words = blip["text_encoder.embeddings.word_embeddings.weight"]
     vision = BlipVisionModel(
@@ -256,23 +282,26 @@ def _models(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
         ),
         add_pooling_layer=False,
     )
-    seen = {
-        _renamed(name, _VISION_NAMES): tensor for name, tensor in blip.items() if name.startswith("visual_encoder.")
-    }
-    read = {n.removeprefix("text_encoder."): tensor for n, tensor in blip.items() if n.startswith("text_encoder.")}
-    # Not a parameter, and not everywhere there.
-    read.pop("embeddings.position_ids", None)
-    buffers = {name: tensor for name, tensor in text.named_buffers() if name in text.state_dict()}
-    vision.load_state_dict(seen)
-    text.load_state_dict({**buffers, **read})
+    vision_state: dict[str, torch.Tensor] = {}
+    text_state = {name: tensor for name, tensor in text.named_buffers() if name in text.state_dict()}
+    for name, tensor in blip.items():
+        if name.startswith("visual_encoder."):
+            vision_state[_rename(name, _VISION_NAMES)] = tensor
+        # The position ids are no parameter, and some files lack them.
+        elif name.startswith("text_encoder.") and name != "text_encoder.embeddings.position_ids":
+            text_state[name.removeprefix("text_encoder.")] = tensor
+    vision.load_state_dict(vision_state)
+    text.load_state_dict(text_state)
     return vision.eval().requires_grad_(False), text.eval().requires_grad_(False)
 
 
 def _num_layers(tensors: Mapping[str, torch.Tensor], pattern: str) -> int:
-    return 1 + max(int(found[1]) for name in tensors if (found := re.match(pattern, name)))
+    """Return the number of layers, whose indices are the pattern's group."""
+    matches = [re.match(pattern, name) for name in tensors]
+    return 1 + max(int(match[1]) for match in matches if match)
 
 
-def _renamed(name: str, patterns: Iterable[tuple[str, str]]) -> str:
+def _rename(name: str, patterns: Iterable[tuple[str, str]]) -> str:
     for pattern, replacement in patterns:
         name = re.sub(pattern, replacement, name)
     return name

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError, require
-from gcore_rollout.rewards.reward import Scored, ThreadedReward, located, name_of
+from gcore_rollout.rewards.reward import Scored, ThreadedReward, locate_errors, name_of
 from gcore_rollout.rewards.runner import answer, is_async
 
 Images = NDArray[np.uint8]
@@ -44,30 +44,34 @@ async def evaluate_images(
     """
     # A daemon thread: one of asyncio would keep the process from ending while the reward blocks.
     threaded = None if is_async(reward) else ThreadedReward(reward, max_workers=1)
-    with located(f"reward {name_of(reward)!r} on {len(images)} images"):
+    with locate_errors(f"reward {name_of(reward)!r} on {len(images)} images"):
         try:
             values = await answer(threaded or reward, images, prompts, rows)
         finally:
             if threaded is not None:
                 threaded.close()
         scores, parts = _read(values, len(images), "images")
-        for score, prompt in zip(scores, prompts, strict=True):
+        scored: list[Scored] = []
+        for i, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
             if not math.isfinite(score):
                 raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
-        return [Scored(score=score, parts={n: p[i] for n, p in parts.items()}) for i, score in enumerate(scores)]
+            scored.append(Scored(score=score, parts={name: values[i] for name, values in parts.items()}))
+        return scored
 
 
 def check_images(rewards: Iterable[ImageRewardFunction], height: int, width: int) -> None:
     """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
     for reward in rewards:
-        if check := getattr(reward, "check", None):
+        check: Callable[[int, int], None] | None = getattr(reward, "check", None)
+        if check is not None:
             check(height, width)
 
 
 def check_prompts(rewards: Iterable[ImageRewardFunction], prompts: Sequence[str], rows: Rows) -> None:
     """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
     for reward in rewards:
-        if check := getattr(reward, "check_prompts", None):
+        check: Callable[[Sequence[str], Rows], None] | None = getattr(reward, "check_prompts", None)
+        if check is not None:
             check(prompts, rows)
 
 
@@ -80,7 +84,8 @@ class FrameReward:
 
     def __init__(self, reward: ImageRewardFunction, *, num_frames: int, one_at_a_time: bool = False) -> None:
         require("num_frames", num_frames, num_frames >= 1, "at least 1")
-        self._reward, self._num_frames = reward, num_frames
+        self._reward = reward
+        self._num_frames = num_frames
         self._turn = threading.Lock() if one_at_a_time else nullcontext()
         self.__name__ = name_of(reward)
         self.uses_engine: bool = getattr(reward, "uses_engine", False)
@@ -99,16 +104,21 @@ class FrameReward:
             with self._turn:
                 return self._reward(images, prompts, rows)
         count = min(self._num_frames, images.shape[1])
-        places = [(2 * part + 1) * images.shape[1] // (2 * count) for part in range(count)]
-        frames = images[:, places].reshape(-1, *images.shape[2:])
-        every_prompt = [prompt for prompt in prompts for _ in places]
+        middles = [(2 * part + 1) * images.shape[1] // (2 * count) for part in range(count)]
+        frames = images[:, middles].reshape(-1, *images.shape[2:])
+        frame_prompts: list[str] = []
+        for prompt in prompts:
+            frame_prompts += [prompt] * count
+        frame_rows: list[Mapping[str, Any]] = []
+        for row in rows:
+            frame_rows += [row] * count
         with self._turn:
-            values = self._reward(frames, every_prompt, [row for row in rows for _ in places])
+            values = self._reward(frames, frame_prompts, frame_rows)
         if inspect.isawaitable(values):
-            return self._awaited(values, len(images), count)
+            return self._await_means(values, len(images), count)
         return _means(values, len(images), count)
 
-    async def _awaited(self, values: Awaitable[Any], num_videos: int, count: int) -> Any:
+    async def _await_means(self, values: Awaitable[Any], num_videos: int, count: int) -> Any:
         return _means(await values, num_videos, count)
 
 
@@ -124,31 +134,33 @@ def _read(values: Any, count: int, unit: str) -> tuple[list[float], dict[str, li
     extra: Mapping[str, Any] = {}
     if isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], Mapping):
         values, extra = values
-    scores = [float(value) for value in np.asarray(_detached(values), dtype=np.float64).reshape(-1)]
+    scores: list[float] = np.asarray(_detach(values), dtype=np.float64).reshape(-1).tolist()
     if len(scores) != count:
         raise RewardError(f"returned {len(scores)} scores; expected one for each of {count} {unit}")
     return scores, _parts(extra, count)
 
 
-def _detached(values: Any) -> Any:
+def _detach(values: Any) -> Any:
     """Return values with torch's tensors as arrays: NumPy reads none with a gradient, in bfloat16 or on a GPU."""
     if isinstance(values, list | tuple):
-        return [_detached(value) for value in values]
-    return values.detach().cpu().double().numpy() if hasattr(values, "detach") else values
+        return list(map(_detach, values))
+    if hasattr(values, "detach"):
+        return values.detach().cpu().double().numpy()
+    return values
 
 
 def _parts(extra: Mapping[str, Any], num_images: int) -> dict[str, list[float]]:
     """Return the values that are a finite number for each image, or one for all, by name."""
-    found: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
     for name, value in extra.items():
         try:
-            numbers = np.asarray(_detached(value), dtype=np.float64).reshape(-1)
+            numbers = np.asarray(_detach(value), dtype=np.float64).reshape(-1)
         except (TypeError, ValueError):
             # A text, or lists of several lengths.
             continue
         if len(numbers) in (1, num_images) and np.isfinite(numbers).all():
-            found[str(name)] = np.broadcast_to(numbers, num_images).tolist()
-    return found
+            parts[str(name)] = np.broadcast_to(numbers, num_images).tolist()
+    return parts
 
 
 def import_pillow(module: str = "Image") -> Any:
@@ -177,7 +189,8 @@ class JPEGCompressibility:
         self._pillow = import_pillow()
         require("sign", sign, sign in (-1, 1), "-1 or 1")
         require("size", size, size >= 0, "0 or more")
-        self._sign, self._size = sign, size
+        self._sign = sign
+        self._size = size
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
@@ -185,7 +198,8 @@ class JPEGCompressibility:
         return np.array([self._sign * self._kilobytes(image) for image in images])
 
     def _kilobytes(self, image: NDArray[np.uint8]) -> float:
-        picture, file = self._pillow.fromarray(image), io.BytesIO()
+        picture = self._pillow.fromarray(image)
+        file = io.BytesIO()
         if self._size:
             picture = picture.resize((self._size, self._size), self._pillow.Resampling.BICUBIC)
         picture.save(file, format="JPEG", quality=_QUALITY)
@@ -210,12 +224,16 @@ class ColourReward:
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]; `RewardConfigError` if a prompt names no known colour."""
         del rows
-        named = [next((word for word in prompt.split() if word in self._colours), "") for prompt in prompts]
-        if "" in named:
-            prompt, known = prompts[named.index("")], ", ".join(self._colours)
-            raise RewardConfigError(f"prompt {prompt!r} names no colour; expected one of {known}")
+        colours: list[NDArray[np.float64]] = []
+        for prompt in prompts:
+            words = [word for word in prompt.split() if word in self._colours]
+            if not words:
+                raise RewardConfigError(
+                    f"prompt {prompt!r} names no colour; expected one of {', '.join(self._colours)}"
+                )
+            colours.append(self._colours[words[0]])
         # Pixels are weighted by their brightest channel.
         pixels = images.astype(np.float64) / 255
         means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
         units = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
-        return (units * np.stack([self._colours[word] for word in named])).sum(1)
+        return (units * np.stack(colours)).sum(1)

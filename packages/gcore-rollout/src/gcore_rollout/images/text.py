@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.images.models import report_folder_errors
 from gcore_rollout.images.reward import Images, Rows, Scores
 
 _MAX_TOKENS = 128
@@ -29,27 +30,25 @@ class OCRReward:
     def __init__(self, path: str | Path, *, text_key: str = "", device: str = "cpu") -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        has_config = (Path(path) / "config.json").is_file()
-        require("path", str(path), has_config, "a Hugging Face folder of a model that reads text in images")
-        try:
+        with report_folder_errors(path, "a model that reads text in images"):
             model: Any = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
             self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
-        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
         has_both = hasattr(self._processor, "image_processor") and hasattr(self._processor, "tokenizer")
         require("path", str(path), has_both, "a processor of images with a tokenizer in the folder")
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._text_key, self._device = text_key, device
+        self._text_key = text_key
+        self._device = device
 
     def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
         """Raise `RewardConfigError` for a prompt that does not say which text is wanted."""
         for prompt, row in zip(prompts, rows, strict=True):
-            self._wanted(prompt, row)
+            self._requested_text(prompt, row)
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
-        wanted = [self._wanted(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        return np.array([text_similarity(*texts) for texts in zip(self.read(images), wanted, strict=True)])
+        requested = [self._requested_text(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        texts = zip(self.read(images), requested, strict=True)
+        return np.array([text_similarity(read, text) for read, text in texts])
 
     @torch.no_grad()
     def read(self, images: Images) -> list[str]:
@@ -57,16 +56,17 @@ class OCRReward:
         inputs = self._processor(images=list(images), return_tensors="pt").to(self._device)
         ids = self._model.generate(**inputs, do_sample=False, max_new_tokens=_MAX_TOKENS)
         # A model with a decoder alone returns its prompt, too.
-        ids = ids[:, inputs["input_ids"].shape[1] :] if "input_ids" in inputs else ids
+        if "input_ids" in inputs:
+            ids = ids[:, inputs["input_ids"].shape[1] :]
         return self._processor.batch_decode(ids, skip_special_tokens=True)
 
-    def _wanted(self, prompt: str, row: Mapping[str, Any]) -> str:
+    def _requested_text(self, prompt: str, row: Mapping[str, Any]) -> str:
         if self._text_key:
             text = row.get(self._text_key)
             expected = f"a row with a text in the column {self._text_key!r}"
         else:
-            found = _QUOTED.search(prompt)
-            text, expected = found[1] if found else "", "one with the wanted text in double quotes, or reward.text_key"
+            text = next(iter(_QUOTED.findall(prompt)), "")
+            expected = "one with the wanted text in double quotes, or reward.text_key"
         if not isinstance(text, str) or not _plain(text):
             raise RewardConfigError(f"prompt is {prompt!r:.300}; expected {expected}")
         return text
@@ -74,8 +74,11 @@ class OCRReward:
 
 def text_similarity(read: str, wanted: str) -> float:
     """Return 1 - min(N, L) / L; see `OCRReward`."""
-    a, b = _plain(read), _plain(wanted)
-    return 1.0 if b in a else 1 - min(_edit_distance(a, b), len(b)) / len(b)
+    a = _plain(read)
+    b = _plain(wanted)
+    if b in a:
+        return 1.0
+    return 1 - min(_edit_distance(a, b), len(b)) / len(b)
 
 
 def _plain(text: str) -> str:
@@ -85,8 +88,11 @@ def _plain(text: str) -> str:
 def _edit_distance(a: str, b: str) -> int:
     """Return the Levenshtein distance: the fewest insertions, deletions and substitutions of a character."""
     row = list(range(len(b) + 1))
-    for i, own in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (own != other))
+    for i, in_a in enumerate(a, start=1):
+        diagonal = row[0]
+        row[0] = i
+        for j, in_b in enumerate(b, start=1):
+            above = row[j]
+            row[j] = min(above + 1, row[j - 1] + 1, diagonal + (in_a != in_b))
+            diagonal = above
     return row[-1]

@@ -7,7 +7,7 @@ image's merged patches. Rendered chat templates have one at each place; `VisionP
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError, UnsupportedModelError
-from gcore_rollout.images.decoding import decoded, image_size
+from gcore_rollout.images.decoding import image_size, open_rgb
 from gcore_rollout.images.reward import import_pillow
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -74,29 +74,38 @@ class VisionProcessor:
         sizes = iter([self.num_tokens(image) for image in images])
         expanded: list[int] = []
         for token in token_ids:
-            expanded.extend([token] * next(sizes) if token == self.image_token_id else [token])
+            count = 1
+            if token == self.image_token_id:
+                count = next(sizes)
+            expanded += [token] * count
         return tuple(expanded)
 
     def places(self, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the first token and the number of tokens of each image in an expanded prompt."""
-        runs = [(token, len(list(run))) for token, run in groupby(prompt_token_ids)]
-        starts = accumulate((length for _, length in runs), initial=0)
-        return [(start, n) for start, (token, n) in zip(starts, runs, strict=False) if token == self.image_token_id]
+        places: list[tuple[int, int]] = []
+        start = 0
+        for token, run in groupby(prompt_token_ids):
+            length = len(list(run))
+            if token == self.image_token_id:
+                places.append((start, length))
+            start += length
+        return places
 
     def check(self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]) -> None:
         """Raise `RequestError` for bytes that are no image, or images that do not fit a prompt's places for them."""
         for image in images:
-            decoded(image)
+            open_rgb(image)
         needed = [self.num_tokens(image) for image in images]
-        if (found := [length for _, length in self.places(prompt_token_ids)]) != needed:
+        available = [length for _, length in self.places(prompt_token_ids)]
+        if available != needed:
             raise RequestError(
-                f"request {request_id!r} has images of {needed} tokens and places of {found}: each image needs one "
+                f"request {request_id!r} has images of {needed} tokens and places of {available}: each image needs one "
                 f"run of its number of image tokens ({self.image_token_id}), apart from the next"
             )
 
     def process(self, images: Sequence[bytes]) -> Pixels:
         """Return the pixels of one or more encoded images; `RequestError` if bytes are no image."""
-        inputs: Mapping[str, torch.Tensor] = self._processor(images=[decoded(i) for i in images], return_tensors="pt")
+        inputs: Mapping[str, torch.Tensor] = self._processor(images=list(map(open_rgb, images)), return_tensors="pt")
         return Pixels(
             pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),
             grid_thw=inputs["image_grid_thw"].numpy().astype(np.int64, copy=False),

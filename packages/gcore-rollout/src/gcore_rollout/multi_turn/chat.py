@@ -57,8 +57,10 @@ class ChatEncoder:
         end_of_turn = self._render(before, prompt=False).rpartition(stand_in)[2]
         continued = self._render([*before, *normalized]).rpartition(stand_in)[2]
         if not continued.startswith(end_of_turn) or continued == end_of_turn:
-            does_not = "the chat template does not render further messages after those before them"
-            raise RolloutError(f"{does_not}; conversations of several turns need that")
+            raise RolloutError(
+                "the chat template does not render further messages after those before them; conversations of several "
+                "turns need that"
+            )
         added = continued.removeprefix(end_of_turn)
         written: str = self._tokenizer.decode([last_token])
         if not end_of_turn:
@@ -78,8 +80,7 @@ class ChatEncoder:
         ``stop``: these are a part of it.
         """
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        is_stopped = any(string in text for string in stop)
-        if is_ended and not is_stopped:
+        if is_ended and not any(string in text for string in stop):
             return self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
         return text
 

@@ -57,12 +57,14 @@ class MultiTurnConfig:
 
     def __post_init__(self) -> None:
         for name, lowest in (("max_assistant_turns", 1), ("max_tokens_per_turn", 0), ("max_revisions", 0)):
-            require(name, getattr(self, name), getattr(self, name) >= lowest, f"{lowest} or more", RequestError)
-        good_enough, most, timeout_s = self.good_enough, self.max_revisions, self.step_timeout_s
-        require("good_enough", good_enough, math.isfinite(good_enough), "a finite number", RequestError)
+            value = getattr(self, name)
+            require(name, value, value >= lowest, f"{lowest} or more", RequestError)
+        require("good_enough", self.good_enough, math.isfinite(self.good_enough), "a finite number", RequestError)
+        timeout_s = self.step_timeout_s
         require("step_timeout_s", timeout_s, 0 < timeout_s < math.inf, "a finite number above 0", RequestError)
-        alone = f"0 with rollout.multi_turn.environment {self.environment!r}"
-        require("max_revisions", most, not (self.environment and most), alone, RequestError)
+        is_alone = not (self.environment and self.max_revisions)
+        expected = f"0 with rollout.multi_turn.environment {self.environment!r}"
+        require("max_revisions", self.max_revisions, is_alone, expected, RequestError)
 
     @property
     def is_used(self) -> bool:
@@ -86,13 +88,13 @@ class MultiTurnConfig:
         if not self.is_used:
             return None
         if self.max_revisions:
-            make = partial(self._revision, reward, prompt_key)
+            make = partial(self._make_revision, reward, prompt_key)
         else:
             make = load_function(self.environment, setting="rollout.multi_turn.environment")
         encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
         return EnvironmentRole(make=make, encoder=encoder, limits=self, on_error=on_error)
 
-    def _revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
+    def _make_revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
         prompt = row[prompt_key]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else normalize_messages(prompt)
 

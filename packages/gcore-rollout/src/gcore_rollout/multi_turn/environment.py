@@ -98,17 +98,18 @@ class RevisionEnvironment:
     max_revisions: int
 
     def __post_init__(self) -> None:
-        good_enough, most = self.good_enough, self.max_revisions
-        require("good_enough", good_enough, math.isfinite(good_enough), "a finite number", RequestError)
-        require("max_revisions", most, most >= 1, "at least 1", RequestError)
-        self._num_left, self._score = self.max_revisions, 0.0
+        require("good_enough", self.good_enough, math.isfinite(self.good_enough), "a finite number", RequestError)
+        require("max_revisions", self.max_revisions, self.max_revisions >= 1, "at least 1", RequestError)
+        self._num_left = self.max_revisions
+        self._score = 0.0
 
     async def reset(self) -> Opening:
         return Opening(messages=self.messages)
 
     async def step(self, completion: str) -> Reply:
         scored = await self.reward(completion)
-        gain, self._score = scored.score - self._score, scored.score
+        gain = scored.score - self._score
+        self._score = scored.score
         if scored.score >= self.good_enough or not self._num_left:
             return Reply(reward=gain, done=True)
         self._num_left -= 1
@@ -134,18 +135,20 @@ def hermes_calls(text: str) -> list[ToolCall]:
     """
     without_thoughts = _THOUGHT.sub("", text)
     answer = without_thoughts.rpartition("</think>")[2]
-    return [_call(match) for match in _HERMES.findall(answer)]
+    return [_parse_call(match) for match in _HERMES.findall(answer)]
 
 
-def _call(text: str) -> ToolCall:
+def _parse_call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
     except json.JSONDecodeError as error:
         return ToolCall(name="", arguments={}, error=f"the call is not JSON: {error}")
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(name="", arguments={}, error="a call is an object with a name and an object of arguments")
-    return ToolCall(name=call["name"], arguments=arguments)
+    if isinstance(call, dict):
+        name = call.get("name")
+        arguments = call.get("arguments", {})
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return ToolCall(name=name, arguments=arguments)
+    return ToolCall(name="", arguments={}, error="a call is an object with a name and an object of arguments")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +207,23 @@ class ToolEnvironment:
         return Opening(messages=self.messages, tools=[tool.schema for tool in self.tools])
 
     async def step(self, completion: str, truncated: bool = False) -> Reply:
-        calls = [] if truncated else self.parse(completion)
-        if calls:
-            answers = await asyncio.gather(*(self._answer(call) for call in calls))
-            named = zip(calls, answers, strict=True)
-            return Reply(messages=[{"role": "tool", "name": call.name, "content": answer} for call, answer in named])
-        reward = self.reward(completion) if self.reward else 0.0
-        return Reply(done=True, reward=reward if isinstance(reward, int | float) else await reward)
+        if not truncated:
+            calls = self.parse(completion)
+            if calls:
+                return Reply(messages=await asyncio.gather(*map(self._answer, calls)))
+        if self.reward is None:
+            return Reply(done=True)
+        reward = self.reward(completion)
+        if not isinstance(reward, int | float):
+            reward = await reward
+        return Reply(done=True, reward=reward)
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> Message:
+        """Return the message with the result of a call."""
         if call.error:
-            return f"error: {call.error}"
-        if call.name not in self._by_name:
-            return f"error: there is no tool {call.name!r}: there are {', '.join(sorted(self._by_name))}"
-        return await self._by_name[call.name](call.arguments)
+            content = f"error: {call.error}"
+        elif call.name not in self._by_name:
+            content = f"error: there is no tool {call.name!r}: there are {', '.join(sorted(self._by_name))}"
+        else:
+            content = await self._by_name[call.name](call.arguments)
+        return {"role": "tool", "name": call.name, "content": content}

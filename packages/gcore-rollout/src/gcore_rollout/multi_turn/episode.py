@@ -7,8 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import repeat
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -76,18 +75,20 @@ async def _play(
 ) -> Completion:
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     what = f"episode {request_id!r}: reset"
-    opening = await _within(environment.reset(), limits.step_timeout_s, what)
-    with _failing(what):
+    opening = await _wait(environment.reset(), limits.step_timeout_s, what)
+    with _raise_episode_errors(what):
         prompt_ids = encoder.first(opening.messages, tools=opening.tools)
     response: list[int] = []
-    columns: list[tuple[float, int, bool]] = []
-    """For each token of the response, the log-prob, the version, and whether the policy wrote it."""
+    log_probs: list[float] = []
+    versions: list[int] = []
+    mask: list[bool] = []
+    """Whether the policy wrote each token of the response."""
     turns: list[str] = []
     score = 0.0
     end: EpisodeEnd | None = None
     while end is None:
         num_left = sampling.max_tokens - len(response)
-        with _failing(f"episode {request_id!r}: turn {len(turns) + 1}"):
+        with _raise_episode_errors(f"episode {request_id!r}: turn {len(turns) + 1}"):
             request = Request(
                 request_id=f"{request_id}/{len(turns)}",
                 session=request_id,
@@ -95,15 +96,19 @@ async def _play(
                 sampling=replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
                 seed=hash((seed, len(turns))),
             )
-            completion = await _completed(engine, request)
+            completion = await _complete_turn(engine, request)
         written = completion.token_ids.tolist()
         response += written
-        columns += zip(completion.log_probs.tolist(), completion.weight_versions.tolist(), repeat(True))
+        log_probs += completion.log_probs.tolist()
+        versions += completion.weight_versions.tolist()
+        mask += [True] * len(written)
         is_truncated = completion.finish_reason != "stop"
         turns.append(encoder.turn_text(written, stop=sampling.stop, is_ended=not is_truncated))
         what = f"episode {request_id!r}: step {len(turns)}"
-        answering = environment.step(turns[-1], **({"truncated": is_truncated} if takes_truncated else {}))
-        reply = await _within(answering, limits.step_timeout_s, what)
+        options: dict[str, Any] = {}
+        if takes_truncated:
+            options["truncated"] = is_truncated
+        reply = await _wait(environment.step(turns[-1], **options), limits.step_timeout_s, what)
         if not math.isfinite(reply.reward):
             raise EpisodeError(f"{what}: the reward is {reply.reward}; expected a finite number")
         score += reply.reward
@@ -111,18 +116,21 @@ async def _play(
             end = "done"
         elif is_truncated:
             # A turn that was cut off has no end after which a message could come.
-            end = "length" if len(response) >= sampling.max_tokens else "truncated_turn"
+            end = "truncated_turn"
+            if len(response) >= sampling.max_tokens:
+                end = "length"
         elif len(turns) == limits.max_assistant_turns:
             end = "max_turns"
         else:
-            with _failing(what):
+            with _raise_episode_errors(what):
                 added = encoder.next(reply.messages, last_token=response[-1])
             if len(response) + len(added) >= sampling.max_tokens:
                 end = "length"
             else:
                 response += added
-                columns += [(0.0, -1, False)] * len(added)
-    log_probs, versions, mask = zip(*columns, strict=True) if columns else ((), (), ())
+                log_probs += [0.0] * len(added)
+                versions += [-1] * len(added)
+                mask += [False] * len(added)
     return Completion(
         request_id=request_id,
         index=0,
@@ -139,7 +147,7 @@ async def _play(
 
 
 @contextmanager
-def _failing(what: str) -> Generator[None]:
+def _raise_episode_errors(what: str) -> Generator[None]:
     """Raise an `EpisodeError` for messages or a prompt that are refused: other episodes are not affected."""
     try:
         yield
@@ -153,14 +161,14 @@ async def _close(environment: Environment, outcome: EpisodeOutcome, timeout_s: f
     if close is None:
         return
     try:
-        await _within(close(outcome), timeout_s, what)
+        await _wait(close(outcome), timeout_s, what)
     except EpisodeError as error:
         if outcome not in ("failed", "cancelled"):
             raise
         _logger.warning("%s", error)
 
 
-async def _completed(engine: Engine, request: Request) -> Completion:
+async def _complete_turn(engine: Engine, request: Request) -> Completion:
     """Generate a whole turn, through as many requests as it takes."""
     while True:
         [completion] = [c async for c in engine.generate([request])]
@@ -169,7 +177,8 @@ async def _completed(engine: Engine, request: Request) -> Completion:
         request = replace(request, prefixes=(completion,))
 
 
-async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:
+async def _wait(answer: Awaitable[T], timeout_s: float, what: str) -> T:
+    """Wait for an environment's answer; `EpisodeError` if it failed or took too long."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer

@@ -93,7 +93,9 @@ def _join_parts(parts: list[Any], where: str) -> str:
             kind = entries.get("type", "text")
             if kind in _IMAGE_TYPES:
                 raise RequestError(f"{where} has an image; expected text alone")
-            text = entries.get("text") if kind == "text" else None
+            text = None
+            if kind == "text":
+                text = entries.get("text")
         if not isinstance(text, str):
             raise RequestError(f"{where} has the part {part!r:.80}; expected parts of type text")
         texts.append(text)

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
 from gcore_rollout.errors import NotApplicableError, RewardError, require
 from gcore_rollout.rewards.process import ProcessReward
-from gcore_rollout.rewards.reward import ThreadedReward, name_of
+from gcore_rollout.rewards.reward import ThreadedReward, finish_call, name_of
 from gcore_rollout.rewards.runner import is_async, pause_time_limit
 
 
@@ -55,8 +54,11 @@ class BatchReward:
         if self._driver is None or self._driver.done():
             # Not in the context of one of the calls: the time limit of an attempt is in it.
             self._driver = asyncio.create_task(self._drive(), context=Context())
-        has_limits = isinstance(self.function, ProcessReward)
-        with pause_time_limit() if has_limits else nullcontext():
+        if isinstance(self.function, ProcessReward):
+            # The process has limits of its own.
+            with pause_time_limit():
+                score = await call.score
+        else:
             score = await call.score
         if score is None:
             raise NotApplicableError("returned None: it does not apply to this prompt")
@@ -68,10 +70,10 @@ class BatchReward:
         while self._waiting:
             batch = self._waiting[: self._max_size]
             del self._waiting[: self._max_size]
-            # Its caller may have given a call up.
-            wanted = [call for call in batch if not call.score.done()]
-            if wanted:
-                await self._score(wanted)
+            # The caller of a call may have given it up.
+            unanswered = [call for call in batch if not call.score.done()]
+            if unanswered:
+                await self._score(unanswered)
 
     async def _score(self, batch: Sequence[_Call]) -> None:
         prompts = [call.prompt for call in batch]
@@ -83,8 +85,7 @@ class BatchReward:
                 raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(batch)} completions")
         except Exception as error:
             for call in batch:
-                if not call.score.done():
-                    call.score.set_exception(error)
+                finish_call(call.score, error)
             return
         for call, score in zip(batch, scores, strict=True):
             if not call.score.done():

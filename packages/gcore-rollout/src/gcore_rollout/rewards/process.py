@@ -22,7 +22,8 @@ from gcore_rollout.rewards.reward import (
     Scored,
     check_row,
     describe_call,
-    exit_error,
+    finish_call,
+    make_exit_error,
     name_of,
     warn_of_slow_call,
 )
@@ -106,7 +107,7 @@ class ProcessReward:
 
     async def __call__(self, prompt: Any, completion: Any, row: Any) -> Any:
         """Score one completion, or lists of them; see the class."""
-        plain: Any = dict(row) if isinstance(row, Mapping) else [dict(one) for one in row]
+        plain: Any = dict(row) if isinstance(row, Mapping) else list(map(dict, row))
         loop = asyncio.get_running_loop()
         if self._process is None or self._process.loop is not loop or self._process.is_closed:
             describe = partial(describe_call, self)
@@ -212,19 +213,19 @@ class LimitedProcess:
 
         The exception of a function that could not be made is raised.
         """
-        made: asyncio.Future[Any] = self.loop.create_future()
+        is_ready: asyncio.Future[Any] = self.loop.create_future()
         with ExitStack() as stack:
             ours, theirs = socket.socketpair()
             stack.callback(ours.close)
             process = await ChildProcess.fork(_SERVE, [theirs], preload=self._preload)
             stack.callback(process.close)
-            channel = await Channel.open(ours, lambda message: self._take(message, made))
+            channel = await Channel.open(ours, lambda message: self._take(message, is_ready))
             stack.callback(channel.abort)
             channel.send((0, session.Setup.here(self._factory)))
-            await asyncio.wait([made, channel.gone], return_when=asyncio.FIRST_COMPLETED)
-            if not made.done():
+            await asyncio.wait([is_ready, channel.gone], return_when=asyncio.FIRST_COMPLETED)
+            if not is_ready.done():
                 raise RewardError(f"its process {await process.ended()} before it was ready")
-            made.result()
+            is_ready.result()
             self._process = process
             self._channel = channel
             self._is_killed = False
@@ -239,38 +240,31 @@ class LimitedProcess:
                 self._process = None
                 self._stop_clock()
         if self._calls:
-            reason = (
-                f"did not answer within {self._limits.call_s:g} s"
-                if self._is_killed
-                else f"ended its process, which {end}"
-            )
+            reason = f"ended its process, which {end}"
+            if self._is_killed:
+                reason = f"did not answer within {self._limits.call_s:g} s"
             self._answer(self._calls[0], LimitExceededError(reason))
 
-    def _take(self, message: Any, made: "asyncio.Future[Any]") -> None:
+    def _take(self, message: Any, is_ready: "asyncio.Future[Any]") -> None:
         """Handle an answer."""
-        value: Any = message.value if isinstance(message, _Answer) else None
         if isinstance(message, session.Failed):
-            value = session.exception(message, 0 if self._process is None else self._process.pid)
+            pid = 0 if self._process is None else self._process.pid
+            value: Any = session.exception(message, pid)
+        else:
+            value = message.value
         if isinstance(value, MemoryError):
             value = LimitExceededError(f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory")
         if message.call_id:
             self._answer(self._calls[0], value)
             self._start_clock()
-        elif isinstance(value, Exception):
-            made.set_exception(value)
         else:
-            made.set_result(None)
+            finish_call(is_ready, value)
 
     def _answer(self, call: _Call, value: Any) -> None:
         self._calls.remove(call)
         if not self._calls:
             self._has_calls.clear()
-        if call.answer.done():  # its caller has given up
-            return
-        if isinstance(value, Exception):
-            call.answer.set_exception(value)
-        else:
-            call.answer.set_result(value)
+        finish_call(call.answer, value)
 
     def _fail_all(self, error: Exception) -> None:
         for call in list(self._calls):
@@ -320,7 +314,7 @@ def serve_function(channel: socket.socket) -> None:
     """
     function: Any = None
     with channel, channel.makefile("rb") as stream:
-        while (messages := read_frame(stream)) is not None:
+        for messages in iter(partial(read_frame, stream), None):
             for call_id, message in messages:
                 try:
                     if isinstance(message, session.Setup):
@@ -333,7 +327,7 @@ def serve_function(channel: socket.socket) -> None:
                 except Exception as error:
                     packed = pickle.dumps(session.failure(call_id, error), protocol=5)
                 except BaseException as error:
-                    packed = pickle.dumps(session.failure(call_id, exit_error(error)), protocol=5)
+                    packed = pickle.dumps(session.failure(call_id, make_exit_error(error)), protocol=5)
                 try:
                     channel.sendall(pack_frame([packed]))
                 except OSError:

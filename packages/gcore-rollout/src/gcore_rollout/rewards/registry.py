@@ -55,14 +55,18 @@ class ImageRewardKind:
     """Whether it computes on a device."""
 
 
-def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
-    if name.startswith("jpeg"):
-        return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
+def _make_image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
+    if name == "jpeg_compressibility":
+        return JPEGCompressibility(sign=-1, size=settings.jpeg_size)
+    if name == "jpeg_incompressibility":
+        return JPEGCompressibility(sign=1, size=settings.jpeg_size)
     from gcore_rollout.images import geneval, models, text
 
     match name:
-        case "clip" | "pick_score":
-            return models.CLIPReward(settings.path, device=settings.device, scale=1.0 if name == "clip" else None)
+        case "clip":
+            return models.CLIPReward(settings.path, device=settings.device)
+        case "pick_score":
+            return models.CLIPReward(settings.path, device=settings.device, scale=None)
         case "hps":
             return models.CLIPReward(settings.path, weights=settings.head, device=settings.device)
         case "ocr":
@@ -94,7 +98,7 @@ _REWARDS: dict[str, Callable[..., RewardFunction]] = {
     "code": _code,
 }
 _IMAGE_REWARDS = {
-    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head, is_model=bool(path))
+    name: ImageRewardKind(make=partial(_make_image_reward, name), path=path, head=head, is_model=bool(path))
     for name, path, head in (
         ("jpeg_compressibility", "", ""),
         ("jpeg_incompressibility", "", ""),
@@ -158,44 +162,57 @@ def build_reward(
     terms = {spec: 1.0}
     if spec not in _REWARDS and (" + " in spec or " * " in spec):
         terms = reward_terms(spec, setting="reward")
-    rest = dict(kwargs or {})
+    kwargs = kwargs or {}
+    unused = dict(kwargs)
     rewards: dict[str, RewardFunction] = {}
     for term in terms:
         function = _REWARDS.get(term) or load_function(term, setting="reward")
-        own: dict[str, Any] = {}
-        for name, value in (kwargs or {}).items():
+        arguments: dict[str, Any] = {}
+        for name, value in kwargs.items():
             if _takes_setting(function, name):
-                own[name] = value
-                rest.pop(name, None)
+                arguments[name] = value
+                unused.pop(name, None)
         if term in _REWARDS:
-            rewards[term] = function(**own)
+            rewards[term] = function(**arguments)
             continue
-        reward = _with_arguments(function, prompt_key=prompt_key, kwargs=own)
+        reward = _with_arguments(function, prompt_key=prompt_key, kwargs=arguments)
         if process_limits is not None:
-            called = reward.function if isinstance(reward, BatchReward) else reward
-            if is_async(called):
-                expected = f"False with reward {term!r}, which is async"
-                raise RewardConfigError(f"reward_calls.in_process is True; expected {expected}")
-            make = partial(_load_called, term, prompt_key, own)
-            in_process = ProcessReward(make, reward=called, limits=process_limits)
-            reward = BatchReward(in_process) if isinstance(reward, BatchReward) else in_process
+            reward = _run_in_process(reward, term, prompt_key, arguments, process_limits)
         rewards[term] = reward
-    if rest:
-        name, value = next(iter(rest.items()))
+    for name, value in unused.items():
         raise RewardConfigError(f"reward_kwargs.{name} is {value!r}; expected the name of a parameter of {spec}")
     if terms == {spec: 1.0}:
         return rewards[spec]
-    names = {term: term.rpartition(":")[2] for term in terms}
-    if len(set(names.values())) < len(names):
-        names = {term: term for term in terms}
-    named = {names[term]: reward for term, reward in rewards.items()}
-    return CompositeReward(named, weights={names[term]: weight for term, weight in terms.items()})
+    names = [term.rpartition(":")[2] for term in terms]
+    if len(set(names)) < len(names):
+        names = list(terms)
+    weights = dict(zip(names, terms.values(), strict=True))
+    return CompositeReward(dict(zip(names, rewards.values(), strict=True)), weights=weights)
 
 
-def _load_called(spec: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _run_in_process(
+    reward: RewardFunction, spec: str, prompt_key: str, kwargs: Mapping[str, Any], limits: ProcessLimits
+) -> RewardFunction:
+    """Return the reward that ``spec`` names with its function in a process of its own."""
+    function = _remove_batching(reward)
+    if is_async(function):
+        expected = f"False with reward {spec!r}, which is async"
+        raise RewardConfigError(f"reward_calls.in_process is True; expected {expected}")
+    in_process = ProcessReward(partial(_load_unbatched, spec, prompt_key, kwargs), reward=function, limits=limits)
+    if function is reward:
+        return in_process
+    return BatchReward(in_process)
+
+
+def _load_unbatched(spec: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    return _remove_batching(load_reward(spec, prompt_key=prompt_key, kwargs=kwargs))
+
+
+def _remove_batching(reward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward as its calls have it: one that takes lists without the `BatchReward` that collects them."""
-    reward = load_reward(spec, prompt_key=prompt_key, kwargs=kwargs)
-    return reward.function if isinstance(reward, BatchReward) else reward
+    if isinstance(reward, BatchReward):
+        return reward.function
+    return reward
 
 
 def _takes_setting(function: Callable[..., Any], name: str) -> bool:
@@ -230,7 +247,8 @@ def build_image_reward(
     same. `RewardConfigError` if there is no such reward, or it lacks a setting; `RewardError` if the user's file does
     not import.
     """
-    if kind := _IMAGE_REWARDS.get(name):
+    kind = _IMAGE_REWARDS.get(name)
+    if kind is not None:
         group = group or setting.rpartition(".")[0]
         if kind.head and not settings.head:
             raise RewardConfigError(f"{group}.head is not set; expected {kind.head} for {name}")

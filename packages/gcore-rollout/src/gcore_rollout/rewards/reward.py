@@ -74,8 +74,10 @@ class Failure:
         while isinstance(error, RolloutError) and error.__cause__ is not None:
             error = error.__cause__
         frames = traceback.extract_tb(error.__traceback__)
-        where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
-        return cls(kind=f"{type(error).__name__}{where}", message=str(error))
+        kind = type(error).__name__
+        if frames:
+            kind += f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}"
+        return cls(kind=kind, message=str(error))
 
 
 class FailureLog:
@@ -99,14 +101,18 @@ class FailureLog:
         if failure.kind not in self._known:
             self._known.add(failure.kind)
             _logger.info("%s; the first of its kind:", error, exc_info=error)
-        found = self._counts.get(failure.kind)
-        self._counts[failure.kind] = failure if found is None else replace(found, count=found.count + 1)
+        earlier = self._counts.get(failure.kind)
+        if earlier is not None:
+            failure = replace(earlier, count=earlier.count + 1)
+        self._counts[failure.kind] = failure
 
     def drain(self) -> tuple[int, list[Failure]]:
         """Return the number of calls and the failures since this method was called last."""
-        drained = self._num_calls, list(self._counts.values())
-        self._num_calls, self._counts = 0, {}
-        return drained
+        num_calls = self._num_calls
+        failures = list(self._counts.values())
+        self._num_calls = 0
+        self._counts.clear()
+        return num_calls, failures
 
 
 @dataclass(kw_only=True)
@@ -174,14 +180,16 @@ def gold_answer(row: Mapping[str, Any], name: str, purpose: str) -> str:
 
 
 @contextmanager
-def located(where: str) -> Generator[None]:
+def locate_errors(where: str) -> Generator[None]:
     """Raise errors of a block with the place where they happened; a `NoScoreError` or `RewardExitError` stays one."""
     try:
         yield
+    except (NoScoreError, RewardExitError) as error:
+        raise type(error)(f"{where}: {error}") from error
+    except RewardError as error:
+        raise RewardError(f"{where}: {error}") from error
     except Exception as error:
-        kind = type(error) if isinstance(error, NoScoreError | RewardExitError) else RewardError
-        reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-        raise kind(f"{where}: {reason}") from error
+        raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -197,11 +205,21 @@ class InterruptedCallError(BaseException):
     """Ctrl-C ended a call; the handler of the signal has been notified, and will cancel what called."""
 
 
-def exit_error(error: BaseException) -> RewardExitError:
+def finish_call(future: "asyncio.Future[Any]", value: Any) -> None:
+    """Set the result of a call, or its error, unless the caller has given it up."""
+    if future.done():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+
+
+def make_exit_error(error: BaseException) -> RewardExitError:
     """Return the error of a reward that raised something else than an `Exception`."""
-    found = RewardExitError(f"tried to end the process: {type(error).__name__}: {error}".removesuffix(": "))
-    found.__cause__ = error
-    return found
+    exit_error = RewardExitError(f"tried to end the process: {type(error).__name__}: {error}".removesuffix(": "))
+    exit_error.__cause__ = error
+    return exit_error
 
 
 _ThreadCall = tuple[Future[Any], Callable[[], str], Callable[[], Any]]
@@ -222,9 +240,8 @@ class ThreadedReward:
         self._reward = reward
         self.__name__ = name_of(reward)
         self._max_workers = max_workers
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], str], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[_ThreadCall | None] = queue.SimpleQueue()
+        """Calls without a thread; None ends one thread."""
         self._num_threads = 0
         self._idle = threading.Semaphore(0)
 
@@ -237,7 +254,9 @@ class ThreadedReward:
         describe = partial(describe_call, self, arguments)
         self._calls.put((result, describe, partial(contextvars.copy_context().run, self._reward, *arguments)))
         value = await asyncio.wrap_future(result)
-        return await value if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            value = await value
+        return value
 
     def close(self) -> None:
         """Let the threads end when they are done. Idempotent."""
@@ -246,7 +265,7 @@ class ThreadedReward:
         self._num_threads = 0
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        for call in iter(self._calls.get, None):
             result, describe, work = call
             # A call that was given up before its turn is not made.
             if result.set_running_or_notify_cancel():
@@ -260,7 +279,7 @@ class ThreadedReward:
                 except Exception as error:
                     result.set_exception(error)
                 except BaseException as error:
-                    result.set_exception(exit_error(error))
+                    result.set_exception(make_exit_error(error))
             del call, result, describe, work
             self._idle.release()
 
@@ -277,20 +296,21 @@ def part_stds(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     values = defaultdict[str, list[float]](list)
-    for name, part in (item for one in parts for item in one.items()):
-        values[name].append(part)
+    for named_parts in parts:
+        for name, part in named_parts.items():
+            values[name].append(part)
     return dict(sorted(values.items()))
 
 
 def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
     """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``."""
-    everything = list(outcomes)
-    scored = [outcome for outcome in everything if isinstance(outcome, Scored)]
-    metrics = part_means(one.parts for one in scored)
+    outcomes = list(outcomes)
+    scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
+    metrics = part_means(outcome.parts for outcome in scored)
     if scored:
-        metrics["reward/mean"] = math.fsum(one.score for one in scored) / len(scored)
-    if everything:
-        metrics["reward/failed_fraction"] = (len(everything) - len(scored)) / len(everything)
+        metrics["reward/mean"] = math.fsum(outcome.score for outcome in scored) / len(scored)
+    if outcomes:
+        metrics["reward/failed_fraction"] = (len(outcomes) - len(scored)) / len(outcomes)
     return metrics
 
 

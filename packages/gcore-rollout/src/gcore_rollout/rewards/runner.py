@@ -1,4 +1,4 @@
-"""Calls of rewards: checked, with time limits, bounded retries and counts of failures, many at a time."""
+"""Calls of rewards, many at a time: checks of results, time limits, bounded retries and counts of failures."""
 
 import asyncio
 import inspect
@@ -28,8 +28,8 @@ from gcore_rollout.rewards.reward import (
     ThreadedReward,
     check_row,
     describe_call,
-    exit_error,
-    located,
+    locate_errors,
+    make_exit_error,
     may_pass,
     name_of,
     slow_calls,
@@ -60,23 +60,24 @@ async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row:
         RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
     """
-    with located(describe_call(reward, (prompt, completion))):
-        return checked(await answer(reward, prompt, completion, row))
+    with locate_errors(describe_call(reward, (prompt, completion))):
+        return check_score(await answer(reward, prompt, completion, row))
 
 
 async def evaluate_group(
     reward: GroupRewardFunction, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
 ) -> list[Scored]:
     """Evaluate a group of completions of one prompt; see `evaluate`."""
-    with located(describe_call(reward, (prompt, completions[0] if completions else ""))):
+    first = next(iter(completions), "")
+    with locate_errors(describe_call(reward, (prompt, first))):
         values = await answer(reward, prompt, completions, row)
         if len(values) != len(completions):
             raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
-        return [checked(value) for value in values]
+        return [check_score(value) for value in values]
 
 
-def checked(value: object) -> Scored:
-    """Return what a reward returned, finite numbers; raise `RewardError` for anything else."""
+def check_score(value: object) -> Scored:
+    """Return a reward's result, a number or a `Scored` of finite numbers; `RewardError` for anything else."""
     if not isinstance(value, Scored):
         return Scored(score=_finite("returned", value))
     parts = {name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()}
@@ -108,13 +109,15 @@ async def answer(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         with slow_calls.watch(partial(describe_call, function, arguments)):
             value = _call(function, *arguments)
-        return await value if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            value = await value
+        return value
     except InterruptedCallError:
         await asyncio.get_running_loop().create_future()
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise exit_error(error) from error
+        raise make_exit_error(error) from error
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:
@@ -123,16 +126,17 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
     The handler of asyncio, which has been called then, acts when the event loop runs again. `RewardExitError` if the
     function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
     """
-    relay = _Relay.installed()
+    relay = _Relay.install()
     if relay is None:
         try:
             return function(*arguments)
         except KeyboardInterrupt as error:
             # No signal is handled here.
-            raise exit_error(error) from error
+            raise make_exit_error(error) from error
     if relay.loop in _interrupted:
         raise InterruptedCallError
-    relay.guard = guard = _Guard(_blocking_limit_s.get())
+    guard = _Guard(_blocking_limit_s.get())
+    relay.guard = guard
     try:
         with guard:
             return function(*arguments)
@@ -142,7 +146,7 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
             raise RewardExitError(f"no answer within {guard.timeout_s:g} s") from None
         if guard.is_interrupted:
             raise InterruptedCallError from None
-        raise exit_error(error) from error
+        raise make_exit_error(error) from error
     except BaseException:
         relay.remove()
         raise
@@ -163,7 +167,8 @@ class _Relay:
     _present: "_Relay | None" = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop, before: Callable[..., object]) -> None:
-        self.loop, self.before = loop, before
+        self.loop = loop
+        self.before = before
         self.guard: _Guard | None = None
         self._has_relayed = False
 
@@ -175,7 +180,7 @@ class _Relay:
             self.before(number, frame)
 
     @classmethod
-    def installed(cls) -> "_Relay | None":
+    def install(cls) -> "_Relay | None":
         """Return the relay of this pass of the loop; None in other threads than the main one, which get no signals."""
         if threading.current_thread() is not threading.main_thread():
             return None
@@ -277,8 +282,8 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         require("max_retries", self.max_retries, self.max_retries >= 0, "0 or more")
         require("backoff_s", self.backoff_s, self.backoff_s >= 0, "0 or more")
-        longest = self.max_backoff_s
-        require("max_backoff_s", longest, longest >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
+        longest_s = self.max_backoff_s
+        require("max_backoff_s", longest_s, longest_s >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``attempt``, or raise its last error, or the first that cannot pass."""
@@ -321,19 +326,22 @@ class RewardRunner:
         self.failures = FailureLog()
         """Counts calls, and those that ended in an error after their retries."""
         self._config = config or RewardRunnerConfig()
-        self._places = asyncio.Semaphore(self._config.max_concurrency)
+        self._slots = asyncio.Semaphore(self._config.max_concurrency)
         self._stats = RewardStats()
         self._threads: ThreadedReward | None = None
         self._check_row = partial(check_row, reward)
         if self._config.sync_in_threads and not is_async(reward):
-            reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
+            self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
+            reward = self._threads
 
-        def limited(*arguments: Any) -> Any:
+        def call_in_time(*arguments: Any) -> Any:
             value = reward(*arguments)
-            return self._in_time(value) if inspect.isawaitable(value) else value
+            if inspect.isawaitable(value):
+                return self._limit_time(value)
+            return value
 
-        limited.__name__ = name_of(reward)
-        self._reward: Callable[..., Any] = limited
+        call_in_time.__name__ = name_of(reward)
+        self._reward: Callable[..., Any] = call_in_time
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` for a row that the reward cannot score, as far as that is known before it is called."""
@@ -375,7 +383,8 @@ class RewardRunner:
             self._threads.close()
 
     async def _run(self, call: Callable[[], Awaitable[T]]) -> T | Failed:
-        stats, num_attempts = self._stats, 0
+        stats = self._stats
+        num_attempts = 0
 
         async def attempt() -> T:
             nonlocal num_attempts
@@ -383,7 +392,7 @@ class RewardRunner:
             num_attempts += 1
             stats.num_waiting += 1
             try:
-                await self._places.acquire()
+                await self._slots.acquire()
             finally:
                 stats.num_waiting -= 1
             start_s = time.monotonic()
@@ -393,7 +402,7 @@ class RewardRunner:
             finally:
                 stats.num_running -= 1
                 stats.busy_s += time.monotonic() - start_s
-                self._places.release()
+                self._slots.release()
 
         try:
             result = await self._config.retry.run(attempt)
@@ -410,7 +419,7 @@ class RewardRunner:
         self.failures.succeeded()
         return result
 
-    async def _in_time(self, work: Awaitable[Any]) -> Any:
+    async def _limit_time(self, work: Awaitable[Any]) -> Any:
         timeout = asyncio.timeout(self._config.timeout_s)
         token = _time_limit.set(_TimeLimit(timeout))
         try:

@@ -2,7 +2,7 @@
 
 import inspect
 import numbers
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,26 +11,23 @@ from gcore_rollout.rewards.batch import BatchReward
 from gcore_rollout.rewards.reward import RewardFunction, Scored, column, name_of
 from gcore_rollout.rewards.runner import is_async
 
-FORMS = (
-    "(prompt, completion, row)",
-    "(prompts, completions, rows), which are lists",
-    "verl's (data_source, solution_str, ground_truth, extra_info=None)",
-    "TRL's (completions, prompts=None, **columns)",
+_FORMS = (
+    "(prompt, completion, row), (prompts, completions, rows), which are lists, verl's (data_source, solution_str, "
+    "ground_truth, extra_info=None) or TRL's (completions, prompts=None, **columns)"
 )
 """Parameters of a reward function that are recognised, in words."""
-
-CALL_PARAMETERS = {
-    *("prompt", "completion", "row", "prompts", "completions", "rows", "completion_ids"),
-    *("data_source", "solution_str", "ground_truth", "extra_info"),
-    *("log_metric", "log_extra", "trainer_state", "environments"),
-}
-"""Names of parameters that calls have in one of the forms: no further arguments may have them."""
 
 _BATCH = {"prompts", "completions", "rows"}
 _VERL = {"solution_str", "ground_truth"}
 _TRL = {"completions"}
-_TRL_OWN = {"prompt", "prompts", "completion", "completions", "completion_ids"}
+_TRL_RESERVED = {"prompt", "prompts", "completion", "completions", "completion_ids"}
 """Names of columns that TRL does not pass on as they are."""
+_TRL_UNSUPPORTED = ("trainer_state", "completion_ids", "environments")
+"""Parameters of TRL's form that gcore has no values for."""
+
+CALL_PARAMETERS = _BATCH | _VERL | _TRL_RESERVED | {"row", "data_source", "extra_info", "log_metric", "log_extra"}
+CALL_PARAMETERS.update(_TRL_UNSUPPORTED)
+"""Names of parameters that calls have in one of the forms: no further arguments may have them."""
 
 
 def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_key: str) -> RewardFunction:
@@ -55,17 +52,13 @@ def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_
     if names >= _BATCH:
         return BatchReward(function)
     if names >= _VERL:
-        return _adapted(function, _verl_arguments(signature), _verl_result)
+        return _adapt(function, signature, _verl_arguments, _verl_result)
     if names >= _TRL:
-        # Arguments that settings give it, rather than columns.
-        fixed = function.keywords if isinstance(function, partial) else ()
-        return _adapted(function, _trl_arguments(signature, setting, name_of(function), prompt_key, fixed), _trl_result)
+        return _adapt(function, signature, _trl_arguments(function, signature, setting, prompt_key), _trl_result)
     try:
         signature.bind("", "", {})
     except TypeError:
-        found = f"{name_of(function)}{signature}"
-        expected = f"the parameters {', '.join(FORMS[:-1])} or {FORMS[-1]}"
-        raise RewardError(f"{setting} is {found}; expected {expected}") from None
+        raise RewardError(f"{setting} is {name_of(function)}{signature}; expected the parameters {_FORMS}") from None
     return function
 
 
@@ -75,45 +68,46 @@ _Result = Callable[[Any, dict[str, float]], float | Scored]
 """From the function's result and its logged numbers to a reward's result."""
 
 
-def _adapted(function: Callable[..., Any], arguments: _Arguments, result: _Result) -> RewardFunction:
+def _adapt(
+    function: Callable[..., Any], signature: inspect.Signature, arguments: _Arguments, result: _Result
+) -> RewardFunction:
+    """Return a function as ``(prompt, completion, row)``, by functions for its arguments and its result."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+    def select(completion: str, row: Mapping[str, Any], logged: dict[str, float]) -> dict[str, Any]:
+        """Return the arguments that the function has a parameter for."""
+        by_name = arguments(completion, row, logged)
+        return {name: value for name, value in by_name.items() if takes_any or name in signature.parameters}
+
     async def asynchronous(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
         del prompt
         logged: dict[str, float] = {}
-        return result(await function(**arguments(completion, row, logged)), logged)
+        return result(await function(**select(completion, row, logged)), logged)
 
     def synchronous(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
         del prompt
         logged: dict[str, float] = {}
-        return result(function(**arguments(completion, row, logged)), logged)
+        return result(function(**select(completion, row, logged)), logged)
 
     reward = asynchronous if is_async(function) else synchronous
     reward.__name__ = name_of(function)
     return reward
 
 
-def _accepts(signature: inspect.Signature, name: str) -> bool:
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    return takes_any or name in signature.parameters
-
-
-def _verl_arguments(signature: inspect.Signature) -> _Arguments:
-    def arguments(completion: str, row: Mapping[str, Any], _: dict[str, float]) -> dict[str, Any]:
-        extra_info = row.get("extra_info")
-        given = {
-            "data_source": row.get("data_source"),
-            "solution_str": completion,
-            "ground_truth": _ground_truth(row),
-            "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
-        }
-        return {name: value for name, value in given.items() if _accepts(signature, name)}
-
-    return arguments
+def _verl_arguments(completion: str, row: Mapping[str, Any], _: dict[str, float]) -> dict[str, Any]:
+    extra_info = row.get("extra_info")
+    return {
+        "data_source": row.get("data_source"),
+        "solution_str": completion,
+        "ground_truth": _ground_truth(row),
+        "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else {},
+    }
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:
-    own = row.get("reward_model")
-    if isinstance(own, Mapping) and "ground_truth" in own:
-        return own["ground_truth"]
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return reward_model["ground_truth"]
     if "ground_truth" not in row:
         raise RewardError(f"the row has neither reward_model.ground_truth nor ground_truth: it has {sorted(row)}")
     return row["ground_truth"]
@@ -129,20 +123,28 @@ def _verl_result(value: Any, _: dict[str, float]) -> float | Scored:
 
 
 def _trl_arguments(
-    signature: inspect.Signature, setting: str, name: str, prompt_key: str, fixed: Collection[str]
+    function: Callable[..., Any], signature: inspect.Signature, setting: str, prompt_key: str
 ) -> _Arguments:
-    for missing in ("trainer_state", "completion_ids", "environments"):
-        parameter = signature.parameters.get(missing)
+    for name in _TRL_UNSUPPORTED:
+        parameter = signature.parameters.get(name)
         if parameter is not None and parameter.default is parameter.empty:
-            raise RewardError(f"{setting} is {name}{signature}; expected no {missing}, which gcore does not pass")
+            value = f"{name_of(function)}{signature}"
+            raise RewardError(f"{setting} is {value}; expected no {name}, which gcore does not pass")
+    skipped = _TRL_RESERVED | {prompt_key}
+    # Arguments that settings give it, rather than columns.
+    fixed = function.keywords if isinstance(function, partial) else {}
 
     def arguments(completion: str, row: Mapping[str, Any], logged: dict[str, float]) -> dict[str, Any]:
         prompt = column(row, prompt_key, "a reward of TRL's form")
         answer = completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
-        given: dict[str, Any] = {n: [v] for n, v in row.items() if n not in _TRL_OWN and n != prompt_key}
-        given |= {"prompts": [prompt], "completions": [answer]}
-        given |= {"log_metric": logged.__setitem__, "log_extra": lambda *_: None}
-        return {n: value for n, value in given.items() if _accepts(signature, n) and n not in fixed}
+        by_name: dict[str, Any] = {name: [value] for name, value in row.items() if name not in skipped}
+        by_name["prompts"] = [prompt]
+        by_name["completions"] = [answer]
+        by_name["log_metric"] = logged.__setitem__
+        by_name["log_extra"] = lambda *_: None
+        for name in fixed:
+            by_name.pop(name, None)
+        return by_name
 
     return arguments
 

@@ -26,31 +26,48 @@ if TYPE_CHECKING:
 
     Setup = dict[str, Any]
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
 MNT_DETACH = 2
-AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+MOUNT_ATTR_RDONLY = 1
+MOUNT_ATTR_NOSUID = 2
 SYS_MOUNT_SETATTR = 442
 """This number is the same on every architecture; glibc has the name since 2.36."""
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
-NOBODY = 65534
+UNPRIVILEGED_ID = 65534
+"""The user and group that have no rights on Linux systems."""
 
 HOME = "/sandbox"
 """The folder in which a program starts and to which it may write."""
 NEW_ROOT = "/proc"
 """Mount point of the program's file system while it is assembled: every Linux has it, and its files are hidden."""
-SET_UP, READY_FOR_TESTS = b"set up\n", b"ready for tests\n"
-"""Messages of the program's process before the program, and between it and its tests."""
+SET_UP = b"set up\n"
+"""Message of the program's process before the program."""
+READY_FOR_TESTS = b"ready for tests\n"
+"""Message of the program's process between the program and its tests."""
 VISIBLE = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Programs may replace functions of os: those needed after one has run are kept here.
-_read, _write, _leave = os.read, os.write, os._exit
+_read = os.read
+_write = os.write
+_leave = os._exit
 
 
 def main() -> None:
@@ -59,11 +76,13 @@ def main() -> None:
     # Waited for, not handled: none can come between the fork and the moment its process id is known.
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    own = (os.getuid(), os.getgid())
-    target = (NOBODY, NOBODY) if own[0] == 0 else own
+    outside = (os.getuid(), os.getgid())
+    inside = outside
+    if outside[0] == 0:
+        inside = (UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     try:
         if setup["isolation"] == "namespaces":
-            _enter_namespaces(own, target)
+            _enter_namespaces(outside, inside)
     except OSError as error:
         os.write(setup["control_fd"], f"{error}\n".encode())
         return
@@ -71,7 +90,7 @@ def main() -> None:
     first = os.fork()
     if first == 0:
         os.close(setup["report_fd"])
-        _start_the_program(setup, target)
+        _start_the_program(setup, inside)
     os.close(setup["control_fd"])
     report = _watch(first, watched)
     os.write(setup["report_fd"], json.dumps(report).encode())
@@ -96,16 +115,20 @@ def _watch(first: int, watched: set[signal.Signals]) -> "dict[str, Any]":
 def _exit_code(status: int) -> int:
     """Return the exit code as a shell does: 128 + n for signal n."""
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    if code < 0:
+        return 128 - code
+    return code
 
 
-def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
+def _enter_namespaces(outside: tuple[int, int], inside: tuple[int, int]) -> None:
     """Enter new namespaces; the next child is their first process.
 
-    Root becomes the user nobody in them: the kernel holds root to no limit of processes, and files of root stay out of
-    reach. Only a process outside may map a second user, hence the helper.
+    ``outside`` and ``inside`` are the user and group now and in the namespaces. Root becomes an unprivileged user: the
+    kernel holds root to no limit of processes, and files of root stay out of reach. Only a process outside may map a
+    second user, hence the helper.
     """
-    go, done = os.pipe(), os.pipe()
+    go = os.pipe()
+    done = os.pipe()
     watcher = os.getpid()
     helper = os.fork()
     if helper == 0:
@@ -113,11 +136,13 @@ def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
         os.read(go[0], 1)
         answer = b""
         try:
-            for kind, outside, inside in zip(("uid", "gid"), own, target, strict=True):
-                if kind == "gid" and own[0] != 0:
+            for kind, outer, inner in zip(("uid", "gid"), outside, inside, strict=True):
+                if kind == "gid" and outside[0] != 0:
                     Path(f"/proc/{watcher}/setgroups").write_text("deny")
-                lines = (f"{n} {n} 1\n" for n in dict.fromkeys((outside, inside)))
-                Path(f"/proc/{watcher}/{kind}_map").write_text("".join(lines))
+                lines = f"{outer} {outer} 1\n"
+                if inner != outer:
+                    lines += f"{inner} {inner} 1\n"
+                Path(f"/proc/{watcher}/{kind}_map").write_text(lines)
         except OSError as error:
             answer = str(error).encode()
         os.write(done[1], answer)
@@ -138,7 +163,7 @@ def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
     signal.sigwait({signal.SIGCHLD})
 
 
-def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
+def _start_the_program(setup: "Setup", inside: tuple[int, int]) -> "NoReturn":
     """Drop every right that is not needed, then run the program that the control socket sends.
 
     The first process of a namespace gets no signal that it does not handle, a CPU limit's among them, so the program is
@@ -149,10 +174,11 @@ def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
         os.setsid()
         if setup["isolation"] == "namespaces":
             _see_only(setup)
-            if os.getuid() != target[0]:
+            user, group = inside
+            if os.getuid() != user:
                 os.setgroups([])
-                os.setresgid(target[1], target[1], target[1])
-                os.setresuid(target[0], target[0], target[0])
+                os.setresgid(group, group, group)
+                os.setresuid(user, user, user)
             _check(_libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()), "capset")
             _limit(resource.RLIMIT_NPROC, setup["processes"] + 1)
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -223,7 +249,7 @@ def _see_only(setup: "Setup") -> None:
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     # Longer paths later: one that lies in another is there already.
-    for path in sorted({*VISIBLE, *DEVICES, sys.base_prefix, *setup["import_paths"]}, key=len):
+    for path in sorted(VISIBLE + DEVICES + [sys.base_prefix] + setup["import_paths"], key=len):
         _show(path)
     Path(NEW_ROOT + HOME).mkdir()
     _read_only(NEW_ROOT)
@@ -236,31 +262,37 @@ def _see_only(setup: "Setup") -> None:
 
 
 def _show(path: str) -> None:
-    source, place = Path(path), Path(NEW_ROOT + path)
-    if place.exists() or place.is_symlink() or not source.exists():
+    source = Path(path)
+    target = Path(NEW_ROOT + path)
+    if target.exists() or target.is_symlink() or not source.exists():
         return
-    place.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_symlink():
-        place.symlink_to(source.readlink())
+        target.symlink_to(source.readlink())
         return
     if source.is_dir():
-        place.mkdir()
+        target.mkdir()
     else:
-        place.touch()
-    _mount(path, str(place), None, MS_BIND | MS_REC)
+        target.touch()
+    _mount(path, str(target), None, MS_BIND | MS_REC)
 
 
 def _read_only(path: str) -> None:
     # The fields of struct mount_attr: attr_set, attr_clr, propagation and userns_fd.
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
-    size, number = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_long(SYS_MOUNT_SETATTR)
-    result = _libc.syscall(number, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = _libc.syscall(
+        ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size
+    )
     _check(result, f"mount_setattr {path}")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    source_b, kind_b, data_b = (text and text.encode() for text in (source, kind, data))
-    _check(_libc.mount(source_b, target.encode(), kind_b, ctypes.c_ulong(flags), data_b), f"mount {target}")
+    source_bytes = source and source.encode()
+    kind_bytes = kind and kind.encode()
+    data_bytes = data and data.encode()
+    result = _libc.mount(source_bytes, target.encode(), kind_bytes, ctypes.c_ulong(flags), data_bytes)
+    _check(result, f"mount {target}")
 
 
 class _FilterProgram(ctypes.Structure):
@@ -282,7 +314,8 @@ def _prctl(option: int, value: int) -> None:
 
 def _limit(which: int, value: int) -> None:
     hard = resource.getrlimit(which)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
     resource.setrlimit(which, (value, value))
 
 

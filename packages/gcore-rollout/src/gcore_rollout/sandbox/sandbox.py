@@ -90,7 +90,7 @@ class Sandbox:
 
     With ``namespaces`` a program has no network, not even loopback; sees the interpreter and the system's libraries,
     read-only, and an empty folder that goes away with it; sees no other process, and none of its own outlives it; has
-    no capabilities; and is nobody if this process is root.
+    no capabilities; and is an unprivileged user if this process is root.
 
     In both a seccomp filter denies the system calls that Python programs do not need: those of keyrings, mounts,
     namespaces, System V memory, message queues, files in memory, tracing, bpf, io_uring and their like.
@@ -119,16 +119,18 @@ class Sandbox:
         import_paths: Sequence[str | Path] = (),
     ) -> None:
         self._limits = limits or SandboxLimits()
-        known, count = get_args(Isolation), os.cpu_count() or 1 if max_concurrency is None else max_concurrency
-        require("isolation", isolation, isolation in known, f"one of {', '.join(known)}", SandboxError)
-        require("max_concurrency", count, count >= 1, "at least 1", SandboxError)
+        accepted = get_args(Isolation)
+        require("isolation", isolation, isolation in accepted, f"one of {', '.join(accepted)}", SandboxError)
+        if max_concurrency is None:
+            max_concurrency = os.cpu_count() or 1
+        require("max_concurrency", max_concurrency, max_concurrency >= 1, "at least 1", SandboxError)
         for path in map(Path, import_paths):
             if not path.is_absolute() or not path.is_dir():
                 raise SandboxError(f"import_paths holds {str(path)!r}; expected an absolute path of a folder")
         self._isolation: Isolation = isolation
         self._import_paths = [str(path) for path in import_paths]
         self._syscall_filter = build_syscall_filter(os.uname().machine).hex()
-        self._places = asyncio.Semaphore(count)
+        self._slots = asyncio.Semaphore(max_concurrency)
         self._try_isolation()
 
     async def run(self, program: str, *, stdin: str = "", tests: Sequence[str] = ()) -> SandboxResult:
@@ -141,19 +143,22 @@ class Sandbox:
         What must not be forged is compared outside: give ``stdin``, look at ``stdout``. A `SandboxError` if the program
         could not be started.
         """
-        began = time.monotonic()
+        start_s = time.monotonic()
         tokens = [secrets.token_hex(16) for _ in tests]
         heard: list[bytes] = []
-        bound = self._limits.output_bytes
-        async with self._places:
+        async with self._slots:
             with ExitStack() as stack:
-                folder = HOME
+                start_folder = "/"
+                home = HOME
                 if self._isolation == "limits":
-                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gcore-sandbox-"))
+                    home = stack.enter_context(tempfile.TemporaryDirectory(prefix="gcore-sandbox-"))
+                    start_folder = home
                 text = stack.enter_context(os.fdopen(os.memfd_create("stdin"), "w+b", buffering=0))
                 text.write(stdin.encode("utf-8", "surrogatepass"))
                 text.seek(0)
-                stdout, stderr, report = (stack.enter_context(_OutputPipe(size)) for size in (bound, bound, 1 << 16))
+                stdout = stack.enter_context(_OutputPipe(self._limits.output_bytes))
+                stderr = stack.enter_context(_OutputPipe(self._limits.output_bytes))
+                report = stack.enter_context(_OutputPipe(1 << 16))
                 ours, theirs = socket.socketpair()
                 stack.enter_context(ours)
                 process = self._start(
@@ -162,11 +167,14 @@ class Sandbox:
                     stdin=text,
                     stdout=stdout.write_end,
                     stderr=stderr.write_end,
-                    cwd="/" if self._isolation == "namespaces" else folder,
-                    env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+                    cwd=start_folder,
+                    env=ENVIRONMENT | {"HOME": home, "TMPDIR": home},
                 )
-                works = [_talk(ours, program, tests, tokens, heard)]
-                works += [output.read(on_too_much=process.terminate) for output in (stdout, stderr)]
+                works = (
+                    _talk(ours, program, tests, tokens, heard),
+                    stdout.read(on_too_much=process.terminate),
+                    stderr.read(on_too_much=process.terminate),
+                )
                 tasks = [asyncio.create_task(work) for work in works]
                 try:
                     async with asyncio.timeout(self._limits.wall_s + GRACE_S):
@@ -182,20 +190,25 @@ class Sandbox:
                     await _stop(process)
         error = stderr.data.decode(errors="replace")
         if heard[:1] != [SET_UP] or not report.data:
-            said = b"".join(heard[:1]).decode(errors="replace")
-            raise SandboxError(f"a program could not be started: {said or error or process.returncode}")
+            message = b"".join(heard[:1]).decode(errors="replace")
+            raise SandboxError(f"a program could not be started: {message or error or process.returncode}")
         end = json.loads(report.data)
-        exit_code, cpu_s = end["exit_code"], end["cpu_s"]
-        outcome: Outcome = "failed" if exit_code else "finished"
+        outcome: Outcome = "finished"
         if stdout.too_much or stderr.too_much:
             outcome = "output_limit"
         # The kernel's count at the kill, in ticks, and the one reported differ a little.
-        elif end["timed_out"] or (exit_code == KILLED and cpu_s > 0.9 * self._limits.cpu_s):
+        elif end["timed_out"] or (end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._limits.cpu_s):
             outcome = "timed_out"
-        passed, wall_s = tuple(token.encode() in heard for token in tokens), time.monotonic() - began
-        output = stdout.data.decode(errors="replace")
+        elif end["exit_code"]:
+            outcome = "failed"
         return SandboxResult(
-            outcome=outcome, exit_code=exit_code, stdout=output, stderr=error, passed=passed, cpu_s=cpu_s, wall_s=wall_s
+            outcome=outcome,
+            exit_code=end["exit_code"],
+            stdout=stdout.data.decode(errors="replace"),
+            stderr=error,
+            passed=tuple(token.encode() in heard for token in tokens),
+            cpu_s=end["cpu_s"],
+            wall_s=time.monotonic() - start_s,
         )
 
     def _start(self, control: socket.socket, report: IO[bytes], **options: Any) -> "subprocess.Popen[bytes]":
@@ -219,13 +232,18 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         with ours, _OutputPipe(1) as report:
             ours.settimeout(GRACE_S)
-            null = subprocess.DEVNULL
-            streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": subprocess.PIPE}
-            child = self._start(theirs, report.write_end, **streams, env=ENVIRONMENT)
+            child = self._start(
+                theirs,
+                report.write_end,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+            )
             answer = ours.recv(4096)
-        said = child.communicate(timeout=GRACE_S)[1]
+        stderr = child.communicate(timeout=GRACE_S)[1]
         if answer != SET_UP:
-            reason = answer.decode().strip() or said.decode(errors="replace").strip()
+            reason = answer.decode().strip() or stderr.decode(errors="replace").strip()
             raise SandboxError(
                 f"isolation is {self._isolation!r}, which this machine does not give ({reason}): allow unprivileged "
                 "user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_"
@@ -240,7 +258,8 @@ class _OutputPipe(AbstractContextManager["_OutputPipe"]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         read_end, write_end = os.pipe()
-        self._read_end, self.write_end = os.fdopen(read_end, "rb", 0), os.fdopen(write_end, "wb", 0)
+        self._read_end = os.fdopen(read_end, "rb", 0)
+        self.write_end = os.fdopen(write_end, "wb", 0)
         self.data = bytearray()
         self.too_much = False
 

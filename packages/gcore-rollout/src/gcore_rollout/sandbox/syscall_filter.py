@@ -10,12 +10,23 @@ import struct
 
 from gcore_rollout.errors import SandboxError
 
-LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""Operation codes of classic BPF, each with a constant operand."""
-CALL_NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in `struct seccomp_data`; both machines are little-endian, so this is the argument's lower half."""
-ALLOW, FAIL = 0x7FFF0000, 0x00050000
-"""SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO, to which the number of the error is added."""
+# Operation codes of classic BPF, each with a constant operand.
+LOAD = 0x20
+JUMP_IF_EQUAL = 0x15
+JUMP_IF_AT_LEAST = 0x35
+JUMP_IF_ANY_BIT = 0x45
+RETURN = 0x06
+
+# Offsets in `struct seccomp_data`.
+CALL_NUMBER = 0
+ARCHITECTURE = 4
+FIRST_ARGUMENT = 16
+"""Both machines are little-endian, so this is the argument's lower half."""
+
+ALLOW = 0x7FFF0000
+"""SECCOMP_RET_ALLOW."""
+FAIL = 0x00050000
+"""SECCOMP_RET_ERRNO, to which the number of the error is added."""
 
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
@@ -113,8 +124,8 @@ def build_syscall_filter(machine: str) -> bytes:
         machine: as `os.uname` has it, one of `MACHINES`; a `SandboxError` for any other.
     """
     if machine not in MACHINES:
-        known = " or ".join(MACHINES)
-        raise SandboxError(f"machine is {machine!r}; expected {known}, for which the sandbox has a filter of calls")
+        expected = " or ".join(MACHINES)
+        raise SandboxError(f"machine is {machine!r}; expected {expected}, for which the sandbox has a filter of calls")
     index = MACHINES.index(machine)
     denied = _return(FAIL | errno.EPERM)
     missing = _return(FAIL | errno.ENOSYS)
@@ -126,33 +137,30 @@ def build_syscall_filter(machine: str) -> bytes:
     code += _instruction(LOAD, CALL_NUMBER)
     code += _instruction(JUMP_IF_AT_LEAST, FIRST_UNKNOWN_CALL, if_false=1)
     code += missing
-    code += _instruction(JUMP_IF_EQUAL, CLONE3, if_false=1)
-    code += missing
+    code += _if_equal(CLONE3, missing)
     for numbers in DENIED.values():
         number = numbers[index]
         if number is not None:
-            code += _instruction(JUMP_IF_EQUAL, number, if_false=1)
-            code += denied
+            code += _if_equal(number, denied)
 
     flag_check = _instruction(LOAD, FIRST_ARGUMENT)
     flag_check += _instruction(JUMP_IF_ANY_BIT, NEW_NAMESPACES, if_false=1)
     flag_check += denied
     flag_check += _return(ALLOW)
-    code += _if_call(CLONE[index], flag_check)
+    code += _if_equal(CLONE[index], flag_check)
 
     family_check = _instruction(LOAD, FIRST_ARGUMENT)
     for family in SOCKET_FAMILIES.values():
-        family_check += _instruction(JUMP_IF_EQUAL, family, if_false=1)
-        family_check += _return(ALLOW)
+        family_check += _if_equal(family, _return(ALLOW))
     family_check += denied
     for number in SOCKET_CALLS[index]:
-        code += _if_call(number, family_check)
+        code += _if_equal(number, family_check)
     return code + _return(ALLOW)
 
 
-def _if_call(number: int, check: bytes) -> bytes:
-    """Run instructions, which all end in a result, if this is the call."""
-    return _instruction(JUMP_IF_EQUAL, number, if_false=len(check) // 8) + check
+def _if_equal(operand: int, instructions: bytes) -> bytes:
+    """Run instructions, which all end in a result, if the loaded number equals the operand."""
+    return _instruction(JUMP_IF_EQUAL, operand, if_false=len(instructions) // 8) + instructions
 
 
 def _return(result: int) -> bytes:

@@ -3,13 +3,14 @@
 import asyncio
 import math
 import re
+from collections import defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import NotApplicableError, RewardConfigError, require
 from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, check_images, check_prompts, evaluate_images
-from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, located
-from gcore_rollout.rewards.runner import answer, checked
+from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, locate_errors
+from gcore_rollout.rewards.runner import answer, check_score
 
 T = TypeVar("T")
 
@@ -28,26 +29,27 @@ class CompositeReward:
 
     def __init__(self, rewards: Mapping[str, RewardFunction], *, weights: Mapping[str, float]) -> None:
         _check(rewards, weights)
-        self._rewards, self._weights = dict(rewards), dict(weights)
+        self._rewards = dict(rewards)
+        self._weights = dict(weights)
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        async def part(name: str, reward: RewardFunction) -> Scored | NotApplicableError:
+        async def score_part(name: str, reward: RewardFunction) -> Scored | NotApplicableError:
             try:
-                with located(f"part {name!r}"):
-                    return checked(await answer(reward, prompt, completion, row))
+                with locate_errors(f"part {name!r}"):
+                    return check_score(await answer(reward, prompt, completion, row))
             except NotApplicableError as error:
                 return error
 
-        parts = await _together({name: part(name, reward) for name, reward in self._rewards.items()})
-        scored = {name: one for name, one in parts.items() if isinstance(one, Scored)}
+        results = await _run_together({name: score_part(name, reward) for name, reward in self._rewards.items()})
+        scored = {name: result for name, result in results.items() if isinstance(result, Scored)}
         if not scored:
-            raise NotApplicableError("; ".join(map(str, parts.values())))
+            raise NotApplicableError("; ".join(map(str, results.values())))
         return _sum(scored, self._weights)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` for a row that one of the rewards cannot score."""
         for name, reward in self._rewards.items():
-            with located(f"part {name!r}"):
+            with locate_errors(f"part {name!r}"):
                 check_row(reward, row)
 
 
@@ -59,7 +61,8 @@ class ImageCompositeReward:
 
     def __init__(self, rewards: Mapping[str, ImageRewardFunction], *, weights: Mapping[str, float]) -> None:
         _check(rewards, weights)
-        self._rewards, self._weights = dict(rewards), dict(weights)
+        self._rewards = dict(rewards)
+        self._weights = dict(weights)
         self.uses_engine = all(getattr(reward, "uses_engine", False) for reward in rewards.values())
 
     def check(self, height: int, width: int) -> None:
@@ -75,9 +78,15 @@ class ImageCompositeReward:
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Return scores [B] and their parts [B]."""
         calls = {name: evaluate_images(reward, images, prompts, rows) for name, reward in self._rewards.items()}
-        found = await _together(calls)
-        sums = [_sum(dict(zip(found, own, strict=True)), self._weights) for own in zip(*found.values(), strict=True)]
-        return [one.score for one in sums], {name: [one.parts[name] for one in sums] for name in sums[0].parts}
+        by_name = await _run_together(calls)
+        scores: list[float] = []
+        parts = defaultdict[str, list[float]](list)
+        for i in range(len(images)):
+            total = _sum({name: scored[i] for name, scored in by_name.items()}, self._weights)
+            scores.append(total.score)
+            for part, value in total.parts.items():
+                parts[part].append(value)
+        return scores, dict(parts)
 
 
 def reward_terms(text: str, *, setting: str) -> dict[str, float]:
@@ -88,10 +97,10 @@ def reward_terms(text: str, *, setting: str) -> dict[str, float]:
     """
     terms: dict[str, float] = {}
     for term in _PLUS.split(text.strip()):
-        found = _TERM.fullmatch(term.strip())
-        require(setting, text, found is not None and found[2] not in terms, "WEIGHT * NAME + WEIGHT * OTHER NAME")
-        assert found is not None
-        terms[found[2]] = float(found[1] or 1)
+        match = _TERM.fullmatch(term.strip())
+        if match is None or match[2] in terms:
+            raise RewardConfigError(f"{setting} is {text!r}; expected WEIGHT * NAME + WEIGHT * OTHER NAME")
+        terms[match[2]] = float(match[1] or 1)
     require(setting, text, any(terms.values()), "a weight that is not 0")
     return terms
 
@@ -107,7 +116,7 @@ def _check(rewards: Mapping[str, object], weights: Mapping[str, float]) -> None:
         raise RewardConfigError(f"weights are all 0 ({sorted(weights)}); expected at least one that is not")
 
 
-async def _together(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+async def _run_together(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
     """Return the results by name; the first error cancels the other calls, and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -119,9 +128,14 @@ async def _together(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]
 
 
 def _sum(scored: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
-    return Scored(
-        score=math.fsum(weights[name] * one.score for name, one in scored.items()),
-        parts={part: value for name, one in scored.items() for part, value in one.as_parts(name).items()},
-        feedback="\n\n".join(one.feedback for one in scored.values() if one.feedback),
-        answer=next((one.answer for one in scored.values() if one.answer is not None), None),
-    )
+    parts: dict[str, float] = {}
+    feedback: list[str] = []
+    answer: str | None = None
+    for name, term in scored.items():
+        parts |= term.as_parts(name)
+        if term.feedback:
+            feedback.append(term.feedback)
+        if answer is None:
+            answer = term.answer
+    score = math.fsum(weights[name] * term.score for name, term in scored.items())
+    return Scored(score=score, parts=parts, feedback="\n\n".join(feedback), answer=answer)

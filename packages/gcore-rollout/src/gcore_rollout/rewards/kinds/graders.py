@@ -1,8 +1,7 @@
 """Graders of short answers: a number (GSM8K), an integer (AIME), or the letter of a choice (MMLU, GPQA)."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -34,35 +33,39 @@ _BOXED_LETTER = re.compile(r"[\s*$({\[]*([A-Za-z])(?![A-Za-z])")
 _AFTER_A_LETTER = {"and", "as", "because", "by", "due", "for", "from", "given", "since", "with"}
 
 
-def boxed(text: str) -> list[str]:
+def find_boxes(text: str) -> list[str]:
     r"""Return the contents of every ``\boxed{...}`` that is closed and not empty, in their order."""
-    found: list[str] = []
-    for start in _BOXES.finditer(text):
+    contents: list[str] = []
+    for opening in _BOXES.finditer(text):
         depth = 1
-        for place in range(start.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
+        for end in range(opening.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
             if not depth:
-                found += [text[start.end() : place].strip()]
+                content = text[opening.end() : end].strip()
+                if content:
+                    contents.append(content)
                 break
-    return [content for content in found if content]
+    return contents
 
 
-def numbers(text: str) -> list[Fraction]:
+def find_numbers(text: str) -> list[Fraction]:
     r"""Return the numbers in a text, in their order: ``-3``, ``$1,234.50``, ``3/4``, ``1 1/2`` and ``\frac{3}{4}``.
 
     Units are left out, and a percent sign is one: ``50%`` is 50.
     """
     plain = text.replace("\u2212", "-").replace("{,}", ",").replace("\\!", "").replace("\\$", "$")
     plain = _FRACTION.sub(r"\1/\2", re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", plain))
-    return [_value(match) for match in _NUMBER.finditer(plain)]
+    return [_to_fraction(match) for match in _NUMBER.finditer(plain)]
 
 
-def _value(match: re.Match[str]) -> Fraction:
+def _to_fraction(match: re.Match[str]) -> Fraction:
     if match["over"]:
         value = int(match["whole"] or 0) + Fraction(int(match["over"]), int(match["under"]))
     else:
         value = Fraction(match["decimal"].replace(",", ""))
-    return -value if "-" in match["sign"] else value
+    if "-" in match["sign"]:
+        value = -value
+    return value
 
 
 def final_number(text: str) -> Fraction | None:
@@ -72,11 +75,16 @@ def final_number(text: str) -> Fraction | None:
     any; without one, the last number of the text.
     """
     _, mark, after = text.rpartition(_MARK)
-    if mark and (found := numbers(after)):
-        return found[0]
-    for part in (*reversed(boxed(text)), text):
-        if found := numbers(part):
-            return found[-1]
+    if mark:
+        numbers = find_numbers(after)
+        if numbers:
+            return numbers[0]
+    boxes = find_boxes(text)
+    boxes.reverse()
+    for part in [*boxes, text]:
+        numbers = find_numbers(part)
+        if numbers:
+            return numbers[-1]
     return None
 
 
@@ -86,15 +94,19 @@ def final_integer(text: str) -> int | None:
     It is what the last ``\boxed{...}`` has, after an equals sign if there is one, and with units left out; without a
     box, the text's last number.
     """
-    boxes = boxed(text)
+    boxes = find_boxes(text)
     if not boxes:
         number = final_number(text)
-        return int(number) if number is not None and number.denominator == 1 else None
+        if number is None or number.denominator != 1:
+            return None
+        return int(number)
     content = _DEGREES.sub("", _STYLES.sub(r" \1", boxes[-1])).rpartition("=")[2]
-    for space in ("\\,", "\\!", "\\;", "\\ ", "$", "{,}"):
-        content = content.replace(space, "," if space == "{,}" else "")
-    match = _INTEGER.match(content.replace("\u2212", "-").strip())
-    return int(match[0].replace(",", "").partition(".")[0]) if match else None
+    for space in ("\\,", "\\!", "\\;", "\\ ", "$"):
+        content = content.replace(space, "")
+    match = _INTEGER.match(content.replace("{,}", ",").replace("\u2212", "-").strip())
+    if match is None:
+        return None
+    return int(match[0].replace(",", "").partition(".")[0])
 
 
 def final_letter(text: str, letters: Sequence[str] = _LETTERS) -> str | None:
@@ -114,17 +126,19 @@ def final_letter(text: str, letters: Sequence[str] = _LETTERS) -> str | None:
 
 def _letters(text: str) -> Iterator[str]:
     """Yield the letters that may be the answer, the likeliest first."""
-    for content in reversed(boxed(text)):
-        if match := _BOXED_LETTER.match(_STYLES.sub(r"\1", content)):
-            yield match[1]
+    for content in reversed(find_boxes(text)):
+        in_box = _BOXED_LETTER.match(_STYLES.sub(r"\1", content))
+        if in_box is not None:
+            yield in_box[1]
     for match in reversed(list(_STATED.finditer(text))):
         if match["inner"] or not _is_word(match["letter"], text[match.end() :]):
             yield match["inner"] or match["letter"]
     yield from reversed(_ALONE.findall(text))
-    whole = text.strip()
-    yield from reversed(_ENCLOSED.findall(whole.rpartition("\n")[2]))
-    if "\n" not in whole and (match := _FIRST.match(whole)):
-        yield match[1]
+    stripped = text.strip()
+    yield from reversed(_ENCLOSED.findall(stripped.rpartition("\n")[2]))
+    first = _FIRST.match(stripped)
+    if first is not None and "\n" not in stripped:
+        yield first[1]
 
 
 def _is_word(letter: str, after: str) -> bool:
@@ -133,18 +147,20 @@ def _is_word(letter: str, after: str) -> bool:
     return letter in "AI" and following is not None and following[1] not in _AFTER_A_LETTER
 
 
-class _NumberReward(ABC):
+class _NumberReward:
     """1 if the number of a completion equals that of the row's column ``answer_key``, else 0."""
 
     kind: ClassVar[str]
     expected: ClassVar[str]
+    find: ClassVar[Callable[[str], Fraction | int | None]]
+    """Returns the number that a text gives as its answer."""
 
     def __init__(self, *, answer_key: str = "answer") -> None:
         self._answer_key = answer_key
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
-        return _scored(self.find(completion), self._gold(row))
+        return _compare(self.find(completion), self._gold(row))
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row has no answer to compare with."""
@@ -159,27 +175,21 @@ class _NumberReward(ABC):
             )
         return number
 
-    @abstractmethod
-    def find(self, text: str) -> Fraction | int | None:
-        """Return the number that a text gives as its answer."""
-
 
 class GSM8KReward(_NumberReward):
     """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`."""
 
-    kind, expected = "gsm8k", "a text with a number"
-
-    def find(self, text: str) -> Fraction | None:
-        return final_number(text)
+    kind = "gsm8k"
+    expected = "a text with a number"
+    find = staticmethod(final_number)
 
 
 class AIMEReward(_NumberReward):
     """1 if the completion's final integer equals the row's column ``answer_key``, else 0; see `final_integer`."""
 
-    kind, expected = "aime", "an integer"
-
-    def find(self, text: str) -> int | None:
-        return final_integer(text)
+    kind = "aime"
+    expected = "an integer"
+    find = staticmethod(final_integer)
 
 
 class MultipleChoiceReward:
@@ -195,7 +205,7 @@ class MultipleChoiceReward:
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
         letters = self._choices(row)
-        return _scored(final_letter(completion, letters), self._gold(row, letters))
+        return _compare(final_letter(completion, letters), self._gold(row, letters))
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row has no letter or number of a choice."""
@@ -205,17 +215,20 @@ class MultipleChoiceReward:
         options = row.get("options", row.get("choices"))
         if not isinstance(options, Sequence) or not options or isinstance(options, str):
             return _LETTERS
-        return [chr(ord("A") + place) for place in range(len(options))]
+        return [chr(ord("A") + i) for i in range(len(options))]
 
     def _gold(self, row: Mapping[str, Any], letters: Sequence[str]) -> str:
-        expected = gold_answer(row, self._answer_key, "multiple-choice to compare with")
-        text = expected.strip().strip("().").upper()
-        wanted = letters[int(text)] if text.isdecimal() and int(text) < len(letters) else text
-        if wanted not in letters:
-            few = f"one of {', '.join(letters)}, or a number below {len(letters)}"
-            raise RewardError(f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {few}")
-        return wanted
+        gold = gold_answer(row, self._answer_key, "multiple-choice to compare with")
+        letter = gold.strip().strip("().").upper()
+        if letter.isdecimal() and int(letter) < len(letters):
+            letter = letters[int(letter)]
+        if letter not in letters:
+            expected = f"one of {', '.join(letters)}, or a number below {len(letters)}"
+            raise RewardError(f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {expected}")
+        return letter
 
 
-def _scored(answer: Fraction | int | str | None, wanted: Fraction | int | str) -> Scored:
-    return Scored(score=float(answer == wanted), answer=None if answer is None else str(answer))
+def _compare(answer: Fraction | int | str | None, gold: Fraction | int | str) -> Scored:
+    if answer is None:
+        return Scored(score=0.0)
+    return Scored(score=float(answer == gold), answer=str(answer))

@@ -13,7 +13,7 @@ from urllib.parse import urljoin, urlsplit
 from gcore_rollout.errors import MissingExtraError, RewardError, require
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
 from gcore_rollout.rewards.reward import Scored
-from gcore_rollout.rewards.runner import RetryPolicy, checked
+from gcore_rollout.rewards.runner import RetryPolicy, check_score
 
 _MAX_ANSWER_BYTES = 16 << 20
 _MAX_REDIRECTS = 3
@@ -60,20 +60,22 @@ class JSONServer:
             text = await self.retry.run(partial(self._post, body))
         except ConnectionError as error:
             attempts = self.retry.max_retries + 1
+            reason = str(error)
+            if attempts > 1:
+                reason += f", in each of {attempts} attempts"
             # Without its cause, for which a runner around this would try again.
-            raise RewardError(f"{error}, in each of {attempts} attempts" if attempts > 1 else str(error)) from None
+            raise RewardError(reason) from None
         try:
             answer = json.loads(text)
         except json.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict) or expected not in answer:
-            raise self.unexpected(text, f"JSON with {expected!r}")
+            raise self._answer_error(text, f"JSON with {expected!r}")
         return cast(dict[str, Any], answer)
 
-    def unexpected(self, answer: object, expected: str) -> RewardError:
+    def _answer_error(self, answer: str, expected: str) -> RewardError:
         """Return the error of an answer that is not as expected."""
-        text = answer if isinstance(answer, str) else json.dumps(answer)
-        return RewardError(f"{self.url} answered {text[:_LONGEST_ERROR_TEXT]!r}; expected {expected}")
+        return RewardError(f"{self.url} answered {answer[:_LONGEST_ERROR_TEXT]!r}; expected {expected}")
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -99,8 +101,10 @@ class JSONServer:
         except aiohttp.ClientError as error:
             raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
-            said = f"{self.url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
-            raise (ConnectionError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
+            message = f"{self.url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
+            if answer.status >= 500 or answer.status == 429:
+                raise ConnectionError(message)
+            raise RewardError(message)
         return text
 
     async def _follow(self, url: str, body: bytes) -> tuple[Any, str]:
@@ -138,10 +142,11 @@ class HTTPReward(JSONServer):
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `RewardError` as `JSONServer.post`, or if the answer has no finite score."""
         answer = await self.post({"prompt": prompt, "completion": completion, "row": dict(row)}, expected="score")
-        parts, feedback = answer.get("parts", {}), answer.get("feedback", "")
+        parts = answer.get("parts", {})
+        feedback = answer.get("feedback", "")
         if not isinstance(parts, dict) or not isinstance(feedback, str):
-            raise self.unexpected(answer, '"parts" to be an object and "feedback" a string')
-        return checked(Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback))
+            raise self._answer_error(json.dumps(answer), '"parts" to be an object and "feedback" a string')
+        return check_score(Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback))
 
 
 class HTTPImageReward(JSONServer):
@@ -166,4 +171,4 @@ class HTTPImageReward(JSONServer):
         try:
             return [float(score) for score in answer["scores"]]
         except (ValueError, TypeError):
-            raise self.unexpected(answer, 'JSON {"scores": [number, ...]}') from None
+            raise self._answer_error(json.dumps(answer), 'JSON {"scores": [number, ...]}') from None

@@ -27,7 +27,7 @@ Reduce = Literal["mean", "median", "majority"]
 Winner = Literal["A", "B", "tie"]
 
 _WINNERS: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
-_POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
+_POINTS: dict[Winner | None, float | None] = {"A": 1.0, "B": 0.0, "tie": 0.5, None: None}
 """Points of the completion shown first."""
 
 _QUESTION = """Here are a request and an answer to it.
@@ -87,28 +87,29 @@ class JudgeModel:
         `RequestError` for a question that the engine cannot take, such as one longer than its context, and
         `RewardConfigError` for images without `vision`.
         """
-        of_each = [()] * len(questions) if images is None else [tuple(own) for own in images]
-        requests = [self._request(question, own) for question, own in zip(questions, of_each, strict=True)]
+        if images is None:
+            images = [()] * len(questions)
+        requests = [self._request(question, tuple(files)) for question, files in zip(questions, images, strict=True)]
         verdicts = {request.request_id: [""] * self.n for request in requests}
         async for completion in self.engine.generate(requests):
             verdicts[completion.request_id][completion.index] = self.decode(completion.token_ids.tolist())
         return [verdicts[request.request_id] for request in requests]
 
     def _request(self, question: str, images: tuple[bytes, ...]) -> Request:
-        asked = hashlib.blake2b(f"{self.seed} {question}".encode("utf-8", "surrogatepass"), digest_size=7)
+        digest = hashlib.blake2b(f"{self.seed} {question}".encode("utf-8", "surrogatepass"), digest_size=7)
         token_ids = self.encode(question)
         if images:
             if self.vision is None:
                 raise RewardConfigError("vision is None; expected a vision-language model for questions with images")
             token_ids = self.vision.expand(token_ids, images)
             for image in images:
-                asked.update(image)
+                digest.update(image)
         return Request(
             request_id=f"verdict-{id(self):x}-{next(self._numbers)}",
             prompt_token_ids=tuple(token_ids),
             sampling=self.sampling,
             n=self.n,
-            seed=int.from_bytes(asked.digest(), "big"),
+            seed=int.from_bytes(digest.digest(), "big"),
             images=images,
         )
 
@@ -117,7 +118,7 @@ class JudgeModel:
 class LastMatch:
     """The base of patterns, regular expressions with a group: reads the first group of the last match in a text."""
 
-    wanted: ClassVar[str]
+    content: ClassVar[str]
     """The content of the group, for errors."""
     flags: ClassVar[int] = 0
 
@@ -128,12 +129,14 @@ class LastMatch:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise RewardConfigError(f"pattern is {self.pattern!r}: {error}") from None
-        require("pattern", self.pattern, groups >= 1, f"a group around {self.wanted}")
+        require("pattern", self.pattern, groups >= 1, f"a group around {self.content}")
 
     def read(self, text: str) -> str:
         """Return the group; empty: there is no match, or the group took no part."""
-        matches = list(re.finditer(self.pattern, text, flags=self.flags))
-        return (matches[-1][1] or "") if matches else ""
+        group: str | None = None
+        for match in re.finditer(self.pattern, text, flags=self.flags):
+            group = match[1]
+        return group or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,7 @@ class ScorePattern(LastMatch):
     A number outside of the range is no score.
     """
 
-    wanted: ClassVar = "the number"
+    content: ClassVar = "the number"
 
     pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
     low: float = 0.0
@@ -151,16 +154,19 @@ class ScorePattern(LastMatch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.low, self.high
-        if not -math.inf < low < high < math.inf:
-            raise RewardConfigError(f"low and high are {low} and {high}; expected finite numbers, low below high")
+        if not -math.inf < self.low < self.high < math.inf:
+            raise RewardConfigError(
+                f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
+            )
 
     def __call__(self, text: str) -> float | None:
         try:
             number = float(self.read(text))
         except ValueError:
             return None
-        return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
+        if self.low <= number <= self.high:
+            return (number - self.low) / (self.high - self.low)
+        return None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -201,13 +207,17 @@ class Judge(Generic[T]):
     ) -> list[list[tuple[T | None, str]]]:
         """Return each verdict on each question, None if it could not be read, with its text; see `JudgeModel.ask`."""
         answers = await self.model.ask(questions, images)
-        verdicts = [[(self.parse(text), text) for text in texts] for texts in answers]
-        found = [value for own in verdicts for value, _ in own]
-        self.num_verdicts += len(found)
-        self.num_unparsable += found.count(None)
+        verdicts: list[list[tuple[T | None, str]]] = []
+        values: list[T | None] = []
+        for texts in answers:
+            parsed = [self.parse(text) for text in texts]
+            values += parsed
+            verdicts.append(list(zip(parsed, texts, strict=True)))
+        self.num_verdicts += len(values)
+        self.num_unparsable += values.count(None)
         return verdicts
 
-    def _filled(self, row: Mapping[str, Any], **texts: str) -> str:
+    def _fill_template(self, row: Mapping[str, Any], **texts: str) -> str:
         """Return the question; ``texts`` take precedence over columns of the same name."""
         columns = {name: column(row, name, "the judge's template") for name in self._fields if name not in texts}
         return (self.template or self.question).format_map({**columns, **texts})
@@ -225,7 +235,7 @@ class _ScoreJudge(Judge[float]):
         super().__post_init__()
         require("reduce", self.reduce, self.reduce in get_args(Reduce), f"one of {', '.join(get_args(Reduce))}")
 
-    def _reduced(self, scores: Sequence[float]) -> float:
+    def _reduce(self, scores: Sequence[float]) -> float:
         """Reduce one or more scores to one."""
         match self.reduce:
             case "mean":
@@ -255,24 +265,33 @@ class JudgeReward(_ScoreJudge):
     def __post_init__(self) -> None:
         super().__post_init__()
         unparsable = self.on_unparsable
-        is_known = unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
-        require("on_unparsable", unparsable, is_known, "'drop' or a finite number")
+        is_accepted = unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
+        require("on_unparsable", unparsable, is_accepted, "'drop' or a finite number")
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
-        [verdicts] = await self.ask([self._filled(row, prompt=prompt, completion=completion)])
-        substitute = None if isinstance(self.on_unparsable, str) else float(self.on_unparsable)
-        texts = [(substitute if score is None else score, text) for score, text in verdicts]
-        counted = [(score, text) for score, text in texts if score is not None]
-        if not counted:
+        [verdicts] = await self.ask([self._fill_template(row, prompt=prompt, completion=completion)])
+        scores: list[float] = []
+        texts: list[str] = []
+        num_parsed = 0
+        for score, text in verdicts:
+            if score is not None:
+                num_parsed += 1
+            elif isinstance(self.on_unparsable, str):
+                continue
+            else:
+                score = float(self.on_unparsable)
+            scores.append(score)
+            texts.append(text)
+        if not scores:
             first = verdicts[0][1]
             raise NoScoreError(f"none of {len(verdicts)} verdicts could be parsed, the first is {first!r:.300}")
-        scores = [score for score, _ in counted]
-        reduced, num_parsed = self._reduced(scores), sum(score is not None for score, _ in verdicts)
+        reduced = self._reduce(scores)
+        distances = [abs(score - reduced) for score in scores]
         return Scored(
             score=reduced,
             parts={"parsed": num_parsed / len(verdicts), "spread": max(scores) - min(scores)},
-            feedback=min(counted, key=lambda pair: abs(pair[0] - reduced))[1],
+            feedback=texts[distances.index(min(distances))],
         )
 
 
@@ -293,16 +312,19 @@ class ImageJudgeReward(_ScoreJudge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        vision, score = self.model.vision, self.unparsable_score
+        vision = self.model.vision
         require("vision", vision, vision is not None, "a vision-language model to judge images")
+        score = self.unparsable_score
         require("unparsable_score", score, math.isfinite(score), "a finite number")
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
         """Return scores [B]; `RewardError` if a row lacks a column of the template."""
-        questions = [self._filled(row, prompt=prompt) for prompt, row in zip(prompts, rows, strict=True)]
-        verdicts = await self.ask(questions, [[png(image)] for image in images])
-        substitute = self.unparsable_score
-        return [self._reduced([substitute if score is None else score for score, _ in own]) for own in verdicts]
+        questions = [self._fill_template(row, prompt=prompt) for prompt, row in zip(prompts, rows, strict=True)]
+        reduced: list[float] = []
+        for verdicts in await self.ask(questions, [[png(image)] for image in images]):
+            scores = [self.unparsable_score if score is None else score for score, _ in verdicts]
+            reduced.append(self._reduce(scores))
+        return reduced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +334,7 @@ class WinnerPattern(LastMatch):
     A match whose first group is something else is no verdict.
     """
 
-    wanted: ClassVar = "the winner"
+    content: ClassVar = "the winner"
     flags: ClassVar = re.IGNORECASE
 
     pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
@@ -354,26 +376,38 @@ class PairwiseJudge(Judge[Winner]):
         if len(completions) < 2:
             raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
         orders = list(itertools.permutations(range(len(completions)), 2))
-        shown = [{"completion_a": completions[a], "completion_b": completions[b]} for a, b in orders]
-        questions = [self._filled(row, prompt=prompt, **texts) for texts in shown]
-        points = {
-            order: [_POINTS[winner] if winner else None for winner, _ in verdicts]
-            for order, verdicts in zip(orders, await self.ask(questions), strict=True)
-        }
-        return [self._scored(one, points, len(completions)) for one in range(len(completions))]
+        questions: list[str] = []
+        for a, b in orders:
+            texts = {"completion_a": completions[a], "completion_b": completions[b]}
+            questions.append(self._fill_template(row, prompt=prompt, **texts))
+        points: dict[tuple[int, int], list[float | None]] = {}
+        for order, verdicts in zip(orders, await self.ask(questions), strict=True):
+            points[order] = [_POINTS[winner or None] for winner, _ in verdicts]
+        return [self._score_completion(i, points, len(completions)) for i in range(len(completions))]
 
-    def _scored(self, one: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int) -> Scored:
+    def _score_completion(
+        self, index: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int
+    ) -> Scored:
         """Score a completion by the points of the first in each verdict."""
-        others = [other for other in range(num_completions) if other != one]
-        pairs = [(points[one, other], [None if p is None else 1.0 - p for p in points[other, one]]) for other in others]
-        verdicts = [p for first, second in pairs for p in (*first, *second)]
+        verdicts: list[float | None] = []
+        num_comparable = 0
+        num_equal = 0
+        for opponent in range(num_completions):
+            if opponent == index:
+                continue
+            first = points[index, opponent]
+            second = [None if p is None else 1.0 - p for p in points[opponent, index]]
+            verdicts += first + second
+            for a, b in zip(first, second, strict=True):
+                if a is not None and b is not None:
+                    num_comparable += 1
+                    num_equal += a == b
         counted = [p for p in verdicts if p is not None]
         parts = {"parsed": len(counted) / len(verdicts)}
-        both = [(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)]
-        if agreements := [a == b for a, b in both if a is not None and b is not None]:
-            parts["consistent"] = sum(agreements) / len(agreements)
+        if num_comparable:
+            parts["consistent"] = num_equal / num_comparable
         if self.on_unparsable == "tie":
-            counted = [_POINTS["tie"] if p is None else p for p in verdicts]
+            counted = [0.5 if p is None else p for p in verdicts]
         if not counted:
-            raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {one} could be parsed")
+            raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {index} could be parsed")
         return Scored(score=sum(counted) / len(counted), parts=parts)

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError, require
+from gcore_rollout.rewards.reward import finish_call
 
 Encode = Callable[[str, str], Sequence[int]]
 """The token ids of a prompt and its completion."""
@@ -101,27 +102,22 @@ class SequenceClassifierReward:
     async def _drive(self) -> None:
         """Score waiting sequences until there are none."""
         await asyncio.sleep(self.max_wait_s)
-        while taken := [one for one in self._waiting if not one[1].done()]:
+        while self._waiting:
+            calls = [(token_ids, score) for token_ids, score in self._waiting if not score.done()]
             self._waiting.clear()
-            lengths = [len(token_ids) for token_ids, _ in taken]
+            lengths = [len(token_ids) for token_ids, _ in calls]
             for batch in batches_by_length(lengths, max_tokens=self.max_batch_tokens):
-                await self._score([taken[i] for i in batch])
-        self._waiting.clear()
+                await self._score([calls[i] for i in batch])
 
     async def _score(self, batch: Sequence[_Waiting]) -> None:
         sequences = [token_ids for token_ids, _ in batch]
-        found: Sequence[float | Exception]
+        values: Sequence[float | Exception]
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, sequences)
+            values = await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, sequences)
         except Exception as error:
-            found = [error] * len(batch)
-        for (_, score), value in zip(batch, found, strict=True):
-            if score.done():  # its caller has given up
-                continue
-            if isinstance(value, Exception):
-                score.set_exception(value)
-            else:
-                score.set_result(value)
+            values = [error] * len(batch)
+        for (_, score), value in zip(batch, values, strict=True):
+            finish_call(score, value)
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -130,7 +126,7 @@ class SequenceClassifierReward:
         padding = self.model.config.pad_token_id or 0
         tokens = [torch.tensor(sequence, device=device) for sequence in sequences]
         tokens_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
-        mask_BT = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
+        mask_BT = pad_sequence(list(map(torch.ones_like, tokens)), batch_first=True)
         if self._token_head is None:
             logits_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
         else:

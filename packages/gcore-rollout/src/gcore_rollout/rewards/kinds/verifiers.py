@@ -58,17 +58,20 @@ class ReasoningGymReward:
             name: str = entry["metadata"]["source_dataset"]
         except KeyError as error:
             raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
-        answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion
+        answer = completion
+        if self._answer_after:
+            answer = completion.rpartition(self._answer_after)[2]
         answer = answer.strip()
         score = float(self._is_right(name, answer, entry))
-        return Scored(score=score, parts={name: score} if self._names_task else {}, answer=answer)
+        parts = {name: score} if self._names_task else {}
+        return Scored(score=score, parts=parts, answer=answer)
 
     def computes(self, task: str) -> bool:
         """Return whether a task's verifier does more than compare texts or numbers, so that it may run for long."""
         if task in _READS_A_NUMBER:
             return False
-        kind = self._gym.factory.DATASETS[task][0]
-        return kind.score_answer is not self._gym.dataset.ProceduralDataset.score_answer
+        dataset = self._gym.factory.DATASETS[task][0]
+        return dataset.score_answer is not self._gym.dataset.ProceduralDataset.score_answer
 
     def _is_right(self, task: str, answer: str, entry: Mapping[str, Any]) -> bool:
         if task not in self._verifiers:
@@ -106,11 +109,13 @@ class MathVerifyReward:
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
-        expected = self._gold(row)
         # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
-        gold, answer = (self._library.parse(text, parsing_timeout=0) for text in (f"${expected}$", completion))
-        is_right = self._library.verify(gold, answer, timeout_seconds=0)
-        return Scored(score=float(is_right), answer=str(answer[0]) if answer else None)
+        gold = self._library.parse(f"${self._gold(row)}$", parsing_timeout=0)
+        answers = self._library.parse(completion, parsing_timeout=0)
+        score = float(self._library.verify(gold, answers, timeout_seconds=0))
+        if not answers:
+            return Scored(score=score)
+        return Scored(score=score, answer=str(answers[0]))
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row has no answer to compare with."""
@@ -122,8 +127,11 @@ class MathVerifyReward:
 
 def last_code_block(completion: str) -> str | None:
     """Return the last closed fenced block that is marked as Python, or not marked; None: there is none."""
-    blocks = [code for language, code in _BLOCK.findall(completion) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    last: str | None = None
+    for language, code in _BLOCK.findall(completion):
+        if language.lower() in _PYTHON:
+            last = code
+    return last
 
 
 @dataclass(eq=False)
@@ -161,18 +169,21 @@ class CodeReward:
         program = last_code_block(completion)
         if program is None:
             return Scored(score=0.0, parts={"passed": 0.0, "has_code": 0.0, "timed_out": 0.0})
-        program = _from_the_start(program, row)
+        program = _add_start(program, row)
         if isinstance(tests[0], str):
             result = await self.sandbox.run(program, tests=tests)
-            passed, results = list(result.passed), [result]
+            passed = list(result.passed)
+            timed_out = result.outcome == "timed_out"
         else:
-            cases = await self._run_cases(program, tests)
-            passed, results = [is_right for is_right, _ in cases], [result for _, result in cases]
+            passed = []
+            timed_out = False
+            for is_right, result in await self._run_cases(program, tests):
+                passed.append(is_right)
+                timed_out = timed_out or result.outcome == "timed_out"
         fraction = sum(passed) / len(passed)
-        timed_out = float(any(result.outcome == "timed_out" for result in results))
         return Scored(
             score=fraction if self.partial else float(all(passed)),
-            parts={"passed": fraction, "has_code": 1.0, "timed_out": timed_out},
+            parts={"passed": fraction, "has_code": 1.0, "timed_out": float(timed_out)},
         )
 
     async def _run_cases(
@@ -186,21 +197,26 @@ class CodeReward:
 
         if self.partial:
             return await asyncio.gather(*map(run, cases))
-        found: list[tuple[bool, SandboxResult]] = []
+        results: list[tuple[bool, SandboxResult]] = []
         for case in cases:
-            found.append(await run(case))
-            if not found[-1][0]:
+            results.append(await run(case))
+            if not results[-1][0]:
                 break
-        return found
+        return results
 
     def _tests(self, row: Mapping[str, Any]) -> list[Any]:
         """Return the row's tests, of one kind and at least one."""
-        if self.tests_key not in row and (known := _published_tests(row)):
-            return known
+        if self.tests_key not in row:
+            published = _published_tests(row)
+            if published:
+                return published
         value = column(row, self.tests_key, "its program to pass")
-        tests: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
-        if tests and (all(isinstance(test, str) for test in tests) or all(_is_case(test) for test in tests)):
-            return tests
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, Sequence) and value:
+            tests: list[Any] = list(value)
+            if all(isinstance(test, str) for test in tests) or all(map(_is_case, tests)):
+                return tests
         raise RewardError(
             f"the row's {self.tests_key!r} is {value!r:.200}; expected Python statements (a string or several), "
             'or one or more {"input": str, "output": str}'
@@ -212,20 +228,24 @@ def _published_tests(row: Mapping[str, Any]) -> list[Any]:
     if isinstance(row.get("test"), str) and isinstance(row.get("entry_point"), str):
         return [f"{row['test']}\n\ncheck({row['entry_point']})"]
     setup = row.get("test_imports", row.get("test_setup_code")) or ""
-    before = setup if isinstance(setup, str) else "\n".join(setup)
-    return [f"{before}\n{test}".lstrip() for test in row.get("test_list") or []]
+    if not isinstance(setup, str):
+        setup = "\n".join(setup)
+    return [f"{setup}\n{test}".lstrip() for test in row.get("test_list") or []]
 
 
-def _from_the_start(program: str, row: Mapping[str, Any]) -> str:
+def _add_start(program: str, row: Mapping[str, Any]) -> str:
     """Return a program with what HumanEval's prompt has before the function, or with all of it before its rest."""
-    name, start = row.get("entry_point"), row.get("prompt")
+    name = row.get("entry_point")
+    start = row.get("prompt")
     if not isinstance(name, str) or not isinstance(start, str):
         return program
     head = re.compile(rf"^(async )?def {re.escape(name)}\b", re.MULTILINE)
     if not head.search(program):
         return f"{start}{program}"
-    found = head.search(start)
-    return f"{start[: found.start()]}{program}" if found else program
+    match = head.search(start)
+    if match is None:
+        return program
+    return f"{start[: match.start()]}{program}"
 
 
 def _is_case(test: Any) -> bool:
