@@ -55,7 +55,8 @@ class ActorEngines:
         sleepers = list(enumerate(lent or ()))[world_size - 1 - rank :: world_size]
         named |= {f"{LENT} {number}": actor for number, actor in sleepers}
         found = await asyncio.gather(*(engines._connect(name, actor) for name, actor in named.items()))
-        newest, asleep = max(client.weight_version for client in found), found[len(share) :]
+        newest = max(client.weight_version for client in found)
+        asleep = found[len(share) :]
         engines.replicas = EngineReplicas(
             [client for client in found if client.weight_version == newest],
             restart=engines._reconnect,
@@ -71,7 +72,8 @@ class ActorEngines:
     async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:
         """Return an engine of this role in place of another role's engine of this name, which serves no more."""
         # At once, so that the other role does not connect to it again in place of one that dies.
-        handle, client = others._handles.pop(name), others._clients.pop(name)
+        handle = others._handles.pop(name)
+        client = others._clients.pop(name)
         try:
             engine = await self._connect(name, handle.lent(self.instrumentation.role))
         except BaseException:

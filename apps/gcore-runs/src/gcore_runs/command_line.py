@@ -125,7 +125,8 @@ def run_command(
         shared = {"report": RunArgs, "trace": TraceArgs, "logs": LogsArgs, "doctor": DoctorArgs}
         print_completion(app, {**shared, **settings()}, args[1:])
         return
-    command, rest = args[0], args[1:]
+    command = args[0]
+    rest = args[1:]
     if command not in commands:
         print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)

@@ -78,7 +78,8 @@ class LocalEngineConfig(Checked):
             check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
-        name, engine = _SERVER_PYTHON, f"with {self.section}.engine {self.engine!r}"
+        name = _SERVER_PYTHON
+        engine = f"with {self.section}.engine {self.engine!r}"
         starts_server = name in self.kind.own_options
         expected = "the Python of an environment with SGLang" if starts_server else "'', as sglang alone takes it,"
         self.require(name, starts_server == bool(self.server_python), f"{expected} {engine}")
@@ -283,13 +284,16 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
     from gcore_controller import DeviceTimers
 
     if config.lends_ranks:
-        count, size = config.sizes.num_lent, config.devices_per_engine
+        count = config.sizes.num_lent
+        size = config.devices_per_engine
         places = {f"{LENT} {i}": i for i in range(count)} | {f"trainer {r}": r // size for r in range(count * size)}
         return DeviceTimers(shared={name: f"device {i}" for name, i in places.items()})
     if not config.takes_turns:
         return DeviceTimers()
-    engines, size = config.rollout.num_processes, config.devices_per_engine
-    num_gpus, first = len(gcore_rollout.visible_gpus(config.device)), engines * size
+    engines = config.rollout.num_processes
+    size = config.devices_per_engine
+    num_gpus = len(gcore_rollout.visible_gpus(config.device))
+    first = engines * size
     place = {f"engine {i}": i * size for i in range(engines or 1)}
     # The row of an engine on several devices is that of the ranks there, too.
     place |= {f"trainer {i}": i // size * size if i < engines * size else i for i in range(config.sizes.ranks)}
@@ -319,7 +323,8 @@ def lending_of(config: "BaseRLConfig") -> "Lending | None":
     from gcore_controller import Lending
     from gcore_placement import LendChoice
 
-    count, is_auto = config.sizes.num_lent, config.placement.lend_ranks == "auto"
+    count = config.sizes.num_lent
+    is_auto = config.placement.lend_ranks == "auto"
     return Lending(num_engines=count, rule=LendChoice(engines=config.sizes.engines, lent=count) if is_auto else None)
 
 
@@ -337,7 +342,8 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
 
 def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, Any]:
     """Return the options with which an engine is started on several devices, by a server, and one that is to sleep."""
-    size, takes = settings.tensor_parallel_size, settings.kind.own_options
+    size = settings.tensor_parallel_size
+    takes = settings.kind.own_options
     options: dict[str, Any] = {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in takes else {}
     if _SERVER_PYTHON in takes:
         options[_SERVER_PYTHON] = settings.server_python

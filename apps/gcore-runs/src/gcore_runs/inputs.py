@@ -144,11 +144,13 @@ def hold_out(parts: Sequence[list[RowT]], *, size: int, seed: int) -> tuple[list
 
 def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[int]]:
     """Return the places within each part of the rows that `hold_out` holds out, ascending, for parts of these sizes."""
-    rng, num_rows = np.random.default_rng(seed), sum(sizes)
+    rng = np.random.default_rng(seed)
+    num_rows = sum(sizes)
     size = min(size, num_rows // 10)
     # The first entries of a permutation, except where that would take much memory.
     drawn = rng.permutation(num_rows)[:size] if num_rows <= 2**20 else rng.choice(num_rows, size, replace=False)
-    drawn, ends = np.sort(drawn), np.cumsum([0, *sizes])
+    drawn = np.sort(drawn)
+    ends = np.cumsum([0, *sizes])
     return [(drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)]
 
 
@@ -292,7 +294,8 @@ def max_sequence_length(model: Path) -> int | None:
     if limit is None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    original = rope.get("original_max_position_embeddings")
+    factor = rope.get("factor")
     return max(limit, round(original * factor)) if original and factor else limit
 
 

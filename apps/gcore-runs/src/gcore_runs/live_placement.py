@@ -65,7 +65,8 @@ class LivePlacement:
 
     def __init__(self, whole: Sizes, config: PlacementConfig, file: Path) -> None:
         self.whole = whole
-        self._config, self._file = config, file
+        self._config = config
+        self._file = file
         policy = RoleLimits(devices_per_replica=1, min_replicas=whole.controllers)
         judges = (RoleLimits(devices_per_replica=1),) * len(whole.judges)
         self._space = PartitionSpace(num_devices=whole.engines + whole.num_judges, roles=(policy, *judges))
@@ -100,7 +101,8 @@ class LivePlacement:
     def observe_wave(self, wave: Round) -> None:
         """Observe a wave of sampling that another one follows in the same step."""
         if wave.number == 1:
-            sizes, self._waves = self.sizes, []
+            sizes = self.sizes
+            self._waves = []
             fewest = min(sizes.engines, *sizes.judges.values())
             self._are_rounds = not sizes.in_turns and fewest >= sizes.controllers
             self._began_s = math.inf
@@ -112,8 +114,10 @@ class LivePlacement:
 
     def observe(self, metrics: Mapping[str, float], last: Round) -> None:
         """Observe a step, and its last round: what is left of it after the waves that were observed."""
-        now_s, before = time.monotonic(), self.sizes
-        rounds, self._waves = [*(self._waves if last.number > 1 else ()), last], []
+        now_s = time.monotonic()
+        before = self.sizes
+        rounds = [*(self._waves if last.number > 1 else ()), last]
+        self._waves = []
         work = DeviceWork.merged(own.work for own in rounds)
         whole = Round(number=1, num_prompts=sum(own.num_prompts for own in rounds), work=work)
         if self._moved_at_s is not None:
@@ -237,7 +241,8 @@ class LivePlacement:
         self._dynamic.load_state(state["dynamic"])
         if self._choice is not None:
             self._choice.load_state(state["choice"])
-        self.swap_s, self._move_s = state["swap_s"], state["move_s"]
+        self.swap_s = state["swap_s"]
+        self._move_s = state["move_s"]
         self._move_within_s = state["move_within_s"]
         for role, seconds in self._unit_s.items():
             seconds.extend(state["unit_s"][role])
@@ -250,7 +255,8 @@ class LivePlacement:
 
 def _covered_s(spans: Sequence[Span]) -> float:
     """Return the seconds in which there is at least one span."""
-    total_s, end_s = 0.0, float("-inf")
+    total_s = 0.0
+    end_s = float("-inf")
     for start_s, stop_s in sorted((span.start_s, span.end_s) for span in spans):
         total_s += max(0.0, stop_s - max(start_s, end_s))
         end_s = max(end_s, stop_s)

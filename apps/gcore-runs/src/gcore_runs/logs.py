@@ -66,7 +66,8 @@ def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool =
     _active.close()
     process = role if rank is None else f"{role}-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
-    stack, root = ExitStack(), logging.getLogger()
+    stack = ExitStack()
+    root = logging.getLogger()
     is_first = not root.handlers
     handler = _File(folder / f"{process}.log", redirect=redirect)
     handler.setFormatter(_Prefixed(process))

@@ -166,7 +166,8 @@ async def _run_controller(
         instrumentation=instrumentation,
         start_timeout_s=config.ray.timeout_s,
     )
-    traits, takes_turns = STRATEGIES[config.strategy], config.takes_turns
+    traits = STRATEGIES[config.strategy]
+    takes_turns = config.takes_turns
     async with AsyncExitStack() as to_close:
         to_close.enter_context(announce_slow_calls(announce))
         judges = {role: await connected(role, actors) for role, actors in ctx.roles.judges.items()}
@@ -177,7 +178,8 @@ async def _run_controller(
                 await engine.sleep()
         if ctx.roles.engines:
             engines = await connected("engine", ctx.roles.engines, lent=ctx.roles.lent)
-            policy, num_engines = engines.replicas, len(engines.replicas.engines)
+            policy = engines.replicas
+            num_engines = len(engines.replicas.engines)
             roles = [engines, *judges.values()]
             if traits.follows_load and judges and all(role.are_own for role in roles):
                 num_engines = sum(len(role.replicas.engines) for role in roles)

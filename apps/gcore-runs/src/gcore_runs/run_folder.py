@@ -76,7 +76,8 @@ class RunFolder:
         """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
         values = translate_removed(read_toml(self.config))
         base = kind()
-        made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
+        made_by = values.get("command", "train")
+        wanted = getattr(base, "command", "train")
         if made_by != wanted:
             raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {wanted}")
         # A run of an earlier version may have settings that nothing read.
@@ -117,7 +118,8 @@ def open_run(config: BaseRunConfig) -> RunFolder:
         _check_unchanged(folder, config, fingerprints)
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
     write_atomically(folder.fingerprints, lambda path: path.write_text(json.dumps(fingerprints, indent=2)))
-    identity, is_local = folder.path / _ID, isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
+    identity = folder.path / _ID
+    is_local = isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
     if (is_local or config.trainer.trackers) and not identity.exists():
         write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
@@ -228,7 +230,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """
 
     def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()) -> None:
-        self._path, self._samples = run.metrics, run.training_samples
+        self._path = run.metrics
+        self._samples = run.training_samples
         _, repeated = _keep_until(run.metrics, last_step)
         if run.training_samples.exists():
             _keep_until(run.training_samples, last_step)

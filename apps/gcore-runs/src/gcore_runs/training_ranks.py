@@ -84,7 +84,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         self.wake()
         self.use("actor")
         options = {"averaged": True} if averaged else {}
-        weights, divided = self.trainers["actor"].export_weights(**options), iter
+        weights = self.trainers["actor"].export_weights(**options)
+        divided = iter
         if torch.distributed.is_initialized() and (num_ranks := torch.distributed.get_world_size()) > 1:
             divided = partial(divide_weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks)
         # Some parameters stay in float32 in engines of another type.
@@ -109,7 +110,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def save(self, step: int, rest: State) -> None:
         self.wake()
-        state, self._is_complete = {**rest, **self._states()}, step == self._last_step
+        state = {**rest, **self._states()}
+        self._is_complete = step == self._last_step
         if self._tiers is None:
             self._checkpointer.save(step, state)
         else:

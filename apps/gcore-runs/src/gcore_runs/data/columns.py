@@ -33,7 +33,9 @@ class MappedRows(LazySequence[Mapping[str, Any]]):
     """Rows with further columns, each computed when its row is read; see `with_columns`."""
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
-        self._name, self._rows, self._columns = rows.name, rows.rows, columns
+        self._name = rows.name
+        self._rows = rows.rows
+        self._columns = columns
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -92,7 +92,8 @@ def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
             f"{setting} is {str(name)!r}; expected a data set on the Hub: {_reason(error, name.revision)}"
         ) from error
     for key in {name, replace(name, revision=found[0])}:
-        memo, own = _memo(key), _memo(key).with_suffix(f".{os.getpid()}")
+        memo = _memo(key)
+        own = _memo(key).with_suffix(f".{os.getpid()}")
         memo.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(json.dumps({"commit": found[0], "files": [str(file) for file in found[1]]}))
         own.replace(memo)

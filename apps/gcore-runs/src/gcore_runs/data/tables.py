@@ -94,7 +94,8 @@ class JsonRows(ArrowRows):
 
 def open_file(file: Path, *, is_large: bool) -> Rows:
     """Return the rows of a file, converted to Arrow in the cache if it is large; raises as `open_rows`."""
-    status, folder = file.stat(), file.parent
+    status = file.stat()
+    folder = file.parent
     key = (str(file.absolute()), status.st_size, status.st_mtime_ns)
     try:
         if file.suffix == ".jsonl":
@@ -119,7 +120,8 @@ def open_dataset(source: str, *, setting: str, large_bytes: int) -> Rows:
     """Return the rows of a data set on the Hub; raises as `open_rows`."""
     name = DatasetName.parse(source, setting=setting)
     commit, files = dataset_files(name, setting=setting)
-    rows, is_large = ArrowRows(files), sum(file.stat().st_size for file in files) > large_bytes
+    rows = ArrowRows(files)
+    is_large = sum(file.stat().st_size for file in files) > large_bytes
     own: Sequence[Any] = rows if is_large else list(rows)
     return Rows(name=str(name), rows=own, folder=Path(), identity=f"{name} {commit}" if is_large else "")
 
@@ -158,7 +160,8 @@ def _convert_table(file: Path, target: Path) -> None:
         schema = batches.schema
     else:
         source = pyarrow.parquet.ParquetFile(file)
-        batches, schema = source.iter_batches(batch_size=_BATCH_ROWS), source.schema_arrow
+        batches = source.iter_batches(batch_size=_BATCH_ROWS)
+        schema = source.schema_arrow
     with pyarrow.ipc.new_file(str(target), schema) as writer:
         for batch in batches:
             writer.write_batch(batch)

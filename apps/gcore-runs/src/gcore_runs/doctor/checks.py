@@ -64,9 +64,11 @@ def check_versions(own: Readings) -> Iterator[Finding]:
     ]
     missing = [name for name in ("torch", "transformers") if name not in versions]
     others = [n for n, tested in TESTED.items() if n in versions and _series(versions[n]) != _series(tested)]
-    advice, verdict = "", "ok"
+    advice = ""
+    verdict = "ok"
     if missing:
-        advice, verdict = f"install {' and '.join(missing)}: pip install gcore-llm", "error"
+        advice = f"install {' and '.join(missing)}: pip install gcore-llm"
+        verdict = "error"
     elif others:
         advice = f"gcore is tested with {', '.join(f'{name} {TESTED[name]}' for name in others)}: install these"
         verdict = "warning"
@@ -172,7 +174,9 @@ def check_shared_memory(own: Readings) -> Iterator[Finding]:
 def check_open_files(own: Readings) -> Iterator[Finding]:
     """Check the limit of file descriptors: Ray and engines keep a connection to each process."""
     soft, hard = (f"{limit:,}" if limit < sys.maxsize else "any" for limit in (own.open_files, own.open_files_hard))
-    found, verdict, advice = f"{soft} file descriptors, at most {hard}", "ok", ""
+    found = f"{soft} file descriptors, at most {hard}"
+    verdict = "ok"
+    advice = ""
     if own.open_files < _MIN_OPEN_FILES:
         can_be_raised = own.open_files_hard >= _MIN_OPEN_FILES
         verdict = "warning" if can_be_raised else "error"
@@ -192,7 +196,8 @@ def check_memory(own: Readings, *, parameters: int = 0) -> Iterator[Finding]:
         )
     # A copy of the weights in bfloat16 on their way, and each process's libraries.
     needed_bytes = 2 * parameters + 4 * _GB
-    verdict, advice = "ok", ""
+    verdict = "ok"
+    advice = ""
     if memory.available_bytes < needed_bytes:
         verdict = "error" if parameters or memory.available_bytes < 2 * _GB else "warning"
         of_model = f" with a model of {parameters / _GB:.1f} B parameters" if parameters else ""
@@ -208,12 +213,15 @@ def check_disk(own: Readings, *, parameters: int = 0) -> Iterator[Finding]:
         yield Finding(check="disk", verdict="error", found=own.folder_error, advice=advice)
         return
     needed_bytes = _NUM_CHECKPOINTS * _CHECKPOINT_BYTES * parameters or 1 * _GB
-    verdict, advice = "ok", ""
+    verdict = "ok"
+    advice = ""
     if own.disk_free_bytes < needed_bytes:
         advice = f"{needed_bytes / _GB:.0f} GB are needed, for three checkpoints while one is written: free some, or "
-        verdict, advice = "error", f"{advice}set runs_dir to another folder, trainer.max_ckpt_to_keep to 1"
+        verdict = "error"
+        advice = f"{advice}set runs_dir to another folder, trainer.max_ckpt_to_keep to 1"
     elif not parameters and own.disk_free_bytes < 20 * _GB:
-        verdict, advice = "warning", "a checkpoint of a model of 1 B parameters has 14 GB: give --model to know"
+        verdict = "warning"
+        advice = "a checkpoint of a model of 1 B parameters has 14 GB: give --model to know"
     yield Finding(check="disk", verdict=verdict, found=found, advice=advice)
 
 
@@ -265,7 +273,8 @@ def _is_on(value: str | None) -> bool:
 
 def _is_named(value: str, interface: str) -> bool:
     """Return whether a value of NCCL_SOCKET_IFNAME, such as ``eth,ib`` or ``^lo`` or ``=eth0``, takes an interface."""
-    is_excluded, names = value.startswith("^"), value.lstrip("^=").split(",")
+    is_excluded = value.startswith("^")
+    names = value.lstrip("^=").split(",")
     exact = "=" in value[:2]
     found = any(interface == name if exact else interface.startswith(name.strip()) for name in names)
     return found != is_excluded

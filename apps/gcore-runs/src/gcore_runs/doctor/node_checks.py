@@ -104,7 +104,8 @@ def check_object_stores(nodes: Sequence[Node], *, parameters: int = 0) -> Iterat
     needed_bytes = 2 * parameters + _MIN_OBJECT_STORE_BYTES
     is_fine = True
     for node in nodes:
-        own, size = node.readings, node.object_store_bytes
+        own = node.readings
+        size = node.object_store_bytes
         if own is None:
             continue
         if own.shm_bytes and size > own.shm_bytes:
@@ -172,7 +173,8 @@ def check_tokens(nodes: Sequence[Node]) -> Iterator[Finding]:
         return
     readable = sorted({n.readings.token.source for n in nodes if n.readings and n.readings.token.readable_by_others})
     if readable:
-        found, advice = f"required; {', '.join(readable)} can be read by others", f"chmod 600 {' '.join(readable)}"
+        found = f"required; {', '.join(readable)} can be read by others"
+        advice = f"chmod 600 {' '.join(readable)}"
         yield Finding(check="ray token", verdict="warning", found=found, advice=advice)
     elif nodes:
         yield Finding(check="ray token", verdict="ok", found="required by the cluster")

@@ -145,7 +145,8 @@ def read_machine(folder: Path) -> Readings:
 
 def read_token() -> Token:
     """Look for Ray's token where Ray does: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
-    mode, path = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     if os.environ.get("RAY_AUTH_TOKEN"):
         return Token(mode=mode, source="RAY_AUTH_TOKEN")
     file = Path(path) if path else Path.home() / ".ray" / "auth_token"

@@ -14,7 +14,8 @@ from gcore_runs.settings.run_config import RLTrainerConfig
 
 EvaluationT = TypeVar("EvaluationT", bound=Mapping[str, Any])
 
-BEST, SINCE_BEST = "val/best", "val/evaluations_since_best"
+BEST = "val/best"
+SINCE_BEST = "val/evaluations_since_best"
 """Metrics of evaluations: the best score until then, and the evaluations after the one that had it."""
 
 

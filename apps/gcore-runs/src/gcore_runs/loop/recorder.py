@@ -138,7 +138,8 @@ class Display:
 
 def _by_stage(stages: Sequence[str | None]) -> Text:
     """Return the ranks of each stage: controllers   gen 0-3, 7   reward 4-6."""
-    names, text = [stage or "no stage" for stage in stages], Text("controllers")
+    names = [stage or "no stage" for stage in stages]
+    text = Text("controllers")
     for name in sorted(set(names), key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name)):
         ranks = [rank for rank, own in enumerate(names) if own == name]
         # Consecutive ranks differ from their place by the same number.
@@ -290,9 +291,14 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         spans: SpanWriter,
         display: Display,
     ) -> None:
-        self.job, self.run, self.display = job, run, display
-        self.warnings, self.stop = RunWarnings(run, display.say), Stop()
-        self.learner, self.writer, self._spans = learner, writer, spans
+        self.job = job
+        self.run = run
+        self.display = display
+        self.warnings = RunWarnings(run, display.say)
+        self.stop = Stop()
+        self.learner = learner
+        self.writer = writer
+        self._spans = spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -318,7 +324,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case Updating():
                 self.stop.hold_back()
             case Evaluated(step=step, evaluation=evaluation):
-                metrics, trainer = dict(self.show_evaluation(step, evaluation)), self.job.config.trainer
+                metrics = dict(self.show_evaluation(step, evaluation))
+                trainer = self.job.config.trainer
                 self.display.latest |= metrics
                 metrics |= compared(self.run.metrics, metrics, self.score(metrics), trainer)
                 if trainer.export == "best" and is_best(metrics):
@@ -331,7 +338,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case RewardsFailed():
                 self._warn_of_rewards(event)
             case Reached(step=step, controllers=controllers, is_last=is_last):
-                self._last, self._num_updates = (step, controllers), self.learner.num_updates
+                self._last = (step, controllers)
+                self._num_updates = self.learner.num_updates
                 if is_last or self._is_save_due(step):
                     self.save_last()
                 self.stop.let_through()
@@ -348,7 +356,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         return is_local or step % self.job.config.trainer.save_freq == 0
 
     def _record_step(self, event: Stepped) -> None:
-        step, spans, devices = event.step, event.spans, event.devices
+        step = event.step
+        spans = event.spans
+        devices = event.devices
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
         metrics = event.metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(step, metrics)

@@ -254,8 +254,10 @@ class Supervisor:
     def _start_trackers(self) -> None:
         from gcore_runs.trackers.registry import start_tracker
 
-        trainer, path = self._config.trainer, self.run.path
-        config, project = read_toml(self.run.config), trainer.project_name
+        trainer = self._config.trainer
+        path = self.run.path
+        config = read_toml(self.run.config)
+        project = trainer.project_name
         run = TrackedRun(project=project, name=path.name, run_id=run_id(path), folder=path, config=config)
         for name in trainer.trackers:
             tracker = start_tracker(name, run, self.display.say)
@@ -292,7 +294,8 @@ class Supervisor:
                         raise
                     # A rank was killed while the first loss was being replaced.
                     display.say(f"{loss.error}; another loss came before everything was replaced")
-                    recovery, loss = None, _Loss(error)
+                    recovery = None
+                    loss = _Loss(error)
             spans.resume(last_step=job.first_step, cause=recovery.cause)
             display.say(f"{recovery.message}; continuing after step {job.first_step}")
 
@@ -314,7 +317,8 @@ class Supervisor:
                 return _Loss(error)
 
             async def run() -> None:
-                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                loop = asyncio.get_running_loop()
+                task = asyncio.current_task()
                 assert task is not None
                 with recorder.stop.noted(lambda: loop.call_soon_threadsafe(task.cancel)):
                     await services.run(job, recorder)
@@ -343,7 +347,8 @@ class Supervisor:
         # The ranks alone see what is on their machines.
         may_be_saved = services.config.local_checkpoints.folder or Checkpointer(self.run.checkpoints).steps()
         if present is None and may_be_saved and (saved := services.learner.load()):
-            step, controllers = saved["step"], saved["controllers"]
+            step = saved["step"]
+            controllers = saved["controllers"]
         return replace(
             job,
             config=services.config,

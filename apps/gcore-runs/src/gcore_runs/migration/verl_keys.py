@@ -5,8 +5,13 @@ from gcore_runs.migration.verl_unused_keys import UNUSED
 
 VERSION = "0.9.1"
 
-_DATA, _MODEL, _ACTOR = "data", "actor_rollout_ref.model", "actor_rollout_ref.actor"
-_ROLLOUT, _REF, _ALGORITHM, _TRAINER = "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "algorithm", "trainer"
+_DATA = "data"
+_MODEL = "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref"
+_ALGORITHM = "algorithm"
+_TRAINER = "trainer"
 
 _ON_POLICY = "responses are sampled from the policy's whole distribution, whose log-probabilities the trainer computes"
 _FILTERED = "longer prompts are always left out, counted and reported"

@@ -40,7 +40,8 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     The run may be finished, in progress or just started: what is not there yet is said on the page. Its kind is found
     by the `command` in its settings; that of a run which names none is ``train``.
     """
-    page, path = _render(Run(run_dir, kinds)), run_dir / "report.html"
+    page = _render(Run(run_dir, kinds))
+    path = run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"
     try:
         temporary.write_text(page, encoding="utf-8")

@@ -94,10 +94,12 @@ def mean_window(num_points: int) -> int:
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
     """Centred; towards either end the window shrinks to a third, between a flattened trend and noise."""
-    count, half = len(values), mean_window(len(values)) // 2
+    count = len(values)
+    half = mean_window(len(values)) // 2
     index = np.arange(count)
     reach = np.maximum(np.minimum(half, np.minimum(index, index[::-1])), half // 3)
-    start, end = np.maximum(index - reach, 0), np.minimum(index + reach + 1, count)
+    start = np.maximum(index - reach, 0)
+    end = np.minimum(index + reach + 1, count)
     total = np.concatenate([[0.0], np.cumsum(values)])
     return ((total[end] - total[start]) / (end - start)).tolist()
 
@@ -267,7 +269,8 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     if not drawn:
         return None
     shown = _last_steps(steps, drawn)
-    zero_s, end_s = shown[0].start_s, max(step.end_s for step in shown)
+    zero_s = shown[0].start_s
+    end_s = max(step.end_s for step in shown)
     bars = _bars_of_stages(drawn, shown, zero_s, end_s)
     total_s = sum(length_s for own in bars.values() for _, length_s, *_ in own)
     first = min(FIRST_VIEW_STEPS, len(shown))

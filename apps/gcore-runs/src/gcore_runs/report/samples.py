@@ -52,7 +52,8 @@ def _shown(row: Row, *, verified: bool) -> Row:
         facts.append((str(name), _text(value)))
     if (advantage := number(row.get("advantage"))) is not None:
         facts.append(("advantage", f"{advantage:+.3g}"))
-    version, oldest = row.get("weight_version"), row.get("oldest_version")
+    version = row.get("weight_version")
+    oldest = row.get("oldest_version")
     if version is not None:
         facts.append(("weights of step", f"{oldest}-{version}" if oldest not in (None, version) else str(version)))
     if "response_tokens" in row:

@@ -62,7 +62,8 @@ class _Trace:
                 whole = Span(stage=f"step {step.step}", start_s=inside[0].start_s, end_s=inside[-1].end_s)
                 slices.append((name, whole, {}))
         if slices:
-            start_s, end_s = min(s.start_s for _, s, _ in slices), max(s.end_s for _, s, _ in slices)
+            start_s = min(s.start_s for _, s, _ in slices)
+            end_s = max(s.end_s for _, s, _ in slices)
             slices.append((_STEPS, Span(stage=f"step {step.step}", start_s=start_s, end_s=end_s), metrics))
             for name in set(COUNTERS) & metrics.keys():
                 self._event("C", name, _STEPS, step.start_s + start_s, {"value": metrics[name]})

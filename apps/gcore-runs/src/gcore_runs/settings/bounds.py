@@ -75,7 +75,8 @@ class Checked:
     def require(self, name: str, holds: object, expected: str) -> None:
         """Raise the error of a field, by its name or by a dotted one in a section, unless a condition holds."""
         if not holds:
-            value, where = attrgetter(name)(self), f"{self.section}.".lstrip(".")
+            value = attrgetter(name)(self)
+            where = f"{self.section}.".lstrip(".")
             shown = str(value).lower() if isinstance(value, bool) else repr(value)
             raise self.error(f"{where}{name} is {shown}; expected {expected}")
 

@@ -61,7 +61,8 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
             found = [ours for ours in key.ours if ours in known or ours.rpartition(".")[0] in known][:1]
         if not found and not key.ours:
             return _with_relatives(f"there is no such setting: {key.why}", parts, known, spelled)
-    last, by_last = parts[-1], {n.rpartition(".")[2]: n for n in known}
+    last = parts[-1]
+    by_last = {n.rpartition(".")[2]: n for n in known}
     found = (
         found
         or difflib.get_close_matches(name, known, n=1, cutoff=0.85)

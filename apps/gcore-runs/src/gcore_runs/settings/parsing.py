@@ -45,7 +45,8 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
     ``prog`` is the command as users type it, ``gcore-llm train``; ``own_data`` and ``embedded`` are among the recipes.
     """
     options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
-    config, recipe = options.get("config", ""), options.pop("recipe", "")
+    config = options.get("config", "")
+    recipe = options.pop("recipe", "")
     if recipe and recipe not in recipes:
         raise UserError(f"recipe is {recipe!r}; expected one of {', '.join(sorted(recipes))}")
     own = options.get("model") or (read_toml(config).get("model") if config else None)
@@ -123,7 +124,8 @@ def setting_types(kind: type, prefix: str = "") -> Mapping[str, Any]:
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        own, name = hints[field.name], prefix + field.name
+        own = hints[field.name]
+        name = prefix + field.name
         is_section = isinstance(own, type) and dataclasses.is_dataclass(own)
         found |= setting_types(own, f"{name}.") if is_section else {name: own}
     return found
@@ -235,7 +237,8 @@ def merge(
         UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds; it names the file
             ``source`` that they are from, if there is one.
     """
-    known, where = setting_types(type(base)), f"{source}: " if source else ""
+    known = setting_types(type(base))
+    where = f"{source}: " if source else ""
     values = dict(_flat(dataclasses.asdict(cast(Any, base)), known))
     for name, value in _flat(overrides, known):
         if name not in known:
@@ -257,7 +260,8 @@ def merge(
 
 def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> None:
     """Give settings that nothing reads their defaults, unless they are to be kept; values may still be text."""
-    known, defaults = setting_types(kind), default_settings(kind)
+    known = setting_types(kind)
+    defaults = default_settings(kind)
     for name, entry in conditional_settings(kind):
         if name in keep or values[name] == defaults[name]:
             continue

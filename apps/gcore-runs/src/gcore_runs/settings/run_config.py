@@ -347,7 +347,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def strategy(self) -> Strategy:
         """The placement strategy that is set, or else the one that suits the devices."""
-        engines, is_sync = self.num_engines, self.loop.schedule == "sync"
+        engines = self.num_engines
+        is_sync = self.loop.schedule == "sync"
         num_judges = sum(judge.num_processes or 1 for judge in self.judges.values())
         can_move = num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges) and is_sync
         can_move &= not self.lends_ranks
@@ -379,7 +380,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         in_turns = STRATEGIES[self.strategy].is_time_shared
-        engines, ranks = self.num_engines, self.trainer.num_processes
+        engines = self.num_engines
+        ranks = self.trainer.num_processes
         judges = {role: engines if in_turns else own.num_processes or 1 for role, own in self.judges.items()}
         return Sizes(
             controllers=self.controllers,
@@ -421,7 +423,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
             (self.num_engines > 0, "a policy on servers; others need engines of the run's own"),
         ):
             self.require("placement.strategy", holds, f"'split' with {reason}")
-        engines, in_turns = self.sizes.engines, self.sizes.in_turns
+        engines = self.sizes.engines
+        in_turns = self.sizes.in_turns
         for role, judge in self.judges.items():
             if in_turns and judge.num_processes not in (0, engines):
                 raise UserError(
@@ -430,7 +433,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
                 )
 
     def _check_lending(self) -> None:
-        strategy, schedule = self.placement.strategy, self.loop.schedule
+        strategy = self.placement.strategy
+        schedule = self.loop.schedule
         has_own = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
         for unfit, why in (
             (self.is_simulated, "a simulation, whose roles have devices of their own"),

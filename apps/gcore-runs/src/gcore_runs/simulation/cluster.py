@@ -98,7 +98,8 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         """Run the job in a new run folder, as the command train does it: with its records, but without a model."""
         with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
             supervisor.open_run(f"simulated: {self.sim.devices:,} devices, on which no model is trained")
-            own, size = self.job.config, config.controllers
+            own = self.job.config
+            size = config.controllers
             learner, program = self._program(LoadMeter(size), None)
             nothing = partial(asyncio.sleep, 0)
             backend: InlineBackend[Any, Any, Any] = InlineBackend(
@@ -109,7 +110,9 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
 
     def simulate(self, config: SimulateConfig, report: Callable[[StepFigures], None]) -> Simulation:
         """Run the job of this config outside a run folder; report and return the figures of its steps."""
-        start_s, size, meter = time.perf_counter(), config.controllers, LoadMeter(config.controllers)
+        start_s = time.perf_counter()
+        size = config.controllers
+        meter = LoadMeter(config.controllers)
         ledger = RunningLedger(
             num_devices=config.devices, num_reward_devices=config.reward.devices, num_controllers=size, clock=now_s
         )
@@ -134,7 +137,8 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         state = SharedState(
             config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
         )
-        learner, devices = ModelledLearner(state), DeviceTimers(now_s, wall_clock=now_s)
+        learner = ModelledLearner(state)
+        devices = DeviceTimers(now_s, wall_clock=now_s)
         reward = ModelledReward(state, self.n, self.has_signal).runner()
         own_roles: list[Any] = []
         for rank, (engine, slots) in enumerate(self._engines(state)):
@@ -156,7 +160,9 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
 
     def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[ModelledEngine[Any, Any], int | None]]:
         """Return the engine of each controller, and the samples that it generates at once if it is its own."""
-        size, num_replicas, model = self.job.config.controllers, self.sim.num_engine_replicas, self.sim.engine
+        size = self.job.config.controllers
+        num_replicas = self.sim.num_engine_replicas
+        model = self.sim.engine
         if model.prompts == "shared":
             return [(ModelledEngine(state, num_replicas), None)] * size
         counts = [len(range(rank, num_replicas, size)) for rank in range(size)]
@@ -171,7 +177,10 @@ class _FiguresRecorder:
         self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepFigures], None]
     ) -> None:
         self.steps: list[StepFigures] = []
-        self._config, self._meter, self._ledger, self._report = config, meter, ledger, report
+        self._config = config
+        self._meter = meter
+        self._ledger = ledger
+        self._report = report
 
     async def __call__(self, event: Event) -> None:
         if not isinstance(event, Stepped):
@@ -197,7 +206,8 @@ class _LedgerTimer(StageTimer):
 
     def __init__(self, rank: int, ledger: RunningLedger) -> None:
         super().__init__(now_s)
-        self._rank, self._ledger = rank, ledger
+        self._rank = rank
+        self._ledger = ledger
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:

@@ -122,7 +122,8 @@ class LearnerModel:
         """Tensor-, pipeline- and context-parallel ranks of a replica."""
         if self.backend == "torch":
             return 1, 1, self.devices_per_replica
-        pp, cp = self.pipeline_model_parallel_size, self.context_parallel_size
+        pp = self.pipeline_model_parallel_size
+        cp = self.context_parallel_size
         return self.devices_per_replica // (pp * cp), pp, cp
 
     @property
@@ -157,12 +158,16 @@ class BaseSimConfig:
 
     def check(self, section: str, controllers: int) -> None:
         """Raise `UserError` if the settings contradict each other; ``section`` is "sim.", or empty."""
-        reward, engine, learner = self.reward, self.engine, self.learner
+        reward = self.reward
+        engine = self.engine
+        learner = self.learner
         try:
             Device.named(learner.device)
         except PlacementError as error:
             raise UserError(f"{section}learner.{error}") from None
-        pp, cp, size = learner.pipeline_model_parallel_size, learner.context_parallel_size, learner.devices_per_replica
+        pp = learner.pipeline_model_parallel_size
+        cp = learner.context_parallel_size
+        size = learner.devices_per_replica
         if learner.backend == "torch" and (pp, cp) != (1, 1):
             raise UserError(
                 f"{section}learner.backend is 'torch'; expected megatron with pipeline_model_parallel_size {pp} and "
@@ -173,7 +178,8 @@ class BaseSimConfig:
                 f"{section}learner.devices_per_replica is {size}; expected a multiple of pipeline_model_parallel_size "
                 f"x context_parallel_size ({pp * cp})"
             )
-        name, total = f"{section}reward.devices", reward.devices
+        name = f"{section}reward.devices"
+        total = reward.devices
         if total and not reward.latency_s:
             raise UserError(f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})")
         if total >= self.devices:

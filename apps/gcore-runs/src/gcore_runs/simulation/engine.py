@@ -42,7 +42,8 @@ class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
         finished: Callable[[list[_Sample[RequestT, SampleT]]], None],
     ) -> None:
         super().__init__(state.config.engine.costs)
-        self._ledger, self._devices = state.ledger, state.config.engine.devices_per_replica
+        self._ledger = state.ledger
+        self._devices = state.config.engine.devices_per_replica
         self._finished = finished
 
     def changed(self) -> None:

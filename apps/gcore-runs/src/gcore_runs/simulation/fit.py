@@ -58,7 +58,8 @@ class MeasuredRun:
 
     def simulated(self, parameters: "Parameters") -> NDArray[np.float64]:
         """Simulate the run with its responses, for which all prompts have the mean length: [steps, stages]."""
-        n, rows = self.config.n, self.rows
+        n = self.config.n
+        rows = self.rows
         kept = [round(row["sampling/acceptance"] * own.number / n) for row, own in zip(rows, self.sampled, strict=True)]
         mean = float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
         replay = Replay(self.sampled, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
@@ -102,7 +103,8 @@ def measured_run(
         num_ranks: training ranks, of ``num_replicas`` data-parallel replicas.
         engine: further settings of the section; ``reward`` is alike.
     """
-    n, limit = settings["n"], settings["max_response_length"]
+    n = settings["n"]
+    limit = settings["max_response_length"]
     rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row][-max_steps:]
     sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
     if not any(own.number for own in sampled):
@@ -239,7 +241,8 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
         return np.concatenate(parts)
 
     measured = np.concatenate([run.measured()[chosen] for run, chosen in zip(runs, used, strict=True)])
-    parameters, errors = Parameters(), dict[str, float]()
+    parameters = Parameters()
+    errors = dict[str, float]()
     for number in range(_ROUNDS):
         now = seconds(parameters)
         moved = [seconds(parameters.moved(probe)) for probe in range(_NUM_PROBES)]
@@ -281,8 +284,10 @@ def _least_squares(
     size = x.shape[1]
     prior = np.diag([1 / e if e else 0.0 for e in expected])
     prior_y = np.array([1.0 if e else 0.0 for e in expected])
-    weight, noise = np.ones(len(y)), 0.0
-    found, errors = np.zeros(size), np.zeros(size)
+    weight = np.ones(len(y))
+    noise = 0.0
+    found = np.zeros(size)
+    errors = np.zeros(size)
     for _ in range(10):
         a = np.concatenate([x * weight[:, None], noise * prior])
         b = np.concatenate([y * weight, noise * prior_y])
@@ -299,13 +304,15 @@ def _least_squares(
 def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the [K] least squares solution of |a v - b| over v >= 0, the best over all sets of positive ones."""
     scale = np.linalg.norm(a, axis=0)
-    best, least = np.zeros(a.shape[1]), float(b @ b)
+    best = np.zeros(a.shape[1])
+    least = float(b @ b)
     present = [int(k) for k in np.flatnonzero(scale)]
     for chosen in map(list, chain.from_iterable(combinations(present, k) for k in range(1, len(present) + 1))):
         part, _, rank, _ = np.linalg.lstsq(a[:, chosen] / scale[chosen], b)
         loss = float(np.sum((a[:, chosen] @ (part / scale[chosen]) - b) ** 2))
         # Rounding must not prefer more coefficients where fewer do as well.
         if rank == len(chosen) and (part >= 0).all() and loss < least * (1 - 1e-12):
-            best, least = np.zeros(a.shape[1]), loss
+            best = np.zeros(a.shape[1])
+            least = loss
             best[chosen] = part / scale[chosen]
     return best

@@ -24,7 +24,9 @@ from gcore_runs.simulation.config import BaseSimConfig
 if TYPE_CHECKING:
     import torch
 
-_GROUP_STREAM, _SAMPLE_STREAM, _LATENCY_STREAM = 3, 4, 5
+_GROUP_STREAM = 3
+_SAMPLE_STREAM = 4
+_LATENCY_STREAM = 5
 _INDEX_BITS = 16
 _GROUP_MASK = (1 << 47) - 1
 _RANK: ContextVar[int] = ContextVar("controller")
@@ -102,7 +104,8 @@ class LoadMeter:
 
     def cut(self) -> list[float]:
         """Return the seconds of each controller since the last call, by rank."""
-        busy_s, self._busy_s = self._busy_s, [0.0] * len(self._busy_s)
+        busy_s = self._busy_s
+        self._busy_s = [0.0] * len(self._busy_s)
         return busy_s
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, own: Any, **options: Any) -> "asyncio.Task[Any]":
@@ -119,7 +122,8 @@ class LoadMeter:
         step: Callable[[Any], Any] = own.send
         arg: Any = None
         while True:
-            self._paused_s, start_s = 0.0, time.thread_time()
+            self._paused_s = 0.0
+            start_s = time.thread_time()
             try:
                 awaited = step(arg)
             except StopIteration as end:
@@ -127,9 +131,11 @@ class LoadMeter:
             finally:
                 self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
             try:
-                step, arg = own.send, (yield awaited)
+                step = own.send
+                arg = yield awaited
             except BaseException as error:
-                step, arg = own.throw, error
+                step = own.throw
+                arg = error
 
 
 @dataclass(kw_only=True)
@@ -162,8 +168,11 @@ class ModelledReward:
     """
 
     def __init__(self, state: SharedState[Any, Any], n: int, has_signal: Callable[[int], bool] | None = None) -> None:
-        self._state, self._n, self._has_signal = state, n, has_signal
-        self._seed, self._model = state.seed, state.config.reward
+        self._state = state
+        self._n = n
+        self._has_signal = has_signal
+        self._seed = state.seed
+        self._model = state.config.reward
         self._loads = np.zeros(max(1, self._model.num_replicas), dtype=np.intp)
 
     def runner(self) -> RewardRunner:
@@ -219,7 +228,8 @@ class ModelledLearner:
     def __init__(self, state: SharedState[Any, Any]) -> None:
         self.num_replicas = state.config.num_learner_replicas
         self.num_updates = 0
-        self._state, self._model = state, state.config.learner
+        self._state = state
+        self._model = state.config.learner
         self._flops_per_s = self._model.device_flops_per_s * self._model.devices_per_replica
         modality = state.modality
         self._collectives = training_collectives(state.config, modality.weights_bytes, modality.workload)
@@ -268,7 +278,8 @@ class ModelledLearner:
     async def _work(
         self, work: Literal["preparation", "training"], micro_batches: Sequence[Sequence[Any]], *, share: float
     ) -> None:
-        modality, is_training = self._state.modality, work == "training"
+        modality = self._state.modality
+        is_training = work == "training"
         update_s = self._collectives.update_s if is_training else 0.0
         with self._state.meter.paused():
             flops = np.array([modality.flops(batch) for batch in micro_batches])

@@ -17,7 +17,9 @@ from gcore_runs.simulation.config import LengthConfig, SimConfig
 from gcore_runs.simulation.services import SimulatedModality, group_and_index, sample_name
 from gcore_trainer import Sample
 
-_TRAIN_PROMPT_STREAM, _LENGTH_STREAM, _PROMPT_STREAM = 1, 2, 6
+_TRAIN_PROMPT_STREAM = 1
+_LENGTH_STREAM = 2
+_PROMPT_STREAM = 6
 _NUM_PROMPTS = 10_000
 
 _BUILT_IN = {
@@ -81,7 +83,8 @@ def _drawn_length(u: float, config: LengthConfig, unit: int) -> int:
 
 def drawn_prompts(config: SimConfig, seed: int, longest: int, *, at_least: int) -> list[Prompt]:
     """Return ``at_least`` prompts or more, of drawn lengths up to ``longest`` tokens, each of one token of its own."""
-    most, unit = longest // config.token_unit, config.token_unit
+    most = longest // config.token_unit
+    unit = config.token_unit
     draws = (uniform(seed, _TRAIN_PROMPT_STREAM, i) for i in range(max(_NUM_PROMPTS, at_least)))
     sizes = [min(most, _drawn_length(u, config.prompt_length, unit)) for u in draws]
     return [Prompt(text="", token_ids=(i,) * size, row={}) for i, size in enumerate(sizes)]
@@ -118,7 +121,8 @@ class Replay:
         random = np.random.default_rng(seed)
         lengths = [random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps]
         signals = [random.permutation(np.arange(len(own)) < kept) for own, kept in zip(lengths, num_kept, strict=True)]
-        self._lengths, self._signals = np.concatenate(lengths), np.concatenate(signals)
+        self._lengths = np.concatenate(lengths)
+        self._signals = np.concatenate(signals)
         if not len(self._lengths):
             raise ValueError("steps have 0 samples; expected at least one")
         self._rows: dict[int, int] = {}
@@ -153,18 +157,23 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         flops: Callable[[Sequence[Sample]], float],
         replay: Replay | None = None,
     ) -> None:
-        self._config, self._seed, self._flops = config, seed, flops
+        self._config = config
+        self._seed = seed
+        self._flops = flops
         self._length = self._drawn if replay is None else replay.length
-        self.weights_bytes, self.workload = workload.weights_bytes, workload
+        self.weights_bytes = workload.weights_bytes
+        self.workload = workload
 
     def size(self, request: Request, index: int) -> tuple[float, float, float]:
-        unit, prefix = self._config.token_unit, _prefix(request, index)
+        unit = self._config.token_unit
+        prefix = _prefix(request, index)
         length = min(self._length(request, index), request.sampling.max_tokens)
         num_made = 0 if prefix is None else prefix.token_ids.size
         return length * unit, num_made * unit, len(request.prompt_token_ids) * unit
 
     def sample(self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool) -> Completion:
-        unit, prefix = self._config.token_unit, _prefix(request, index)
+        unit = self._config.token_unit
+        prefix = _prefix(request, index)
         num_tokens, num_before, _ = self.size(request, index)
         size = round(num_steps / unit)
         if is_aborted:
