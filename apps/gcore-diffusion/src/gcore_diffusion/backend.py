@@ -278,7 +278,7 @@ async def sample_run(
     out: Path,
 ) -> None:
     """Write a PNG file with a grid of images by a finished run's policy; `UserError` if there is none."""
-    folder, config = RunFolder.opened(run, DiffusionConfig)
+    folder, config = RunFolder.open_with_config(run, DiffusionConfig)
     if not folder.export.is_dir():
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout

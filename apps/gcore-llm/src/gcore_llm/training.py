@@ -299,7 +299,7 @@ async def _run_controller(
 
 def opened_run(path: Path) -> tuple[RunFolder, TrainConfig]:
     """Return a run's folder, and its settings with the folder of its model; `UserError` if it has none yet."""
-    run, config = RunFolder.opened(path, TrainConfig)
+    run, config = RunFolder.open_with_config(path, TrainConfig)
     if not config.model and not run.model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"

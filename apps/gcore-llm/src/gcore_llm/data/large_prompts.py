@@ -13,7 +13,7 @@ from gcore_llm.config import DataConfig
 from gcore_llm.data.loaded import LoadedPrompts, Progress
 from gcore_rollout import Prompt
 from gcore_runs import Rows, UserError
-from gcore_runs.data.cache import cached
+from gcore_runs.data.cache import cache_file
 from gcore_runs.data.columns import values_of
 from gcore_runs.data.rows import LazySequence
 
@@ -68,7 +68,7 @@ def load_large(
         with path.open("wb") as file:
             np.savez(file, left_out=left_out, lengths=lengths)
 
-    with np.load(cached("lengths.npz", key, write)) as found:
+    with np.load(cache_file("lengths.npz", key, write)) as found:
         left_out, (longest, shortest) = found["left_out"], found["lengths"].tolist()
     prompts = LargePrompts(rows, make, left_out)
     return LoadedPrompts(prompts=prompts, num_too_long=left_out.size, longest=longest, shortest=shortest)

@@ -404,5 +404,5 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         step, controllers = present
         start_s = time.time()
         self.learner.save(step, {"step": step, "controllers": controllers})
-        self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
+        self._spans.record_wait(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step

@@ -30,57 +30,68 @@ _SPOKEN: dict[str, Key] = {
 @cache
 def other_names() -> Mapping[str, Key]:
     """Return the settings of other libraries by the ends of their names that lead to one place."""
-    found: dict[str, Key] = {}
+    keys_by_ending: dict[str, Key] = {}
     unclear: set[str] = set()
     # A key with a setting here is what a name means, if others of the same name have none.
-    keys = sorted((*TRL.items(), *VERL.items()), key=lambda item: not item[1].ours)
+    keys = sorted([*TRL.items(), *VERL.items()], key=lambda item: not item[1].ours)
     for name, key in keys:
-        parts = name.split(".")
-        for end in {".".join(parts[place:]) for place in range(len(parts))} if parts[-1] != "*" else ():
-            if end in found and found[end].ours and not key.ours:
+        if name.rpartition(".")[2] == "*":
+            continue
+        for ending in _endings(name):
+            first = keys_by_ending.setdefault(ending, key)
+            if first.ours and not key.ours:
                 continue
-            is_same = end not in found or (found[end].ours[:1], found[end].why) == (key.ours[:1], key.why)
-            unclear |= set() if is_same else {end}
-            found.setdefault(end, key)
-    of_actor = {name.removeprefix(_ACTOR_AND_REF): key for name, key in VERL.items()}
-    return {name: key for name, key in found.items() if name not in unclear} | of_actor | VERL | TRL | _SPOKEN | REMOVED
+            if (first.ours[:1], first.why) != (key.ours[:1], key.why):
+                unclear.add(ending)
+    for ending in unclear:
+        del keys_by_ending[ending]
+    without_section = {name.removeprefix(_ACTOR_AND_REF): key for name, key in VERL.items()}
+    return keys_by_ending | without_section | VERL | TRL | _SPOKEN | REMOVED
 
 
-def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:
-    """Say what to write instead of an unknown dotted name, where ``known`` are all settings, spelled in some way."""
-    name = name.removeprefix(_ACTOR_AND_REF)
+def _endings(name: str) -> list[str]:
+    """Return a dotted name, and what is left of it without its first parts: of a.b.c also b.c and c."""
     parts = name.split(".")
-    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = str) -> str:
+    """Say what to write instead of an unknown dotted name, where ``settings`` are all known ones, spelled in some way."""
+    name = name.removeprefix(_ACTOR_AND_REF)
     removed = find_key(REMOVED, name)
     if removed is not None and not removed.ours:
-        return _with_relatives(f"there is no such setting: {removed.why}", parts, known, spelled)
-    found: list[str] = [name] if name in known else []
-    for key in filter(None, map(other_names().get, ends)):
-        if not found:
+        return _add_relatives(f"there is no such setting: {removed.why}", name, settings, spelled)
+    matches = [name] if name in settings else []
+    for key in filter(None, map(other_names().get, _endings(name))):
+        if not matches:
             # Of a table of settings, its entries have names, too.
-            found = [ours for ours in key.ours if ours in known or ours.rpartition(".")[0] in known][:1]
-        if not found and not key.ours:
-            return _with_relatives(f"there is no such setting: {key.why}", parts, known, spelled)
-    last = parts[-1]
-    by_last = {n.rpartition(".")[2]: n for n in known}
-    found = (
-        found
-        or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        or [n for n in known if n.rpartition(".")[2] == last][:3]
-        or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            matches = [ours for ours in key.ours if ours in settings or ours.rpartition(".")[0] in settings][:1]
+        if not matches and not key.ours:
+            return _add_relatives(f"there is no such setting: {key.why}", name, settings, spelled)
+    last = name.rpartition(".")[2]
+    by_last = {setting.rpartition(".")[2]: setting for setting in settings}
+    matches = (
+        matches
+        or difflib.get_close_matches(name, settings, n=1, cutoff=0.85)
+        or [setting for setting in settings if setting.rpartition(".")[2] == last][:3]
+        or difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
         or [by_last[near] for near in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
     )
-    named = " or ".join(map(spelled, found))
-    return f"did you mean {named}?" if named else _with_relatives("", parts, known, spelled)
+    if not matches:
+        return _add_relatives("", name, settings, spelled)
+    return f"did you mean {' or '.join(map(spelled, matches))}?"
 
 
-def _with_relatives(said: str, parts: list[str], known: Collection[str], spelled: Callable[[str], str]) -> str:
-    """Return ``said`` with the settings of the section that the name is in."""
+def _add_relatives(reason: str, name: str, settings: Collection[str], spelled: Callable[[str], str]) -> str:
+    """Return ``reason`` with the settings of the section that the name is in."""
+    parts = name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
-        section = "".join(f"{part}." for part in parts[:depth])
-        relatives = sorted(n for n in known if n.startswith(section))
-        if relatives:
-            splits = [n.removeprefix(section).partition(".") for n in relatives]
-            names = dict.fromkeys(spelled(section + own) + (".*" if inner else "") for own, _, inner in splits)
-            return f"{said}{'; ' if said else ''}known here: {', '.join(names)}"
-    return said or "no setting has a similar name"
+        prefix = "".join(f"{part}." for part in parts[:depth])
+        names: dict[str, None] = {}
+        for setting in sorted(settings):
+            if setting.startswith(prefix):
+                part, dot, _ = setting.removeprefix(prefix).partition(".")
+                names[spelled(prefix + part) + dot.replace(".", ".*")] = None
+        if names:
+            return "; ".join(filter(None, (reason, f"known here: {', '.join(names)}")))
+    return reason or "no setting has a similar name"
