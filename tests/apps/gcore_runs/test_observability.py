@@ -395,7 +395,7 @@ def shown(stages: list[str | None], metrics: dict[str, float]) -> str:
     with Display(console) as display:
         display.phase("training", total=4)
         display.watch(lambda: stages)
-        display.progressed(2, shown_cells(RunRecorder.cells, metrics))
+        display.show_progress(2, shown_cells(RunRecorder.cells, metrics))
     assert isinstance(console.file, io.StringIO)
     return Text.from_ansi(console.file.getvalue()).plain
 
@@ -416,8 +416,8 @@ def test_display_counts_what_takes_long_before_training() -> None:
     terminal, plain = (Console(file=io.StringIO(), force_terminal=is_one, width=100) for is_one in (True, False))
     for console in (terminal, plain):
         with Display(console) as display:
-            display.counted("tokenizing a.jsonl", 1000, 4000)
-            display.counted("tokenizing a.jsonl", 3000, 4000)
+            display.show_count("tokenizing a.jsonl", 1000, 4000)
+            display.show_count("tokenizing a.jsonl", 3000, 4000)
     assert isinstance(terminal.file, io.StringIO)
     assert re.search(r"tokenizing a.jsonl .* 3000/4000", Text.from_ansi(terminal.file.getvalue()).plain)
     assert isinstance(plain.file, io.StringIO)

@@ -23,7 +23,7 @@ from gcore_rollout import (
     render_chat,
 )
 from gcore_runs import (
-    Rows,
+    RowSource,
     UserError,
     columns,
     held_out_places,
@@ -255,7 +255,7 @@ def _without(prompts: Sequence[Prompt], places: set[int]) -> Sequence[Prompt]:
     return prompts.without(sorted(places))
 
 
-def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
+def _load_rows(rows: RowSource, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
     if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
         first = columns(rows.rows[0])
         raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}")
@@ -276,7 +276,7 @@ def _loaded(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
     return LoadedPrompts(prompts=kept, num_too_long=num_too_long, longest=longest, shortest=min(lengths))
 
 
-def file_prompts(rows: Rows, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
+def file_prompts(rows: RowSource, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
     name, key = rows.name, data.prompt_key
     given = {number: rows.rows[number] for number in numbers}

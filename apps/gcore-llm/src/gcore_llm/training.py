@@ -32,8 +32,8 @@ from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Engine, Failed, Request
 from gcore_runs import (
     Display,
-    Result,
     RunFolder,
+    RunResult,
     Supervisor,
     UserError,
     best_step,
@@ -58,7 +58,7 @@ _WARMUP = WarmupConfig()
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
-def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> Result:
+def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> RunResult:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. A new run of the embedded model starts with ``warmup``.
@@ -75,7 +75,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say = supervisor.display.say
         tokenizer = _checked_tokenizer(config)
-        prompts = load_prompts(config, tokenizer, progress=supervisor.display.counted)
+        prompts = load_prompts(config, tokenizer, progress=supervisor.display.show_count)
         check_lengths(config, prompts)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
@@ -85,7 +85,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
             # Before anything is loaded: a run that does not fit is refused here.
             config = planned(config, say)
         instrumentation = Instrumentation(devices=device_timers(config), announce=say)
-        with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
+        with supervisor.run_services(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
             scoring = scoring_roles(config, tokenizer, rewards)
@@ -109,7 +109,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
                 else:
                     logged = replace(instrumentation, logs=run.logs)
                     starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
-                with supervisor.started(starting) as backend:
+                with supervisor.run_services(starting) as backend:
                     # Engines start from the model's folder, without adapters.
                     starts_adapted = bool(config.actor.lora_adapter_path)
                     workload = workload_of(model)

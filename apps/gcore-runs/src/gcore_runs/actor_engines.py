@@ -49,9 +49,7 @@ class ActorEngines:
         controllers have every ``world_size``-th, too, but the last ones have those that are left over; None: the run
         lends none.
         """
-        engines = cls(
-            replace(instrumentation, role=role), len(actors) >= world_size, start_timeout_s=start_timeout_s
-        )
+        engines = cls(replace(instrumentation, role=role), len(actors) >= world_size, start_timeout_s=start_timeout_s)
         share = list(enumerate(actors))[rank % len(actors) :: world_size]
         handles = {f"{role} {number}": actor for number, actor in share}
         sleepers = list(enumerate(lent or ()))[world_size - 1 - rank :: world_size]

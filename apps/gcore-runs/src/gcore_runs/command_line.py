@@ -21,7 +21,7 @@ from gcore_runs.settings.parsing import parse_arguments
 
 if TYPE_CHECKING:
     from gcore_runs.loop.recorder import Display
-    from gcore_runs.loop.supervisor import Result
+    from gcore_runs.loop.supervisor import RunResult
     from gcore_runs.report.run import Kind
 
 ConfigT = TypeVar("ConfigT")
@@ -184,7 +184,7 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 def run_training(
     config: ConfigT,
-    train: "Callable[[ConfigT, Display], Result]",
+    train: "Callable[[ConfigT, Display], RunResult]",
     *,
     title: str,
     labels: Mapping[str, str] = MappingProxyType({}),

@@ -117,7 +117,7 @@ class EngineConfig(LocalEngineConfig):
         super().__post_init__()
         prefix = self.section
         if self.is_on_servers != bool(self.urls):
-            servers = " or ".join(engine_names(lambda kind: kind.is_server))
+            servers = " or ".join(engine_names(lambda engine: engine.is_server))
             raise UserError(
                 f"{prefix}.engine is {self.engine!r} and {prefix}.urls is {list(self.urls)}; expected {servers} with "
                 "one or more urls, or another engine without"
@@ -168,7 +168,7 @@ class PolicyEngineConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.memory_options:
-            takers = " or ".join(engine_names(lambda kind, name=name: name in kind.own_options))
+            takers = " or ".join(engine_names(lambda engine, name=name: name in engine.own_options))
             is_taken = name in self.kind.own_options
             self.require(name, is_taken, f"None with {self.section}.engine {self.engine!r}; {takers} takes it")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gcore_runs.data.rows import Rows, expand_pattern
+from gcore_runs.data.rows import RowSource, expand_pattern
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.run_folder import json_object
 from gcore_runs.settings.data_config import BaseDataConfig
@@ -35,7 +35,7 @@ LARGE_BYTES = 2**23
 
 def open_rows(
     source: str, columns: Mapping[str, str] | None = None, *, setting: str = "data.train_files"
-) -> list[Rows]:
+) -> list[RowSource]:
     """Open a source of rows: each file that a pattern matches, or a data set on the Hub.
 
     Args:
@@ -82,7 +82,7 @@ def _check_file(path: str) -> Path:
     return file
 
 
-def _rows_of(file: Path, *, is_large: bool) -> Rows:
+def _rows_of(file: Path, *, is_large: bool) -> RowSource:
     try:
         if file.suffix != ".jsonl" or is_large:
             from gcore_runs.data.tables import open_file
@@ -94,7 +94,7 @@ def _rows_of(file: Path, *, is_large: bool) -> Rows:
     except UnicodeDecodeError as error:
         raise UserError(f"data file {file} is not UTF-8: {error}") from None
     rows = [json_object(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-    return Rows(name=str(file), rows=rows, folder=file.parent)
+    return RowSource(name=str(file), rows=rows, folder=file.parent)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -156,10 +156,7 @@ def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[
     num_rows = sum(sizes)
     size = min(size, num_rows // 10)
     # The first entries of a permutation, except where that would take much memory.
-    if num_rows <= 2**20:
-        drawn = rng.permutation(num_rows)[:size]
-    else:
-        drawn = rng.choice(num_rows, size, replace=False)
+    drawn = rng.permutation(num_rows)[:size] if num_rows <= 2**20 else rng.choice(num_rows, size, replace=False)
     drawn = np.sort(drawn)
     ends = np.cumsum([0, *sizes])
     return [(drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)]
@@ -206,8 +203,10 @@ def check_model(path: Path, *, setting: str = "model", may_be_quantized: bool = 
     if not (path / "config.json").is_file():
         message = f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json"
         if has_adapters:
-            message += "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
-            message += "merged (export_merged)"
+            message += (
+                "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
+            )
+            message += "exported merged (export_merged)"
         raise UserError(message)
     if has_adapters:
         # transformers would load them onto the model without a word.

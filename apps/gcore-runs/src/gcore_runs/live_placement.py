@@ -156,9 +156,7 @@ class LivePlacement:
         # Before the first request engines wake.
         self._began_s = min(self._began_s, sampling.start_s)
         self._move_within_s = max(_swaps_s(work, self._began_s, sampling.end_s), default=self._move_within_s)
-        self._dynamic.config = replace(
-            self._dynamic.config, move_s=self._move_s, move_within_s=self._move_within_s
-        )
+        self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s, move_within_s=self._move_within_s)
         self._dynamic.observe(*sampling.loads, size=done.num_prompts, is_within_step=is_within_step)
 
     def _choose(self, choice: StrategyChoice, sampling: _Sampling, step: Round, *, num_turns: float) -> None:

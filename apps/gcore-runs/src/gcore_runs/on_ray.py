@@ -214,9 +214,10 @@ async def arrange_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> 
     a call samples already: it has lent them for its own queues.
     """
     arranged = [len(actors) for actors in (ctx.roles.engines, *ctx.roles.judges.values())]
-    num_places: list[int] = []
-    for rank in range(ctx.world_size):
-        num_places.append(sum(len(range(rank, number, ctx.world_size)) for number in arranged))
+    num_places = [0] * ctx.world_size
+    for number in arranged:
+        for index in range(number):
+            num_places[index % ctx.world_size] += 1
     while True:
         sizes: Sizes = await ctx.notices.get()
         counts = [sizes.engines, *sizes.judges.values()]

@@ -72,10 +72,10 @@ class RunFolder:
             raise UserError(f"{path} is not a run's folder: {reason}")
         return folder
 
-    def load_config(self, kind: type[ConfigT]) -> ConfigT:
-        """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
+    def load_config(self, config_type: type[ConfigT]) -> ConfigT:
+        """Return the settings of the run, as ``config_type``; `UserError` if another command made it."""
         values = translate_removed(read_toml(self.config))
-        base = kind()
+        base = config_type()
         made_by = values.get("command", "train")
         expected = getattr(base, "command", "train")
         if made_by != expected:
@@ -84,10 +84,10 @@ class RunFolder:
         return merge(base, values, source=str(self.config), keep=())
 
     @classmethod
-    def open_with_config(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
+    def open_with_config(cls, path: str | Path, config_type: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
         """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
         folder = cls.existing(path)
-        return folder, resolve(folder.load_config(kind), is_local=True)
+        return folder, resolve(folder.load_config(config_type), is_local=True)
 
     def lock(self) -> None:
         """Keep other processes from writing this run while this object lives; `UserError` if one does already."""

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from gcore_llm.config import DataConfig
 from gcore_llm.data.loaded import LoadedPrompts, Progress
 from gcore_rollout import Prompt
-from gcore_runs import Rows, UserError
+from gcore_runs import RowSource, UserError
 from gcore_runs.data.cache import cache_file
 from gcore_runs.data.columns import values_of
 from gcore_runs.data.rows import LazySequence
 
-MakePrompts = Callable[[Rows, Sequence[int]], list[Prompt]]
+MakePrompts = Callable[[RowSource, Sequence[int]], list[Prompt]]
 """Returns the prompts of some rows, by their numbers."""
 _BATCH_ROWS = 1000
 _ASCII = string.printable
@@ -26,7 +26,7 @@ _ASCII = string.printable
 class LargePrompts(LazySequence[Prompt]):
     """The prompts of rows that are not in memory, each made when it is indexed; ``left_out`` are numbers of rows."""
 
-    def __init__(self, rows: Rows, make: MakePrompts, left_out: NDArray[np.int64]) -> None:
+    def __init__(self, rows: RowSource, make: MakePrompts, left_out: NDArray[np.int64]) -> None:
         self._rows, self._make, self._left_out = rows, make, left_out
         # How many rows are kept before each one that is left out.
         self._num_kept_before = self._left_out - np.arange(self._left_out.size)
@@ -47,7 +47,7 @@ class LargePrompts(LazySequence[Prompt]):
 
 
 def load_large(
-    rows: Rows, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int, progress: Progress
+    rows: RowSource, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int, progress: Progress
 ) -> LoadedPrompts:
     """Return the prompts of at most data.max_prompt_length tokens of rows that are not in memory.
 
@@ -75,7 +75,7 @@ def load_large(
 
 
 def _scan(
-    rows: Rows, data: DataConfig, make: MakePrompts, fits: int, progress: Progress
+    rows: RowSource, data: DataConfig, make: MakePrompts, fits: int, progress: Progress
 ) -> tuple[NDArray[np.int64], list[int]]:
     """Return the numbers of rows that are too long, and the lengths of the longest other one and the shortest of all.
 
@@ -101,7 +101,7 @@ def _scan(
     return np.array(left_out, np.int64), [longest, shortest]
 
 
-def _unsure(rows: Rows, key: str, most_characters: int) -> Iterator[int]:
+def _unsure(rows: RowSource, key: str, most_characters: int) -> Iterator[int]:
     """Yield the numbers of the rows whose prompts may be too long, or are none."""
     for number, value in enumerate(values_of(rows.rows, key)):
         text = value
@@ -120,7 +120,7 @@ def _overhead(key: str, make: MakePrompts) -> int:
     """
     probes = [character * count for count in (1, 64) for character in _ASCII]
     try:
-        rows = Rows(name="probe", rows=[{key: text} for text in probes], folder=Path())
+        rows = RowSource(name="probe", rows=[{key: text} for text in probes], folder=Path())
         found = make(rows, range(len(probes)))
     except UserError:
         return 2**31

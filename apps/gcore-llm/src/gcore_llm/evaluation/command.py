@@ -230,4 +230,4 @@ class _Progress:
         """Count the responses to a prompt."""
         self._num, self._sum = self._num + len(group.scores), self._sum + sum(group.scores)
         cells = [("mean score", f"{self._sum / self._num:.3f}"), ("left", f"{self._total - self._num:,}")]
-        self._display.progressed(self._num, cells, unit="response")
+        self._display.show_progress(self._num, cells, unit="response")

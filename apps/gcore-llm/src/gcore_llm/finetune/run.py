@@ -24,7 +24,7 @@ from gcore_llm.learning.config import drop_other_export
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Result, Stop, Supervisor, mixed, model_folder, with_adapter
+from gcore_runs import RunResult, Stop, Supervisor, mixed, model_folder, with_adapter
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import MetricsWriter, write_atomically
 from gcore_runs.settings.parsing import resolve
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Result:
+def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> RunResult:
     """Train a model on given answers, or resume the run of this name.
 
     Args:
@@ -144,7 +144,7 @@ class _Loop:
         whole = replace(config, trainer=replace(config.trainer, total_training_steps=self._total))
         self._learner = start_ranks(FineTuneWorker, whole, whole.trainer, model, run.checkpoints)
         try:
-            with self._stop.noted():
+            with self._stop.catch_interrupts():
                 train, val = self._sets.train, self._sets.val
                 if isinstance(config, DPORunConfig):
                     train, val = self._with_reference(is_resumed=is_resumed)
@@ -190,7 +190,7 @@ class _Loop:
             found: dict[int, Any] = {}
             for batch, log_probs in self._scored(self._micro_batches(examples)):
                 found |= {id(s): own for s, own in zip(batch, log_probs, strict=True)}
-                self._display.progressed(len(found) // 2)
+                self._display.show_progress(len(found) // 2)
             log_probs = np.concatenate([found[id(s)] for e in examples for s in e])
 
             def write(partial: Path) -> None:
@@ -271,7 +271,7 @@ class _Loop:
         writer.write(step, metrics)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         own = {name: value for name, value in metrics.items() if name.startswith(("sft/", "rm/", "dpo/"))}
-        self._display.progressed(
+        self._display.show_progress(
             step,
             [
                 *((name.partition("/")[2].replace("_", " "), f"{value:.3f}") for name, value in own.items()),

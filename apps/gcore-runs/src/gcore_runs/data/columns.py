@@ -8,11 +8,11 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gcore_runs.data.rows import LazySequence, Rows
+from gcore_runs.data.rows import LazySequence, RowSource
 from gcore_runs.errors import UserError, one_line
 
 
-def with_columns(rows: Rows, columns: Mapping[str, str]) -> Rows:
+def with_columns(rows: RowSource, columns: Mapping[str, str]) -> RowSource:
     """Return the rows with further columns; of rows in memory they are computed at once.
 
     Expressions are Jinja's, in its sandbox: they have the row's columns as variables, and all of them as ``row``, but
@@ -32,7 +32,7 @@ def with_columns(rows: Rows, columns: Mapping[str, str]) -> Rows:
 class MappedRows(LazySequence[Mapping[str, Any]]):
     """Rows with further columns, each computed when its row is read; see `with_columns`."""
 
-    def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
+    def __init__(self, rows: RowSource, columns: Mapping[str, str]) -> None:
         self._name = rows.name
         self._rows = rows.rows
         self._columns = columns

@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from gcore_runs.data.cache import cache_file
 from gcore_runs.data.hub import DatasetName, dataset_files
-from gcore_runs.data.rows import LazySequence, Rows
+from gcore_runs.data.rows import LazySequence, RowSource
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import json_object
 
@@ -95,7 +95,7 @@ class JsonRows(ArrowRows):
         return [json_object(line, f"{self._name}:{n}") for line, n in zip(lines, numbers, strict=True)]
 
 
-def open_file(file: Path, *, is_large: bool) -> Rows:
+def open_file(file: Path, *, is_large: bool) -> RowSource:
     """Return the rows of a file, converted to Arrow in the cache if it is large; raises as `open_rows`."""
     status = file.stat()
     folder = file.parent
@@ -115,18 +115,18 @@ def open_file(file: Path, *, is_large: bool) -> Rows:
     except pa.ArrowException as error:
         raise UserError(f"data file {file} is not {_FORMATS[file.suffix]}: {error}") from None
     if is_large:
-        return Rows(name=str(file), rows=rows, folder=folder, identity=repr(key))
-    return Rows(name=str(file), rows=list(rows), folder=folder)
+        return RowSource(name=str(file), rows=rows, folder=folder, identity=repr(key))
+    return RowSource(name=str(file), rows=list(rows), folder=folder)
 
 
-def open_dataset(source: str, *, setting: str, large_bytes: int) -> Rows:
+def open_dataset(source: str, *, setting: str, large_bytes: int) -> RowSource:
     """Return the rows of a data set on the Hub; raises as `open_rows`."""
     name = DatasetName.parse(source, setting=setting)
     commit, files = dataset_files(name, setting=setting)
     rows = ArrowRows(files)
     if sum(file.stat().st_size for file in files) > large_bytes:
-        return Rows(name=str(name), rows=rows, folder=Path(), identity=f"{name} {commit}")
-    return Rows(name=str(name), rows=list(rows), folder=Path())
+        return RowSource(name=str(name), rows=rows, folder=Path(), identity=f"{name} {commit}")
+    return RowSource(name=str(name), rows=list(rows), folder=Path())
 
 
 def _map_batches(file: Path) -> list[pa.RecordBatch]:

@@ -159,11 +159,11 @@ def read_token() -> Token:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _gpus() -> tuple[list[GPU], str]:
@@ -181,9 +181,9 @@ def parse_gpus(out: str) -> tuple[list[GPU], str]:
     gpus: list[GPU] = []
     driver = ""
     for line in out.splitlines():
-        name, mebibytes, driver, bus = (part.strip() for part in line.split(","))
-        place = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
-        gpus.append(GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(place) or -1)))
+        name, mebibytes, driver, bus = map(str.strip, line.split(","))
+        node_file = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
+        gpus.append(GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(node_file) or -1)))
     return gpus, driver
 
 
@@ -214,9 +214,11 @@ def _torch() -> tuple[str, int, str, str]:
 
 def _disk(folder: Path) -> tuple[str, int]:
     """Return the error of writing into the folder, or the one that it will be in, and the free bytes there."""
-    there = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
-    error = "" if os.access(there, os.W_OK | os.X_OK) and there.is_dir() else f"{there} cannot be written to"
-    return error, shutil.disk_usage(there).free
+    existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+    error = ""
+    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+        error = f"{existing} cannot be written to"
+    return error, shutil.disk_usage(existing).free
 
 
 def _is_busy(port: int) -> bool:

@@ -38,6 +38,9 @@ def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
     """Return the key of this name, or else of the innermost section that it is in; None: it is not known."""
     if name in keys:
         return keys[name]
-    parts = name.split(".")
-    sections = (".".join([*parts[:depth], "*"]) for depth in range(len(parts) - 1, 0, -1))
-    return next((keys[section] for section in sections if section in keys), None)
+    section = name
+    while "." in section:
+        section = section.rpartition(".")[0]
+        if f"{section}.*" in keys:
+            return keys[f"{section}.*"]
+    return None

@@ -56,7 +56,7 @@ def _endings(name: str) -> list[str]:
 
 
 def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = str) -> str:
-    """Say what to write instead of an unknown dotted name, where ``settings`` are all known ones, spelled in some way."""
+    """Say what to write instead of an unknown dotted name; ``settings`` are all known ones, ``spelled`` in some way."""
     name = name.removeprefix(_ACTOR_AND_REF)
     removed = find_key(REMOVED, name)
     if removed is not None and not removed.ours:

@@ -91,9 +91,7 @@ def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: 
     return _apply_options(base, options, args, prog=prog, description=description)
 
 
-def parse_arguments(
-    kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = ""
-) -> SettingsT:
+def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = "") -> SettingsT:
     """Return a dataclass, whose fields without a default are positional, from the command line."""
     _help_if_asked(args, kind, prog=prog, description=description)
     option_types = dict(setting_types(kind))

@@ -37,8 +37,11 @@ class TrainingCollectives:
         self, products_s: NDArray[np.float64], tokens: NDArray[np.float64], *, is_training: bool
     ) -> NDArray[np.float64]:
         """Return the seconds of micro-batches with such products and tokens: [num_micro_batches]."""
-        passes = 2 if is_training else 1
-        hidden_s = passes * self.weights_s + (self.gradients_s if is_training else 0.0)
+        passes = 1
+        hidden_s = self.weights_s
+        if is_training:
+            passes = 2
+            hidden_s = passes * self.weights_s + self.gradients_s
         return np.maximum(products_s, hidden_s) + passes * self.token_pass_s * tokens
 
     def replica_s(self, micro_batches_s: NDArray[np.float64]) -> float:

@@ -13,7 +13,7 @@ from gcore_placement import SampledLengths, TransformerWorkload, blend, log_norm
 from gcore_rollout import Completion, Prompt, Request
 from gcore_runs.errors import UserError
 from gcore_runs.inputs import model_folder
-from gcore_runs.simulation.config import LengthConfig, SimConfig
+from gcore_runs.simulation.config import LengthModel, SimConfig
 from gcore_runs.simulation.services import SimulatedModality, group_and_index, sample_name
 from gcore_trainer import Sample
 
@@ -56,8 +56,8 @@ class CoarseWorkload(TransformerWorkload):
     def weights_bytes(self) -> float:
         """Size in bfloat16 of all matrices, the head, and an embedding that is not tied to it."""
         # Forward and backward pass take 6 FLOPs for each weight that a token meets; the embedding is looked up.
-        met = self.flops_per_token / self.token_unit / 6
-        return 2 * (met + self.hidden_size * self.vocab_size)
+        num_used = self.flops_per_token / self.token_unit / 6
+        return 2 * (num_used + self.hidden_size * self.vocab_size)
 
 
 def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWorkload]) -> CoarseWorkload:
@@ -76,24 +76,29 @@ def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWor
         raise UserError(f"model is {model!r}; expected a config.json that loads ({error})") from None
 
 
-def _drawn_length(u: float, config: LengthConfig, unit: int) -> int:
+def _draw_length(u: float, config: LengthModel, unit: int) -> int:
     """Return the ``u`` quantile of the lengths in units of ``unit`` tokens, at least one."""
     return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
 
 
 def drawn_prompts(config: SimConfig, seed: int, longest: int, *, at_least: int) -> list[Prompt]:
     """Return ``at_least`` prompts or more, of drawn lengths up to ``longest`` tokens, each of one token of its own."""
-    most = longest // config.token_unit
     unit = config.token_unit
-    draws = (uniform(seed, _TRAIN_PROMPT_STREAM, i) for i in range(max(_NUM_PROMPTS, at_least)))
-    sizes = [min(most, _drawn_length(u, config.prompt_length, unit)) for u in draws]
-    return [Prompt(text="", token_ids=(i,) * size, row={}) for i, size in enumerate(sizes)]
+    prompts: list[Prompt] = []
+    for index in range(max(_NUM_PROMPTS, at_least)):
+        u = uniform(seed, _TRAIN_PROMPT_STREAM, index)
+        size = min(longest // unit, _draw_length(u, config.prompt_length, unit))
+        prompts.append(Prompt(text="", token_ids=(index,) * size, row={}))
+    return prompts
 
 
 def coarse_prompts(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     """Return prompts of the same lengths, each of one token of its own for every ``unit`` tokens."""
-    sizes = [max(1, round(len(prompt.token_ids) / unit)) for prompt in prompts]
-    return [replace(prompt, token_ids=(i,) * size) for i, (prompt, size) in enumerate(zip(prompts, sizes, strict=True))]
+    coarse: list[Prompt] = []
+    for index, prompt in enumerate(prompts):
+        size = max(1, round(len(prompt.token_ids) / unit))
+        coarse.append(replace(prompt, token_ids=(index,) * size))
+    return coarse
 
 
 class SampleNames:
@@ -120,7 +125,7 @@ class Replay:
     ) -> None:
         random = np.random.default_rng(seed)
         lengths = [random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps]
-        signals = [random.permutation(np.arange(len(own)) < kept) for own, kept in zip(lengths, num_kept, strict=True)]
+        signals = [random.permutation(np.arange(len(step)) < num) for step, num in zip(lengths, num_kept, strict=True)]
         self._lengths = np.concatenate(lengths)
         self._signals = np.concatenate(signals)
         if not len(self._lengths):
@@ -160,7 +165,7 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         self._config = config
         self._seed = seed
         self._flops = flops
-        self._length = self._drawn if replay is None else replay.length
+        self._length = self._draw if replay is None else replay.length
         self.weights_bytes = workload.weights_bytes
         self.workload = workload
 
@@ -168,8 +173,8 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         unit = self._config.token_unit
         prefix = _prefix(request, index)
         length = min(self._length(request, index), request.sampling.max_tokens)
-        num_made = 0 if prefix is None else prefix.token_ids.size
-        return length * unit, num_made * unit, len(request.prompt_token_ids) * unit
+        num_before = 0 if prefix is None else prefix.token_ids.size
+        return length * unit, num_before * unit, len(request.prompt_token_ids) * unit
 
     def sample(self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool) -> Completion:
         unit = self._config.token_unit
@@ -179,15 +184,19 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         if is_aborted:
             # A response that would have ended at this very moment still lacks its last token.
             size = int(min(num_steps, num_tokens - num_before - unit) / unit + 1e-9)
-        finish_reason = "length" if num_tokens >= request.sampling.max_tokens * unit else "stop"
-        extended = partial(_extended, size=size)
+            finish_reason = "abort"
+        elif num_tokens >= request.sampling.max_tokens * unit:
+            finish_reason = "length"
+        else:
+            finish_reason = "stop"
+        extend = partial(_extend, size=size)
         return Completion(
             request_id=request.request_id,
             index=index,
-            token_ids=extended(prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))),
-            log_probs=extended(prefix and prefix.log_probs, np.float32(-1.0)),
-            weight_versions=extended(prefix and prefix.weight_versions, np.int32(version)),
-            finish_reason="abort" if is_aborted else finish_reason,
+            token_ids=extend(prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))),
+            log_probs=extend(prefix and prefix.log_probs, np.float32(-1.0)),
+            weight_versions=extend(prefix and prefix.weight_versions, np.int32(version)),
+            finish_reason=finish_reason,
         )
 
     def flops(self, micro_batch: Sequence[Sample]) -> float:
@@ -201,21 +210,23 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
     def outputs(self, sample: Sample) -> NDArray[np.float32]:
         return np.broadcast_to(np.float32(0.0), sample.response_ids.size)
 
-    def _drawn(self, request: Request, index: int) -> int:
+    def _draw(self, request: Request, index: int) -> int:
         config = self._config
         u = uniform(self._seed, _LENGTH_STREAM, request.seed, index)
         if config.prompt_share:
             # A prompt is all of one token, which no other prompt has.
-            own = uniform(self._seed, _PROMPT_STREAM, request.prompt_token_ids[0])
-            u = blend(own, u, config.prompt_share)
-        return _drawn_length(u, config.response_length, config.token_unit)
+            prompt_u = uniform(self._seed, _PROMPT_STREAM, request.prompt_token_ids[0])
+            u = blend(prompt_u, u, config.prompt_share)
+        return _draw_length(u, config.response_length, config.token_unit)
 
 
 def _prefix(request: Request, index: int) -> Completion | None:
     return next((completion for completion in request.prefixes if completion.index == index), None)
 
 
-def _extended(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
+def _extend(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
     """Return the entries that were made before, and ``size`` more of one value: [T]."""
     new: NDArray[Any] = np.ndarray((size,), value.dtype, value.tobytes(), strides=(0,))
-    return new if prefix is None else np.concatenate([prefix, new])
+    if prefix is None:
+        return new
+    return np.concatenate([prefix, new])

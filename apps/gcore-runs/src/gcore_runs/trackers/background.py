@@ -45,7 +45,7 @@ class Background(Tracker):
         self._calls.put(partial(self._tracker.write_samples, step, samples))
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        for call in iter(self._calls.get, None):
             self._try(call)
 
     def _try(self, call: Callable[[], object]) -> None:
