@@ -286,10 +286,8 @@ def _matches(value: str, interface: str) -> bool:
     is_excluded = value.startswith("^")
     names = value.lstrip("^=").split(",")
     if "=" in value[:2]:
-        is_listed = interface in names
-    else:
-        is_listed = any(interface.startswith(name.strip()) for name in names)
-    return is_listed != is_excluded
+        return (interface in names) != is_excluded
+    return any(interface.startswith(name.strip()) for name in names) != is_excluded
 
 
 def _numbers(gpus: Sequence[int]) -> str:
