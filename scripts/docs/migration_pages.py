@@ -9,15 +9,13 @@ from pathlib import Path
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_runs.migration.key import Key
-from gcore_runs.migration.trl_keys import TRL
-from gcore_runs.migration.verl_keys import VERL
+from gcore_runs.migration.keys import Key, read_keys
 from gcore_runs.settings.parsing import setting_types
 
 FOLDER = Path(__file__).parents[2] / "docs"
 PAGES: Mapping[str, tuple[Mapping[str, Key], tuple[type, ...]]] = {
-    "coming-from-verl": (VERL, (TrainConfig,)),
-    "coming-from-trl": (TRL, (TrainConfig, SFTRunConfig, RewardModelRunConfig, DPORunConfig)),
+    "coming-from-verl": (read_keys("verl"), (TrainConfig,)),
+    "coming-from-trl": (read_keys("trl"), (TrainConfig, SFTRunConfig, RewardModelRunConfig, DPORunConfig)),
 }
 """Keys of each page, and the configs of the commands that they are converted to."""
 _PART = re.compile(r"(<!-- names:.*?-->\n).*?(<!-- end of names -->)", re.DOTALL)

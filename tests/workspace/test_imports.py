@@ -38,7 +38,7 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/trainer.py",
         "apps/gcore-bench/src/gcore_bench/controller.py",
     ],
-    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt.py"],
+    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt_libraries.py"],
     "sglang": [],
     "diffusers": [
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",

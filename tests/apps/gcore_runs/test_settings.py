@@ -19,8 +19,7 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
-from gcore_runs.migration.trl_keys import TRL
-from gcore_runs.migration.verl_keys import VERL
+from gcore_runs.migration.keys import read_keys
 from gcore_runs.settings.other_names import hint, other_names
 from gcore_runs.settings.parsing import as_option, merge, parse, setting_types, translate_removed
 from gcore_runs.settings.run_config import PlacementConfig
@@ -181,7 +180,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
         assert ("did you mean" if key.ours else f"there is no such setting: {key.why}") in said, name
     assert {"actor_rollout_ref.actor.use_kl_loss", "use_kl_loss", "num_generations"} <= other_names().keys()
     assert {"path", "enable"}.isdisjoint(other_names()), "they end names of several settings"
-    assert {*TRL, *VERL} <= other_names().keys()
+    assert {*read_keys("trl"), *read_keys("verl")} <= other_names().keys()
 
 
 @pytest.mark.parametrize(

@@ -170,10 +170,6 @@ class Reference(Protocol[T_co]):
         ...
 
 
-class Put(Protocol):
-    def __call__(self, value: T, /) -> Reference[T]: ...
-
-
 @dataclass(frozen=True)
 class HeldReference(Generic[T]):
     """A reference that holds the value itself, for controllers and services that share a process."""
@@ -216,7 +212,7 @@ class Context(Generic[RolesT]):
     """Seconds of the runtime's clock, real or simulated."""
     wall_clock: Clock = time.time
     """Seconds of the clock that spans are recorded by: UTC, or simulated."""
-    put: Put = HeldReference
+    put: Callable[[Any], Reference[Any]] = HeldReference
     """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
     reported: Reported = refuse_report
     notices: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue[Any])

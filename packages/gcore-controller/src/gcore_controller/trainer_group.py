@@ -11,6 +11,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -197,7 +198,7 @@ _LOSS = re.compile(r"gloo/|NCCL|\bnccl[A-Z]|Connection (closed|reset|refused)|Br
 """Words of the errors of collectives whose other ranks are gone."""
 
 Message = Callable[[TrainerWorker[Any]], Any]
-"""A question to a rank: called with its worker, in its process, it returns the answer. It can be pickled."""
+"""A call to a rank: with its worker, in its process, it returns the answer. It can be pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,67 +227,27 @@ class TrainStep:
 Computation = Score | TrainStep
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SavePretrained:
-    path: Path
-
-    def __call__(self, worker: TrainerWorker[Any]) -> None:
-        worker.save_pretrained(self.path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Save:
-    step: int
-    rest: State
-
-    def __call__(self, worker: TrainerWorker[Any]) -> None:
-        worker.save(self.step, self.rest)
-
-
-def _num_updates(worker: TrainerWorker[Any]) -> int:
-    return worker.num_updates
-
-
-def sleep(worker: TrainerWorker[Any]) -> None:
-    """Put a worker's models to sleep, as a message."""
-    worker.sleep()
-
-
-def wake(worker: TrainerWorker[Any]) -> None:
-    """Wake a worker's models, as a message."""
-    worker.wake()
-
-
-def _load(worker: TrainerWorker[Any]) -> State:
-    return worker.load()
-
-
-def close(worker: TrainerWorker[Any]) -> None:
-    """Close a worker, as a message."""
-    worker.close()
-
-
 class MessageTrainerGroup(ABC):
     """A `TrainerGroup` whose ranks answer messages."""
 
     @property
     def num_updates(self) -> int:
-        return self._ask_all(_num_updates)
+        return self._ask_all(attrgetter("num_updates"))
 
     def save_pretrained(self, path: Path) -> None:
-        self._ask_all(_SavePretrained(path=path.absolute()))
+        self._ask_all(methodcaller("save_pretrained", path.absolute()))
 
     def save(self, step: int, rest: State) -> None:
-        self._ask_all(_Save(step=step, rest=rest))
+        self._ask_all(methodcaller("save", step, rest))
 
     def load(self) -> State:
-        return self._ask_all(_load)
+        return self._ask_all(methodcaller("load"))
 
     async def sleep(self) -> None:
-        self._ask_all(sleep)
+        self._ask_all(methodcaller("sleep"))
 
     async def wake(self) -> None:
-        self._ask_all(wake)
+        self._ask_all(methodcaller("wake"))
 
     @abstractmethod
     def _ask_all(self, message: Message) -> Any:

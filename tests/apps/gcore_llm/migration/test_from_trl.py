@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from command_line import Cli, metrics_of, write_rows
 
+from gcore_llm.migration.trl import DEFAULTS
 from gcore_runs import UserError
-from gcore_runs.migration.trl_keys import DEFAULTS, TRL
+from gcore_runs.migration.keys import read_keys
 
 from .conversions import HERE, from_trl, missing, settings, train_config, verdicts
 
@@ -56,14 +57,14 @@ def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict
     config: Any = getattr(import_module("trl"), CLASSES[method])
     theirs: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
     theirs |= {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
-    for name, key in TRL.items():
+    for name, key in read_keys("trl").items():
         default = DEFAULTS[method].get(name, key.default)
         if key.ours and theirs.get(name) is not None:
             assert default == theirs[name], name
     conversion = from_trl(method, config="")
     conversion.given = {name: value for name, value in theirs.items() if value is not None}
     lines = verdicts(conversion)
-    assert set(theirs) <= set(TRL), "keys of the trainer that the table does not know"
+    assert set(theirs) <= set(read_keys("trl")), "keys of the trainer that the table does not know"
     assert all(line.text for line in lines.values())
     lost = {name for name in missing(conversion) if name in theirs}
     assert lost <= {"beta", "assistant_only_loss"}

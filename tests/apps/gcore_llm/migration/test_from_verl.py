@@ -10,8 +10,7 @@ from command_line import Cli, metrics_of, write_rows
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.inputs import read_config
-from gcore_runs.migration.key import find_key
-from gcore_runs.migration.verl_keys import VERL
+from gcore_runs.migration.keys import find_key, read_keys
 
 from .conversions import HERE, N8, from_verl, missing, settings, verdicts
 
@@ -90,14 +89,16 @@ def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
     # Of the defaults, only what a run has to be given is missing.
     allowed = {"custom_reward_function.path", f"{ACTOR}.strategy"}
     assert missing(conversion) <= allowed
-    unknown = [name for name in conversion.given if find_key(VERL, name) is None and "_target_" not in name]
+    unknown = [
+        name for name in conversion.given if find_key(read_keys("verl"), name) is None and "_target_" not in name
+    ]
     assert unknown == []
 
 
 def test_defaults_are_those_of_the_installed_version() -> None:
     theirs = from_verl(N8, config=verl_yaml()).given
     checked = 0
-    for name, key in VERL.items():
+    for name, key in read_keys("verl").items():
         # An image column that no row has would be refused here.
         if not (key.ours and theirs.get(name) is not None) or name == "data.image_key":
             continue
@@ -526,7 +527,7 @@ def test_what_the_fully_asynchronous_trainer_has_alone() -> None:
         given = from_verl(N8, config=str(folder / f"{name}.yaml")).given
         names = [own for own in given if own != "defaults" and not own.startswith("hydra.")]
         assert len(names) > 15
-        assert [own for own in names if find_key(VERL, own) is None] == []
+        assert [own for own in names if find_key(read_keys("verl"), own) is None] == []
 
 
 DEVICES = """

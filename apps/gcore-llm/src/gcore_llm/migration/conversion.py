@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import tomli_w
 
 from gcore_runs import UserError
-from gcore_runs.migration.key import Key, find_key
+from gcore_runs.migration.keys import Key, find_key
 from gcore_runs.settings.parsing import merge, nest, setting_types
 from gcore_runs.settings.run_config import BaseRunConfig, TrackerName
 

@@ -1,7 +1,7 @@
 """The settings of gcore-llm's commands that follow from those of TRL's trainers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRun
 from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
 from gcore_runs import UserError
-from gcore_runs.migration.trl_keys import DEFAULTS, MARKS, MASKED, SAMPLING_MARKS, TRL
+from gcore_runs.migration.keys import read_keys
 
 _CONFIGS = {
     "grpo": ("train", TrainConfig),
@@ -40,6 +40,32 @@ _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw_8bit"),
 }
+_FINE_TUNING: Mapping[str, Any] = {"max_length": 1024}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "rloo": {"beta": 0.05, "num_generations": 2},
+    "dpo": {**_FINE_TUNING, "beta": 0.1, "loss_type": ["sigmoid"]},
+    "sft": {**_FINE_TUNING, "learning_rate": 2e-5, "loss_type": "nll"},
+    "reward": {**_FINE_TUNING, "learning_rate": 1e-4},
+}
+"""Defaults of each trainer that are not those of the table of keys."""
+_KEYS_OF_GRPO = """
+    scale_rewards delta entropy_coef importance_sampling_level use_bias_correction_kl
+    sapo_temperature_pos sapo_temperature_neg top_entropy_quantile max_tool_calling_iterations
+    vllm_importance_sampling_correction vllm_importance_sampling_mode off_policy_mask_threshold
+    vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    multi_objective_aggregation cast_lm_head_to_fp32 use_adaptive_entropy
+"""
+_KEYS_OF_METHOD: Mapping[str, Sequence[str]] = {
+    "rloo": ("normalize_advantages", "reward_clip_range"),
+    "grpo": _KEYS_OF_GRPO.split(),
+    "dpo": ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "use_weighting"),
+    "sft": ("packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"),
+    "reward": ("center_rewards_coefficient",),
+}
+"""Keys by which a trainer is recognised, the first one that has any."""
+_SAMPLING_KEYS = ("num_generations", "max_completion_length", "reward_funcs", "use_vllm", "num_iterations", "epsilon")
+"""Keys of both trainers that sample, GRPO and RLOO."""
 _SMALLEST = 1e-9
 """A lower bound of ratios that none reaches."""
 
@@ -57,7 +83,7 @@ def convert_trl_config(given: Given, method: str) -> Conversion:
         library="TRL",
         command=command,
         config=kind(),
-        keys=TRL,
+        keys=read_keys("trl"),
         given=flat,
         trainer=_TRAINERS[found],
         cautions=given.cautions,
@@ -79,10 +105,10 @@ def convert_trl_config(given: Given, method: str) -> Conversion:
 
 def _recognise(values: Mapping[str, Any], origin: str) -> str:
     """Return the trainer that a config is for, by keys that others have not, or else by the names of file and run."""
-    samples = any(key in values for key in SAMPLING_MARKS)
-    candidates = ("rloo", "grpo") if samples else tuple(MARKS)
+    samples = any(key in values for key in _SAMPLING_KEYS)
+    candidates = ("rloo", "grpo") if samples else tuple(_KEYS_OF_METHOD)
     for method in candidates:
-        if any(key in values for key in MARKS[method]):
+        if any(key in values for key in _KEYS_OF_METHOD[method]):
             return method
     if not samples:
         raise UserError(
@@ -176,7 +202,7 @@ def adapters(c: Conversion) -> None:
             c.sources[setting] = ("lora_r", "use_peft")
     if c.has(name := "lora_target_modules"):
         targets = c.get(name)
-        setting = next(own for own in TRL[name].ours if own in c.known)
+        setting = next(own for own in c.keys[name].ours if own in c.known)
         c.put(setting, [targets] if isinstance(targets, str) else targets, name)
     if "lora_dropout" not in c.given:
         c.missing["lora_dropout"] = "0.05 in TRL; adapters have no dropout here"
@@ -247,7 +273,8 @@ def rows(c: Conversion, method: str) -> None:
         c.copy("center_rewards_coefficient")
     if method == "sft":
         tokens = "of all the assistant's answers" if c.get("assistant_only_loss") else "of the whole conversation"
-        c.missing["assistant_only_loss"] = f"with a column messages TRL trains on the tokens {tokens}; {MASKED}"
+        masked = c.keys["assistant_only_loss"].why
+        c.missing["assistant_only_loss"] = f"with a column messages TRL trains on the tokens {tokens}; {masked}"
     if method == "sft" and c.get("loss_type") != "nll":
         c.missing["loss_type"] = "the negative log-likelihood"
 

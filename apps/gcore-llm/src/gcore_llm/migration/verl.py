@@ -9,8 +9,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
 from gcore_rollout import VLLM_RESERVED
-from gcore_runs.migration.key import Key, find_key
-from gcore_runs.migration.verl_keys import VERL
+from gcore_runs.migration.keys import Key, find_key, read_keys
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -46,7 +45,7 @@ def convert_verl_config(given: Given) -> Conversion:
         library="verl",
         command="train",
         config=TrainConfig(),
-        keys=VERL | _teacher_keys(values),
+        keys={**read_keys("verl"), **_teacher_keys(values)},
         given=values,
         trainer=given.trainer or (_FULLY_ASYNC if is_fully_async else "verl.trainer.main_ppo"),
         defaults={_BYPASSES[0]: True} if is_fully_async else {},
@@ -74,7 +73,7 @@ def _teacher_keys(values: Iterable[str]) -> dict[str, Key]:
     for name in values:
         if name.startswith(f"{_TEACHERS}."):
             _, _, option = name.removeprefix(f"{_TEACHERS}.").partition(".")
-            key = find_key(VERL, f"{_TEACHERS}.teacher_model.{option}")
+            key = find_key(read_keys("verl"), f"{_TEACHERS}.teacher_model.{option}")
             if key is not None:
                 keys[name] = key
     return keys

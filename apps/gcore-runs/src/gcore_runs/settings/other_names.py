@@ -4,49 +4,58 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
-from gcore_runs.migration.key import Key, find_key, to
-from gcore_runs.migration.removed_keys import REMOVED
-from gcore_runs.migration.trl_keys import TRL
-from gcore_runs.migration.verl_keys import MICRO_BATCH, VERL
+from gcore_runs.migration.keys import Key, find_key, read_keys
 
 _ACTOR_AND_REF = "actor_rollout_ref."
 """A section of verl that gcore does not have."""
-_SPOKEN: dict[str, Key] = {
-    **dict.fromkeys(("steps", "num_steps"), TRL["max_steps"]),
-    **dict.fromkeys(("epochs",), TRL["num_train_epochs"]),
-    **dict.fromkeys(("lr",), TRL["learning_rate"]),
-    **dict.fromkeys(("batch_size",), TRL["per_device_train_batch_size"]),
-    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_seq_length"), TRL["max_completion_length"]),
-    **dict.fromkeys(("dataset",), TRL["dataset_name"]),
-    **dict.fromkeys(("reward_function",), TRL["reward_funcs"]),
-    "wandb_project": TRL["project"],
-    **dict.fromkeys(("default_local_dir", "output_dir"), to("runs_dir")),
-    **dict.fromkeys(("log_prob_micro_batch_size_per_gpu", "gradient_accumulation_steps"), MICRO_BATCH),
-    "logger": TRL["report_to"],
+_TYPED_NAMES = {
+    "steps": "max_steps",
+    "num_steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "max_seq_length": "max_completion_length",
+    "dataset": "dataset_name",
+    "reward_function": "reward_funcs",
+    "wandb_project": "project",
+    "logger": "report_to",
 }
-"""Names that people type, of no library or for more commands than its own."""
+"""TRL's names for what people type, of no library or for more commands than its own."""
 
 
 @cache
 def other_names() -> Mapping[str, Key]:
     """Return the settings of other libraries by the ends of their names that lead to one place."""
-    keys_by_ending: dict[str, Key] = {}
+    verl = read_keys("verl")
+    trl = read_keys("trl")
+    names: dict[str, Key] = {}
     unclear: set[str] = set()
     # A key with a setting here is what a name means, if others of the same name have none.
-    keys = sorted([*TRL.items(), *VERL.items()], key=lambda item: not item[1].ours)
-    for name, key in keys:
+    for name, key in sorted([*trl.items(), *verl.items()], key=lambda item: not item[1].ours):
         if name.rpartition(".")[2] == "*":
             continue
         for ending in _endings(name):
-            first = keys_by_ending.setdefault(ending, key)
+            first = names.setdefault(ending, key)
             if first.ours and not key.ours:
                 continue
             if (first.ours[:1], first.why) != (key.ours[:1], key.why):
                 unclear.add(ending)
     for ending in unclear:
-        del keys_by_ending[ending]
-    without_section = {name.removeprefix(_ACTOR_AND_REF): key for name, key in VERL.items()}
-    return keys_by_ending | without_section | VERL | TRL | _SPOKEN | REMOVED
+        del names[ending]
+    for name, key in verl.items():
+        names[name.removeprefix(_ACTOR_AND_REF)] = key
+    names.update(verl)
+    names.update(trl)
+    for name, trl_name in _TYPED_NAMES.items():
+        names[name] = trl[trl_name]
+    for name in ("default_local_dir", "output_dir"):
+        names[name] = Key(ours=("runs_dir",))
+    for name in ("log_prob_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        names[name] = verl["actor_rollout_ref.actor.ppo_micro_batch_size"]
+    names.update(read_keys("removed"))
+    return names
 
 
 def _endings(name: str) -> list[str]:
@@ -58,7 +67,7 @@ def _endings(name: str) -> list[str]:
 def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = str) -> str:
     """Say what to write instead of an unknown dotted name; ``settings`` are all known ones, ``spelled`` in some way."""
     name = name.removeprefix(_ACTOR_AND_REF)
-    removed = find_key(REMOVED, name)
+    removed = find_key(read_keys("removed"), name)
     if removed is not None and not removed.ours:
         return _add_relatives(f"there is no such setting: {removed.why}", name, settings, spelled)
     matches = [name] if name in settings else []

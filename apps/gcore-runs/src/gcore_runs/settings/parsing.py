@@ -18,8 +18,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from gcore_runs.errors import UserError
-from gcore_runs.migration.key import find_key
-from gcore_runs.migration.removed_keys import ENGINE_OPTIONS, REMOVED
+from gcore_runs.migration.keys import find_key, read_keys
 from gcore_runs.settings.fingerprints import names_code, take_fingerprints
 from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
@@ -398,12 +397,12 @@ def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     translated: dict[str, Any] = {}
     for name, value in _flatten(values):
-        key = find_key(REMOVED, name)
+        key = find_key(read_keys("removed"), name)
         if key is None:
             translated[name] = value
         elif key.ours:
             target = key.ours[0]
-            if target == ENGINE_OPTIONS:
+            if target == "rollout.engine_options":
                 target += f".{name.rpartition('.')[2]}"
             translated[target] = value
         elif key.off is not None and value not in key.off:

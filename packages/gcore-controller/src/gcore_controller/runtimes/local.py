@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -30,7 +31,6 @@ from gcore_controller.trainer_group import (
     TrainerWorker,
     TrainStep,
     Weights,
-    close,
     deal_message,
     join_ranks,
     rank_failure,
@@ -191,7 +191,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
             # An interrupt cut a call short, and a rank may be stopped.
             self._end(kill=True)
         if self._connections:
-            self._ask_all(close)
+            self._ask_all(methodcaller("close"))
             self._end()
 
     async def _compute(self, message: Computation) -> tuple[list[list[int]], list[Any]]:

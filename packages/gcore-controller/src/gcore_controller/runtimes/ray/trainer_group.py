@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, zip_longest
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Generic
 
@@ -30,13 +31,10 @@ from gcore_controller.trainer_group import (
     TrainerWorker,
     TrainStep,
     check_weights,
-    close,
     deal_message,
     digests_of,
     join_ranks,
     rank_failure,
-    sleep,
-    wake,
 )
 from gcore_controller.turns import DeviceTurns, Lending, SleepingEngine, Turn, TurnChoice, TurnTaker
 
@@ -168,7 +166,7 @@ class RayTrainerGroup(MessageTrainerGroup):
     def close(self) -> None:
         try:
             if self.ranks.replicas:
-                self._ask_all(close)
+                self._ask_all(methodcaller("close"))
         finally:
             self.kill()
 
@@ -282,11 +280,15 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
 
     async def sleep(self) -> None:
         """Put this controller's ranks to sleep."""
-        await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(sleep) for rank in self._own_ranks})
+        await self.ranks.answers(
+            {rank: self.ranks.actors[rank].ask.remote(methodcaller("sleep")) for rank in self._own_ranks}
+        )
 
     async def wake(self) -> None:
         """Wake this controller's ranks."""
-        await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(wake) for rank in self._own_ranks})
+        await self.ranks.answers(
+            {rank: self.ranks.actors[rank].ask.remote(methodcaller("wake")) for rank in self._own_ranks}
+        )
 
     async def update_weights(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         """Send the weights from all ranks to the engines, by reference."""
