@@ -271,23 +271,20 @@ class Instrumentation:
         """
         if not count:
             return self.instrument(make(), 0)
-
-        def name_replica(index: int) -> tuple[str, int]:
-            return (self.role, index) if index < count else (LENT, index - count)
+        names = [(self.role, i) for i in range(count)] + [(LENT, i) for i in range(num_lent)]
 
         def make_factory(index: int) -> "Callable[[], Engine[RequestT, SampleT]]":
             if not self.logs:
                 return make
-            role, number = name_replica(index)
-            return partial(logged, self.logs, role, number, make)
+            return partial(logged, self.logs, *names[index], make)
 
         def wrap(engine: "Engine[RequestT, SampleT]", index: int) -> "Engine[RequestT, SampleT]":
-            role, number = name_replica(index)
+            role, number = names[index]
             return self.instrument(engine, f"{role} {number}")
 
         return await gcore_rollout.start_replicas(
             make_factory,
-            count + num_lent,
+            len(names),
             num_threads=num_threads,
             preload=preload,
             gpus=gpus,

@@ -4,6 +4,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Literal
 
 from gcore_runs.doctor.readings import RAY_PORTS, TESTED, Readings
@@ -35,16 +37,17 @@ class Finding:
 
 def check_machine(machine: Readings, *, parameters: int = 0) -> list[Finding]:
     """Return the findings of one machine, for a model with so many parameters; 0: no particular one."""
-    return [
-        *check_versions(machine),
-        *check_gpus(machine),
-        *check_nccl(machine),
-        *check_numa(machine),
-        *check_shared_memory(machine),
-        *check_open_files(machine),
-        *check_memory(machine, parameters=parameters),
-        *check_disk(machine, parameters=parameters),
-    ]
+    findings = chain(
+        check_versions(machine),
+        check_gpus(machine),
+        check_nccl(machine),
+        check_numa(machine),
+        check_shared_memory(machine),
+        check_open_files(machine),
+        check_memory(machine, parameters=parameters),
+        check_disk(machine, parameters=parameters),
+    )
+    return list(findings)
 
 
 def check_versions(machine: Readings) -> Iterator[Finding]:
@@ -81,9 +84,7 @@ def check_versions(machine: Readings) -> Iterator[Finding]:
 def check_gpus(machine: Readings) -> Iterator[Finding]:
     """Compare the driver and its GPUs with torch's build."""
 
-    def finding(verdict: Verdict, observed: str, advice: str = "") -> Finding:
-        return Finding(check="gpus", verdict=verdict, found=observed, advice=advice)
-
+    finding = partial(_make_finding, "gpus")
     if not machine.gpus:
         if machine.driver_cuda:
             advice = "nvidia-smi shows why; in a container, start it with --gpus all, or nvidia.com/gpu in its limits"
@@ -254,9 +255,7 @@ def check_token(machine: Readings) -> Iterator[Finding]:
     """Check that Ray's token is found, and that others cannot read it."""
     token = machine.token
 
-    def finding(verdict: Verdict, observed: str, advice: str = "") -> Finding:
-        return Finding(check="ray token", verdict=verdict, found=observed, advice=advice)
-
+    finding = partial(_make_finding, "ray token")
     if token.mode not in ("", "token"):
         advice = "anyone who reaches the cluster's ports can run programs on it: unset RAY_AUTH_MODE"
         yield finding("warning", f"RAY_AUTH_MODE is {token.mode!r}", advice)
@@ -271,6 +270,10 @@ def check_token(machine: Readings) -> Iterator[Finding]:
         yield finding("warning", f"{token.source} can be read by others", f"chmod 600 {token.source}")
     else:
         yield finding("ok", f"in {token.source}")
+
+
+def _make_finding(check: str, verdict: Verdict, observed: str, advice: str = "") -> Finding:
+    return Finding(check=check, verdict=verdict, found=observed, advice=advice)
 
 
 def _series(version: str) -> list[str]:

@@ -46,7 +46,12 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
     address = parsed.ray or values.get("ray", {}).get("address") or os.environ.get("RAY_ADDRESS", "")
     model = parsed.model or values.get("model", "")
     folder = Path(parsed.runs_dir or values.get("runs_dir", "runs"))
-    parameters = _parameters(Path(model)) if model else 0
+    parameters = 0
+    if model:
+        from gcore_runs.inputs import check_model, count_parameters
+
+        check_model(Path(model))
+        parameters = count_parameters(Path(model))
     findings = list(_findings(address, folder, expected=parsed.nodes, parameters=parameters))
     if parsed.json:
         print(json.dumps([{"node": node, **dataclasses.asdict(finding)} for node, finding in findings], indent=2))
@@ -54,13 +59,6 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
         print("\n".join(lines(findings)), flush=True)
     if any(finding.verdict == "error" for _, finding in findings):
         raise SystemExit(1)
-
-
-def _parameters(model: Path) -> int:
-    from gcore_runs.inputs import check_model, count_parameters
-
-    check_model(model)
-    return count_parameters(model)
 
 
 def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> Iterable[Located]:

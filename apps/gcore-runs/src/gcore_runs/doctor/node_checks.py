@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from gcore_runs.doctor.checks import Finding
 from gcore_runs.doctor.readings import Readings
@@ -38,16 +39,17 @@ class Node:
 def check_nodes(nodes: Sequence[Node], *, expected: int = 0, parameters: int = 0, ours: str = "") -> list[Finding]:
     """Return the findings about all nodes: the ``expected`` number of them, with ``ours`` as the version of Python."""
     answering = [node for node in nodes if node.readings is not None]
-    return [
-        *check_number(nodes, expected=expected),
-        *check_alike(answering, ours=ours),
-        *check_gpus_of_ray(answering),
-        *check_object_stores(answering, parameters=parameters),
-        *check_clocks(answering),
-        *check_folders(answering),
-        *check_connections(answering),
-        *check_tokens(answering),
-    ]
+    findings = chain(
+        check_number(nodes, expected=expected),
+        check_alike(answering, ours=ours),
+        check_gpus_of_ray(answering),
+        check_object_stores(answering, parameters=parameters),
+        check_clocks(answering),
+        check_folders(answering),
+        check_connections(answering),
+        check_tokens(answering),
+    )
+    return list(findings)
 
 
 def check_number(nodes: Sequence[Node], *, expected: int = 0) -> Iterator[Finding]:

@@ -104,7 +104,10 @@ class Readings:
 
 def read_machine(folder: Path) -> Readings:
     """Read this machine; ``folder`` is that of runs, which need not exist yet."""
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    shm_bytes = 0
+    shm_free_bytes = 0
+    if Path("/dev/shm").is_dir():
+        shm_bytes, _, shm_free_bytes = shutil.disk_usage("/dev/shm")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     gpus, driver = _gpus()
     torch_cuda, torch_gpus, nccl, torch_error = _torch()
@@ -129,8 +132,8 @@ def read_machine(folder: Path) -> Readings:
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         numa_balancing=_text(Path("/proc/sys/kernel/numa_balancing")) not in ("", "0"),
         cores=len(os.sched_getaffinity(0)),
-        shm_bytes=shm.total if shm else 0,
-        shm_free_bytes=shm.free if shm else 0,
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
         open_files=sys.maxsize if soft == resource.RLIM_INFINITY else soft,
         open_files_hard=sys.maxsize if hard == resource.RLIM_INFINITY else hard,
         memory=host_memory(),

@@ -81,10 +81,10 @@ def _sheet(step: int, folder: Path, row: Row) -> Row:
     rows = -(-len(image_scores) // columns)
     images: list[tuple[str, list[str]]] = []
     for index, values in enumerate(image_scores):
+        row_index, column = divmod(index, columns)
         # As that of a background in CSS.
-        x = 100 * (index % columns) / max(1, columns - 1)
-        y = 100 * (index // columns) / max(1, rows - 1)
-        images.append((f"{x:.4g}% {y:.4g}%", list(map(amount, values))))
+        position = f"{100 * column / max(1, columns - 1):.4g}% {100 * row_index / max(1, rows - 1):.4g}%"
+        images.append((position, list(map(amount, values))))
     return {
         "step": step,
         "size": len(content),

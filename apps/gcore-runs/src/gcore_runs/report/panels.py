@@ -201,7 +201,9 @@ def load_panel(run: ReportedRun) -> Panel | None:
             line = _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
             panel.draw("bold", color, name, line)
             panel.last = panel.last or f"{100 * loads[-1]:.3g}%"
-    return panel if panel.last else None
+    if not panel.last:
+        return None
+    return panel
 
 
 def stage_panel(run: ReportedRun) -> Panel | None:
@@ -274,7 +276,7 @@ class Timeline(NamedTuple):
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     """Return the stages of every controller and device in the last steps that can be drawn; None: none is recorded."""
     num_controllers = max((len(step.controllers) for step in steps), default=0)
-    controllers = [_controller(rank) for rank in range(num_controllers)]
+    controllers = [f"controller {rank}" for rank in range(num_controllers)]
     devices = sorted(set(chain.from_iterable(step.devices for step in steps)), key=kind_and_number)
     groups = [controllers]
     groups.extend(list(names) for _, names in groupby(devices, key=lambda name: kind_and_number(name)[0]))
@@ -324,17 +326,13 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     return Timeline(panel=panel, seen=caption, num_rows=len(drawn), views=views)
 
 
-def _controller(rank: int) -> str:
-    return f"controller {rank}"
-
-
 def kind_and_number(name: str) -> tuple[str, int]:
     role, _, number = name.rpartition(" ")
     return (role, int(number)) if number.isdecimal() else (name, 0)
 
 
 def _by_row(step: StepSpans) -> dict[str, list[Span]]:
-    return {_controller(rank): spans for rank, spans in enumerate(step.controllers)} | step.devices
+    return {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)} | step.devices
 
 
 def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[StepSpans]:

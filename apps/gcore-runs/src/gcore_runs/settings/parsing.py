@@ -202,9 +202,10 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
             options[name] = [_parse_value(value) for value in values]
         elif is_entry and values:
             options[name] = _parse_value(values[0])
+        elif values and values[0].lower() == "none" and type(None) in get_args(setting_type):
+            options[name] = None
         elif values:
-            is_none = values[0].lower() == "none" and type(None) in get_args(setting_type)
-            options[name] = None if is_none else values[0]
+            options[name] = values[0]
         elif setting_type is bool or bool in get_args(setting_type):
             options[name] = "true"
         else:
