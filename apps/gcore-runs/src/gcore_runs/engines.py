@@ -319,8 +319,7 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
     devices = {f"engine {i}": i * size for i in range(engines or 1)}
     for rank in range(config.sizes.ranks):
         # The row of an engine on several devices is that of the ranks there, too.
-        is_with_engine = rank < engines * size
-        devices[f"trainer {rank}"] = rank // size * size if is_with_engine else rank
+        devices[f"trainer {rank}"] = rank // size * size if rank < engines * size else rank
     for role, judge in config.judges.items():
         # One without a process is in this one, on the first device.
         devices |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {f"{role} 0": 0}

@@ -93,8 +93,7 @@ def lines(findings: Sequence[Located]) -> list[str]:
     """Return a line for each finding. What is in order on several nodes is one line, with the first node's values."""
     groups: dict[tuple[bool, Finding | str], list[Located]] = {}
     for node, finding in findings:
-        is_shared = node and finding.verdict == "ok"
-        key = finding.check if is_shared else finding
+        key = finding.check if node and finding.verdict == "ok" else finding
         groups.setdefault((bool(node), key), []).append((node, finding))
     texts: list[str] = []
     for group in groups.values():

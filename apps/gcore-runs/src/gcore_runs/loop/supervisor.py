@@ -261,8 +261,7 @@ class Supervisor:
         project = trainer.project_name
         run = TrackedRun(project=project, name=path.name, run_id=run_id(path), folder=path, config=config)
         for name in trainer.trackers:
-            tracker = start_tracker(name, run, self.display.say)
-            self._trackers.append(self._stack.enter_context(tracker))
+            self._trackers.append(self._stack.enter_context(start_tracker(name, run, self.display.say)))
 
     def train(
         self, services: Backend[JobT, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]

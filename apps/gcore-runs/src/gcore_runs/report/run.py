@@ -80,12 +80,8 @@ class ReportedRun:
         self.samples = folder.samples
         self.training_samples = _read_rows(folder.training_samples, "step", notes)
         self.best_step = _read_best_step(folder.best / "step.json", notes)
-        self.pictures: list[Row] = []
-        if self.kind.has_pictures:
-            self.pictures = _read_pictures(folder.samples, self.best_step, notes)
-        self.written: datetime | None = None
-        if self.metrics:
-            self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC)
+        self.pictures = _read_pictures(folder.samples, self.best_step, notes) if self.kind.has_pictures else []
+        self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None
         notes += _warnings(_read_rows(folder.warnings, "message", notes))
 
     @property

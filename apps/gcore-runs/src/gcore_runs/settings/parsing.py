@@ -256,7 +256,7 @@ def merge(
     """
     types = setting_types(type(base))
     where = f"{source}: " if source else ""
-    values = dict(_flatten(dataclasses.asdict(cast(Any, base)), types))
+    values = _flatten_settings(base, types)
     for name, value in _flatten(overrides, types):
         if name not in types:
             if not any(setting.startswith(f"{name}.") for setting in types):
@@ -332,6 +332,11 @@ def _flatten(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: st
             yield prefix + key, value
 
 
+def _flatten_settings(settings: object, leaves: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of a dataclass by their dotted names; see `_flatten`."""
+    return dict(_flatten(dataclasses.asdict(cast(Any, settings)), leaves))
+
+
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by their dotted names as nested tables."""
     tables: dict[str, Any] = {}
@@ -353,7 +358,7 @@ def _validate(settings_type: type[SettingsT], values: Mapping[str, Any], *, sour
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
         raise UserError(f"{where}{_describe_refusal(error)}") from None
-    for name, value in _flatten(dataclasses.asdict(cast(Any, settings))):
+    for name, value in _flatten_settings(settings).items():
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{where}{name} is {number}; expected a finite number")
@@ -425,7 +430,7 @@ def _drop_inherited(values: dict[str, Any]) -> None:
 
 def to_toml(config: BaseRunConfig) -> str:
     """Return every field as TOML; unset ones (None) are left out."""
-    values = _flatten(dataclasses.asdict(config))
+    values = _flatten_settings(config).items()
     return tomli_w.dumps(nest({name: value for name, value in values if value is not None}))
 
 
@@ -531,7 +536,7 @@ def _read_resumed(config: BaseRunConfig) -> dict[str, Any]:
 
 def content_fingerprints(config: BaseRunConfig) -> dict[str, str]:
     """Return a hash of the files that each setting names; see `take_fingerprints`."""
-    return take_fingerprints(dict(_flatten(dataclasses.asdict(config))), _models(config))
+    return take_fingerprints(_flatten_settings(config), _models(config))
 
 
 def is_of_code(config: BaseRunConfig, setting: str) -> bool:
@@ -554,5 +559,4 @@ def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
 
 def _filled_settings(config: BaseRunConfig) -> dict[str, Any]:
     """Return the settings by their dotted names, without empty tables."""
-    values = _flatten(dataclasses.asdict(config))
-    return {name: value for name, value in values if value != {}}
+    return {name: value for name, value in _flatten_settings(config).items() if value != {}}

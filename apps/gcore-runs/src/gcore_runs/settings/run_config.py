@@ -352,12 +352,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def strategy(self) -> Strategy:
         """The placement strategy that is set, or else the one that suits the devices."""
         engines = self.num_engines
-        is_sync = self.loop.schedule == "sync"
+        is_free = self.loop.schedule == "sync" and not self.lends_ranks
         num_judges = sum(judge.num_processes or 1 for judge in self.judges.values())
-        can_move = num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges) and is_sync
+        can_move = is_free and num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges)
         if self.placement.strategy:
             return self.placement.strategy
-        return "dynamic" if can_move and self._is_on_cluster_gpus and not self.lends_ranks else "split"
+        return "dynamic" if can_move and self._is_on_cluster_gpus else "split"
 
     @property
     def engines_sleep(self) -> bool:

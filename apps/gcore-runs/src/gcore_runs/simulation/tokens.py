@@ -56,8 +56,7 @@ class CoarseWorkload(TransformerWorkload):
     def weights_bytes(self) -> float:
         """Size in bfloat16 of all matrices, the head, and an embedding that is not tied to it."""
         # Forward and backward pass take 6 FLOPs for each weight that a token meets; the embedding is looked up.
-        num_used = self.flops_per_token / self.token_unit / 6
-        return 2 * (num_used + self.hidden_size * self.vocab_size)
+        return 2 * (self.flops_per_token / self.token_unit / 6 + self.hidden_size * self.vocab_size)
 
 
 def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWorkload]) -> CoarseWorkload:

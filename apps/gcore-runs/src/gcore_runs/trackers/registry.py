@@ -51,8 +51,7 @@ def start_tracker(name: str, run: TrackedRun, say: Callable[[str], None]) -> Tra
     """
     adapter = _ADAPTERS[name]
     try:
-        module = import_module(f"gcore_runs.trackers.{adapter.module}")
-        tracker: Tracker = getattr(module, adapter.class_name)(run)
+        tracker: Tracker = getattr(import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name)(run)
     except Exception as error:
         raise UserError(
             f"trainer.trackers has {name!r}, which does not start: {one_line(error) or type(error).__name__}; "

@@ -15,12 +15,11 @@ class WandB(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        # What the processes print is in the run's logs.
-        settings = wandb.Settings(silent=True, console="off")
         self._run: Any = wandb.init(
             project=run.project,
             resume="allow",
-            settings=settings,
+            # What the processes print is in the run's logs.
+            settings=wandb.Settings(silent=True, console="off"),
             id=run.run_id,
             name=run.name,
             dir=str(run.folder),
