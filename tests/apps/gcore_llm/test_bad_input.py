@@ -21,7 +21,7 @@ from tiny_jobs import EVENS
 
 from gcore_llm import train
 from gcore_llm.cli import parse_train
-from gcore_runs import Result, UserError, check_model
+from gcore_runs import RunResult, UserError, check_model
 
 
 def write(cli: Cli, name: str, text: str) -> str:
@@ -349,7 +349,7 @@ def test_training_while_an_event_loop_runs(own_args: list[str], tmp_path: Path) 
     """As in a notebook: it fails at once, with what works there, which `to_thread` is."""
     config = parse_train([*own_args[1:], "--runs-dir", str(tmp_path)])
 
-    async def notebook() -> Result:
+    async def notebook() -> RunResult:
         with pytest.raises(UserError, match=r"result = await asyncio\.to_thread\(train, config\)"):
             train(config)
         return await asyncio.to_thread(train, config)

@@ -17,10 +17,10 @@ from gcore_llm.simulate import parse_simulate, read_run, simulate, train_config
 from gcore_runs.errors import UserError
 from gcore_runs.settings.parsing import to_toml
 from gcore_runs.simulation.command import parse_calibrate
-from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthModel, RewardModel, SimulateConfig
 from gcore_runs.simulation.fit import (
     STAGES,
-    Fit,
+    CostFit,
     MeasuredRun,
     Parameters,
     fit,
@@ -65,8 +65,8 @@ def alone(model: Path) -> SimulateConfig:
         n=4,
         max_prompt_length=64,
         max_response_length=256,
-        prompt_length=LengthConfig(median=20, sigma=0),
-        response_length=LengthConfig(median=40, sigma=0.8),
+        prompt_length=LengthModel(median=20, sigma=0),
+        response_length=LengthModel(median=40, sigma=0.8),
         filter_groups=False,
         kl_loss_coef=0.1,
         engine=EngineModel(devices_per_replica=1),
@@ -84,7 +84,7 @@ def many(alone: SimulateConfig) -> SimulateConfig:
         controllers=2,
         filter_groups=True,
         train_batch_size=8,
-        prompt_length=LengthConfig(median=20, sigma=0.4),
+        prompt_length=LengthModel(median=20, sigma=0.4),
         ppo_mini_batch_size=4,
         ppo_max_token_len=500,
         engine=EngineModel(devices_per_replica=2, max_num_seqs=10, prompts="shared"),
@@ -110,7 +110,7 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
     (folder / "config.toml").write_text(to_toml(trained))
     random = np.random.default_rng(0)
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in simulate(TRUE.applied(config, coarse_workload(config.model, 1, workload_of))).steps:
+        for step in simulate(TRUE.apply(config, coarse_workload(config.model, 1, workload_of))).steps:
             row: dict[str, Any] = {"step": step.step, **step.metrics}
             row["timing_s/sync"] -= TRUE.overhead_s
             for stage in STAGES[:-1]:
@@ -122,14 +122,14 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
     return str(folder)
 
 
-def fitted(run: MeasuredRun, last: int) -> Fit:
+def fitted(run: MeasuredRun, last: int) -> CostFit:
     """To the steps up to this one."""
     return fit([run], [np.arange(len(run.rows)) < last], lambda: None)
 
 
 def step_error(run: MeasuredRun, parameters: Parameters, steps: slice) -> float:
     """Of the mean step time."""
-    return float(run.simulated(parameters)[steps].sum() / run.measured()[steps].sum()) - 1
+    return float(run.simulate_seconds(parameters)[steps].sum() / run.measured_seconds()[steps].sum()) - 1
 
 
 def test_known_parameters_come_back(alone: SimulateConfig, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_known_parameters_come_back(alone: SimulateConfig, tmp_path: Path) -> No
     # Lengths are known by their sum and maximum alone, so that the work of attention is not quite that of the run.
     for name, value in asdict(found.parameters).items():
         assert value == pytest.approx(getattr(TRUE, name), rel=0.15 if name == "micro_batch_s" else 0.03), name
-    assert run.measured() == pytest.approx(run.simulated(found.parameters), rel=0.1, abs=1e-6)
+    assert run.measured_seconds() == pytest.approx(run.simulate_seconds(found.parameters), rel=0.1, abs=1e-6)
     assert abs(step_error(run, found.parameters, slice(6, None))) < 0.01
 
 
@@ -150,18 +150,18 @@ def test_noise_stays_within_the_errors(alone: SimulateConfig, tmp_path: Path) ->
         assert abs(getattr(found.parameters, name) - getattr(TRUE, name)) < 3 * error + 0.05 * getattr(TRUE, name)
     assert found.errors["base_s"] < 0.1 * TRUE.base_s
     # What is fitted to adds up, stage by stage.
-    means = run.simulated(found.parameters).mean(axis=0)
-    assert means == pytest.approx(run.measured().mean(axis=0), rel=0.01)
+    means = run.simulate_seconds(found.parameters).mean(axis=0)
+    assert means == pytest.approx(run.measured_seconds().mean(axis=0), rel=0.01)
 
 
 def test_another_size_is_predicted(many: SimulateConfig, tmp_path: Path) -> None:
     small = read_run(write_run(tmp_path / "small", many, noise=0.1), max_steps=100)
-    longer = LengthConfig(median=70, sigma=0.8)
+    longer = LengthModel(median=70, sigma=0.8)
     large = replace(many, steps=5, train_batch_size=16, max_response_length=384, response_length=longer)
     other = read_run(write_run(tmp_path / "large", large), max_steps=100)
     found = fitted(small, 6)
     assert abs(step_error(small, found.parameters, slice(6, None))) < 0.05
-    assert other.measured().sum(axis=1).mean() > 1.5 * small.measured().sum(axis=1).mean()
+    assert other.measured_seconds().sum(axis=1).mean() > 1.5 * small.measured_seconds().sum(axis=1).mean()
     assert abs(step_error(other, found.parameters, slice(None))) < 0.15
 
 
@@ -180,7 +180,7 @@ def test_what_is_not_seen_stays(alone: SimulateConfig, tmp_path: Path) -> None:
     found = fitted(run, 4)
     assert "forward_share" not in found.errors
     assert found.parameters.forward_share == Parameters().forward_share
-    assert run.measured()[:, STAGES.index("prepare")].tolist() == [0.0] * 4
+    assert run.measured_seconds()[:, STAGES.index("prepare")].tolist() == [0.0] * 4
 
 
 def test_command_writes_what_simulate_takes(cli: Cli, alone: SimulateConfig) -> None:
@@ -214,9 +214,9 @@ def test_a_real_run_is_described(cli: Cli, own_args: list[str], chatty: Path) ->
     assert "runs/real: 2 steps held out" in out
     run = read_run(str(cli.cwd / "runs/real"), max_steps=100)
     found = fitted(run, 9)
-    seconds = run.simulated(found.parameters)
+    seconds = run.simulate_seconds(found.parameters)
     assert np.isfinite(seconds).all()
-    assert seconds.mean(axis=0) == pytest.approx(run.measured().mean(axis=0), rel=0.05, abs=1e-4)
+    assert seconds.mean(axis=0) == pytest.approx(run.measured_seconds().mean(axis=0), rel=0.05, abs=1e-4)
     written = parse_simulate(["--config", str(cli.cwd / "runs/real/simulate.toml")])
     assert (written.train_batch_size, written.n, written.max_response_length) == (8, 4, 32)
     assert written.learner.flops_per_s > 0

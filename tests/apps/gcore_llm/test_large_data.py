@@ -20,7 +20,7 @@ from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Prompt, PromptImages
-from gcore_runs import Rows, UserError, inputs, open_rows
+from gcore_runs import RowSource, UserError, inputs, open_rows
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -82,7 +82,7 @@ def test_most_prompts_are_not_tokenized_and_lengths_are_kept(monkeypatch: pytest
     tokenized: list[int] = []
     whole = prompts.file_prompts
 
-    def counted(rows: Rows, numbers: Sequence[int], **own: Any) -> list[Prompt]:
+    def counted(rows: RowSource, numbers: Sequence[int], **own: Any) -> list[Prompt]:
         tokenized.extend(numbers if rows.name != "probe" else ())
         return whole(rows, numbers, **own)
 

@@ -22,7 +22,7 @@ from gcore_rollout import Completion, Request, RolloutError, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.simulation import cluster as cluster_module
 from gcore_runs.simulation.cluster import Simulation
-from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthModel, RewardModel, SimulateConfig
 from gcore_runs.simulation.engine import ModelledEngine
 from gcore_runs.simulation.services import LoadMeter, ModelledLearner, ModelledReward, SharedState, now_s, sample_name
 from gcore_runs.simulation.tokens import SimulatedTokens, coarse_workload, drawn_prompts
@@ -37,8 +37,8 @@ SMALL = SimulateConfig(
     n=4,
     max_prompt_length=256,
     max_response_length=2048,
-    prompt_length=LengthConfig(median=64, sigma=0.5),
-    response_length=LengthConfig(median=300, sigma=0.9),
+    prompt_length=LengthModel(median=64, sigma=0.5),
+    response_length=LengthModel(median=300, sigma=0.9),
     ppo_max_token_len=8192,
     learner=LearnerModel(devices_per_replica=2, collectives=False, sync_gb_per_s=10.0),
 )
@@ -48,8 +48,8 @@ EQUAL = replace(
     steps=2,
     token_unit=1,
     train_batch_size=8,
-    prompt_length=LengthConfig(median=30, sigma=0),
-    response_length=LengthConfig(median=100, sigma=0),
+    prompt_length=LengthModel(median=30, sigma=0),
+    response_length=LengthModel(median=100, sigma=0),
     filter_groups=False,
     engine=EngineModel(devices_per_replica=2, base_s=0.03, per_sample_s=0.001, prefill_tokens_per_s=1000),
 )
@@ -191,7 +191,7 @@ def test_prompts_are_stolen_where_work_is_skewed() -> None:
         train_batch_size=512,
         filter_groups=False,
         prompt_share=1.0,
-        response_length=LengthConfig(median=1500, sigma=1.2),
+        response_length=LengthModel(median=1500, sigma=1.2),
     )
     own, stealing = (
         simulate(replace(skewed, engine=EngineModel(max_num_seqs=16, prompts=prompts)))
@@ -355,7 +355,7 @@ def test_a_controllers_load_is_its_own_code() -> None:
     async def child() -> None:
         spin(0.05)
         await asyncio.sleep(1)
-        with meter.paused():
+        with meter.exclude():
             spin(0.2)
 
     async def program(ctx: Context[None]) -> None:

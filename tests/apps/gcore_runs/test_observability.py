@@ -108,14 +108,14 @@ def test_resumed_run_continues_after_its_last_kept_step(tmp_path: Path) -> None:
 def test_waits_of_controllers_open_the_next_step(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     writer = SpanWriter(path)
-    writer.waited(span("checkpoint", 50.0, 51.0))
+    writer.record_wait(span("checkpoint", 50.0, 51.0))
     for step in (1, 2, 3):
         writer.write(step, [[span("gen", 50.0 + step, 50.75 + step)], []])
-    writer.waited(span("checkpoint", 54.0, 54.5))
+    writer.record_wait(span("checkpoint", 54.0, 54.5))
     # Step 3 is lost, and made again; what passed since the end of step 2 is due to that.
     writer.resume(last_step=2, cause="failure")
     writer.write(3, [[span("gen", 60.0, 60.5)], []])
-    writer.waited(span("checkpoint", 60.5, 60.75))
+    writer.record_wait(span("checkpoint", 60.5, 60.75))
     writer.write(4, [[span("gen", 61.0, 62.0)], []])
     rows = [(row["step"], row["start_s"], row["controllers"]) for row in read_jsonl(path)]
     assert rows == [
@@ -395,7 +395,7 @@ def shown(stages: list[str | None], metrics: dict[str, float]) -> str:
     with Display(console) as display:
         display.phase("training", total=4)
         display.watch(lambda: stages)
-        display.progressed(2, shown_cells(RunRecorder.cells, metrics))
+        display.show_progress(2, shown_cells(RunRecorder.cells, metrics))
     assert isinstance(console.file, io.StringIO)
     return Text.from_ansi(console.file.getvalue()).plain
 
@@ -416,8 +416,8 @@ def test_display_counts_what_takes_long_before_training() -> None:
     terminal, plain = (Console(file=io.StringIO(), force_terminal=is_one, width=100) for is_one in (True, False))
     for console in (terminal, plain):
         with Display(console) as display:
-            display.counted("tokenizing a.jsonl", 1000, 4000)
-            display.counted("tokenizing a.jsonl", 3000, 4000)
+            display.show_count("tokenizing a.jsonl", 1000, 4000)
+            display.show_count("tokenizing a.jsonl", 3000, 4000)
     assert isinstance(terminal.file, io.StringIO)
     assert re.search(r"tokenizing a.jsonl .* 3000/4000", Text.from_ansi(terminal.file.getvalue()).plain)
     assert isinstance(plain.file, io.StringIO)

@@ -183,7 +183,7 @@ async def _try(config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: Im
     by_num_images = {len(prompt.images): prompt for prompt in all_prompts}
     try:
         requests = [image_request(prompt, f"try/{n}", sampling) for n, prompt in by_num_images.items()]
-        sample = (await images(sampler.policy, requests))[0]
+        sample, *_ = await images(sampler.policy, requests)
     except (ValueError, TypeError, RuntimeError) as error:
         # Pipelines raise errors of these kinds for settings that they do not support.
         if isinstance(error, RolloutError):
@@ -293,7 +293,7 @@ async def sample_run(
     out: Path,
 ) -> None:
     """Write a PNG file with a grid of images by a finished run's policy; `UserError` if there is none."""
-    folder, config = RunFolder.opened(run, DiffusionConfig)
+    folder, config = RunFolder.open_with_config(run, DiffusionConfig)
     if not folder.export.is_dir():
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout

@@ -26,7 +26,7 @@ from gcore_runs.simulation.services import SimulatedModality, sample_name
 from gcore_trainer import DiffusionSample, StepScores
 
 if TYPE_CHECKING:
-    from gcore_runs import Display, Kind, Result
+    from gcore_runs import Display, Kind, RunResult
 
 _NAME_BYTES = 9
 """A name in whole pixels."""
@@ -45,7 +45,7 @@ def run_simulate(args: Sequence[str]) -> None:
 
 def train_simulated(
     config: SimulatedConfig, display: "Display | None" = None, *, kinds: "Mapping[str, Kind]"
-) -> "Result":
+) -> "RunResult":
     """Run the program of `train` in simulated time, in a run folder; see `gcore_diffusion.training.train`."""
     config = resolve(config)
     loaded = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)

@@ -11,7 +11,7 @@ from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
 from gcore_runs import (
     Kind,
-    Result,
+    RunResult,
     Supervisor,
     UserError,
     check_safetensors,
@@ -57,7 +57,7 @@ KINDS = {"diffusion": _KIND, "train": _KIND, "simulate": _KIND}
 """The contents of the report of a run, by command."""
 
 
-def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = _DEMO) -> Result:
+def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = _DEMO) -> RunResult:
     """Train a diffusion model on a reward, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. The embedded model of a new run is pretrained as in ``demo``.
@@ -91,7 +91,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
             # On Ray they are only tried in this process, and need its memory no longer then.
             del rewards
-            with supervisor.started(starting) as services:
+            with supervisor.run_services(starting) as services:
                 if not config.model and not run.model.is_dir():
                     # Where the run is resumed from, with whichever options.
                     write_atomically(run.model, partial(shutil.copytree, model))

@@ -23,7 +23,7 @@ from gcore_rollout import (
     render_chat,
 )
 from gcore_runs import (
-    Rows,
+    RowSource,
     UserError,
     columns,
     held_out_places,
@@ -268,7 +268,7 @@ def _remove(prompts: Sequence[Prompt], indices: set[int]) -> Sequence[Prompt]:
     return prompts.without(sorted(indices))
 
 
-def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
+def _load_rows(rows: RowSource, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
     if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
         first = columns(rows.rows[0])
         raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}")
@@ -287,7 +287,7 @@ def _drop_long(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
     return LoadedPrompts(prompts=sets.train, num_too_long=sets.num_too_long, longest=sets.longest, shortest=shortest)
 
 
-def file_prompts(rows: Rows, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
+def file_prompts(rows: RowSource, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
     key = data.prompt_key
     problems: list[Problem] = []

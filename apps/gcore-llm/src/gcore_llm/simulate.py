@@ -15,8 +15,8 @@ from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import (
     Display,
-    Result,
     RunFolder,
+    RunResult,
     UserError,
     build_tokenizer,
     extend_recipes,
@@ -26,7 +26,7 @@ from gcore_runs import (
     run_training,
 )
 from gcore_runs.settings.parsing import read_toml
-from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
+from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepSummary
 from gcore_runs.simulation.command import (
     SIMULATE_TRAIN,
     parse_options,
@@ -94,7 +94,7 @@ def _run_train(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainConf
 
 
 def simulate(
-    config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None, *, replay: Replay | None = None
+    config: SimulateConfig, stepped: Callable[[StepSummary], None] = lambda _: None, *, replay: Replay | None = None
 ) -> Simulation:
     """Run the program of `train` on modelled services, and call ``stepped`` after every step; see `train_config`.
 
@@ -103,7 +103,7 @@ def simulate(
     return _cluster(train_config(config), replay).simulate(config, stepped)
 
 
-def train_simulated(config: SimulatedConfig, display: Display | None = None) -> Result:
+def train_simulated(config: SimulatedConfig, display: Display | None = None) -> RunResult:
     """Run the program of `train` in simulated time, in a run folder; see `gcore_llm.training.train`."""
     from gcore_llm.training import resolve_inputs
 

@@ -32,8 +32,8 @@ from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Engine, Failed, Request
 from gcore_runs import (
     Display,
-    Result,
     RunFolder,
+    RunResult,
     Supervisor,
     UserError,
     best_step,
@@ -58,7 +58,7 @@ _WARMUP = WarmupConfig()
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
-def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> Result:
+def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> RunResult:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. A new run of the embedded model starts with ``warmup``.
@@ -75,7 +75,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say = supervisor.display.say
         tokenizer = _checked_tokenizer(config)
-        prompts = load_prompts(config, tokenizer, progress=supervisor.display.counted)
+        prompts = load_prompts(config, tokenizer, progress=supervisor.display.show_count)
         check_lengths(config, prompts)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
@@ -85,7 +85,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
             # Before anything is loaded: a run that does not fit is refused here.
             config = plan_run(config, say)
         instrumentation = Instrumentation(devices=device_timers(config), announce=say)
-        with supervisor.started(TextRewards.start(config, instrumentation=instrumentation)) as rewards:
+        with supervisor.run_services(TextRewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
             scoring = scoring_roles(config, tokenizer, rewards)
@@ -109,7 +109,7 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
                 else:
                     logged = replace(instrumentation, logs=run.logs)
                     starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
-                with supervisor.started(starting) as backend:
+                with supervisor.run_services(starting) as backend:
                     job = LLMJob(
                         config=config,
                         prompts=prompts,
@@ -318,7 +318,7 @@ async def _run_controller(
 
 def load_run(path: Path) -> tuple[RunFolder, TrainConfig]:
     """Return a run's folder, and its settings with the folder of its model; `UserError` if it has none yet."""
-    run, config = RunFolder.opened(path, TrainConfig)
+    run, config = RunFolder.open_with_config(path, TrainConfig)
     if not config.model and not run.model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"

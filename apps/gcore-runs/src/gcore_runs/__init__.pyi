@@ -8,7 +8,7 @@ from .command_line import (
     run_training as run_training,
     trace_command as trace_command,
 )
-from .data.rows import Rows as Rows
+from .data.rows import RowSource as RowSource
 from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
 from .host_memory import available_host_bytes as available_host_bytes, keep_free_memory as keep_free_memory
@@ -41,7 +41,7 @@ from .loop.recorder import (
     shown as shown,
 )
 from .loop.supervisor import (
-    Result as Result,
+    RunResult as RunResult,
     Supervisor as Supervisor,
     inline_backend as inline_backend,
 )

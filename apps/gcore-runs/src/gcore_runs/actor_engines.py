@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, pairwise
+from operator import sub
 from typing import Any, Self
 
 from gcore_controller import LENT, ActorRole, DeviceTimers
@@ -48,34 +49,36 @@ class ActorEngines:
         controllers have every ``world_size``-th, too, but the last ones have those that are left over; None: the run
         lends none.
         """
-        own = replace(instrumentation, role=role)
-        engines = cls(own, len(actors) >= world_size, start_timeout_s=start_timeout_s)
+        engines = cls(replace(instrumentation, role=role), len(actors) >= world_size, start_timeout_s=start_timeout_s)
         share = list(enumerate(actors))[rank % len(actors) :: world_size]
-        named = {f"{role} {number}": actor for number, actor in share}
+        handles = {f"{role} {number}": actor for number, actor in share}
         sleepers = list(enumerate(lent or ()))[world_size - 1 - rank :: world_size]
-        named |= {f"{LENT} {number}": actor for number, actor in sleepers}
-        found = await asyncio.gather(*(engines._connect(name, actor) for name, actor in named.items()))
-        newest, asleep = max(client.weight_version for client in found), found[len(share) :]
+        handles |= {f"{LENT} {number}": actor for number, actor in sleepers}
+        clients = await asyncio.gather(*(engines._connect(name, handle) for name, handle in handles.items()))
+        newest = max(client.weight_version for client in clients)
+        asleep = clients[len(share) :]
         engines.replicas = EngineReplicas(
-            [client for client in found if client.weight_version == newest],
+            [client for client in clients if client.weight_version == newest],
             restart=engines._reconnect,
             announce=instrumentation.announce,
             lent=None if lent is None else asleep,
         )
-        for client in found:
+        for client in clients:
             # Engines that an earlier job has left with older weights.
             if client.weight_version < newest:
                 await engines.replicas.add(client, is_lent=client in asleep)
         return engines
 
-    async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:
+    async def take_over(self, name: str, giver: "ActorEngines") -> Engine[Any, Any]:
         """Return an engine of this role in place of another role's engine of this name, which serves no more."""
         # At once, so that the other role does not connect to it again in place of one that dies.
-        handle, client = others._handles.pop(name), others._clients.pop(name)
+        handle = giver._handles.pop(name)
+        client = giver._clients.pop(name)
         try:
             engine = await self._connect(name, handle.lent(self.instrumentation.role))
         except BaseException:
-            others._handles[name], others._clients[name] = handle, client
+            giver._handles[name] = handle
+            giver._clients[name] = client
             raise
         await client.close()
         return engine
@@ -84,7 +87,8 @@ class ActorEngines:
         client = await RayEngine.connect(handle, start_timeout_s=self.start_timeout_s)
         self.making_s = max(self.making_s, client.making_s)
         engine = self.instrumentation.instrument(client, name)
-        self._handles[name], self._clients[name] = handle, engine
+        self._handles[name] = handle
+        self._clients[name] = engine
         return engine
 
     async def _reconnect(self) -> Engine[Any, Any]:
@@ -104,7 +108,7 @@ class ActorEngines:
 def lend(roles: Sequence[ActorEngines], *, devices: DeviceTimers, announce: Callable[[str], None]) -> LendingEngines:
     """Return all roles' engines such that an idle one of any works for another while that has more to do."""
 
-    async def moved(name: str, giver: int, taker: int) -> Engine[Any, Any]:
+    async def move(name: str, giver: int, taker: int) -> Engine[Any, Any]:
         with devices.stage("swap", name):
             engine = await roles[taker].take_over(name, roles[giver])
             devices.num_lent += 1
@@ -112,7 +116,7 @@ def lend(roles: Sequence[ActorEngines], *, devices: DeviceTimers, announce: Call
 
     pools = [role.replicas for role in roles]
     rule = LendingRule(len(roles), max(role.making_s for role in roles))
-    return LendingEngines(pools, lend=moved, rule=rule, announce=announce)
+    return LendingEngines(pools, lend=move, rule=rule, announce=announce)
 
 
 def role_shares(counts: Sequence[int], num_places: Sequence[int], rank: int) -> list[int]:
@@ -122,12 +126,14 @@ def role_shares(counts: Sequence[int], num_places: Sequence[int], rank: int) -> 
         counts: engines of each role, at least as many as controllers, and together as many as there are places.
         num_places: engines of all roles that each controller has.
     """
-    free = [places - len(counts) for places in num_places]
+    free = [number - len(counts) for number in num_places]
     shares: list[int] = []
     for count in counts:
         # In proportion to what earlier roles left.
-        through = [(count - len(free)) * own // max(1, sum(free)) for own in accumulate(free, initial=0)]
-        taken = [after - before for before, after in pairwise(through)]
-        free = [places - own for places, own in zip(free, taken, strict=True)]
-        shares.append(1 + taken[rank])
+        num_divided = count - len(free)
+        num_free = max(1, sum(free))
+        ends = [num_divided * number // num_free for number in accumulate(free, initial=0)]
+        assigned = [end - start for start, end in pairwise(ends)]
+        free = list(map(sub, free, assigned))
+        shares.append(1 + assigned[rank])
     return shares

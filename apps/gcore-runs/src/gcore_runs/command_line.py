@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +21,7 @@ from gcore_runs.settings.parsing import parse_arguments
 
 if TYPE_CHECKING:
     from gcore_runs.loop.recorder import Display
-    from gcore_runs.loop.supervisor import Result
+    from gcore_runs.loop.supervisor import RunResult
     from gcore_runs.report.run import Kind
 
 ConfigT = TypeVar("ConfigT")
@@ -125,7 +126,7 @@ def run_command(
         shared = {"report": RunArgs, "trace": TraceArgs, "logs": LogsArgs, "doctor": DoctorArgs}
         print_completion(app, {**shared, **settings()}, args[1:])
         return
-    command, rest = args[0], args[1:]
+    command = args[0]
     if command not in commands:
         print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
@@ -133,15 +134,21 @@ def run_command(
         os.environ.setdefault(name, value)
     try:
         with ends_with_its_reader():
-            commands[command](rest)
+            commands[command](args[1:])
     except KeyboardInterrupt:
-        how_to_resume = "" if command in not_resumed else "; the same command continues from the last finished step"
-        print(f"{app}: interrupted{how_to_resume}", file=sys.stderr)
+        message = f"{app}: interrupted"
+        if command not in not_resumed:
+            message += "; the same command continues from the last finished step"
+        print(message, file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        if not isinstance(error, OSError) and not isinstance(error, _expected_errors()):
+        if isinstance(error, OSError):
+            message = said(error)
+        elif isinstance(error, _expected_errors()):
+            message = one_line(error)
+        else:
             raise
-        print(f"{app}: error: {said(error) if isinstance(error, OSError) else one_line(error)}", file=sys.stderr)
+        print(f"{app}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -177,7 +184,7 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 def run_training(
     config: ConfigT,
-    train: "Callable[[ConfigT, Display], Result]",
+    train: "Callable[[ConfigT, Display], RunResult]",
     *,
     title: str,
     labels: Mapping[str, str] = MappingProxyType({}),
@@ -196,8 +203,10 @@ def run_training(
         before = f"before, step {result.before['step']}"
         after = f"after, step {result.after['step']}"
         table = Table("", before, after, title=title, title_justify="left")
-        own = {name: name.rpartition("/")[2].replace("_", " ") for name in sorted(result.before) if name[:4] == "val/"}
-        for name, label in (labels or own).items():
+        if not labels:
+            names = [name for name in sorted(result.before) if name.startswith("val/")]
+            labels = {name: name.rpartition("/")[2].replace("_", " ") for name in names}
+        for name, label in labels.items():
             if name in result.before:
                 table.add_row(label, shown(result.before[name]), shown(result.after[name]))
         display.console.print(table)
@@ -214,9 +223,9 @@ def print_table(title: str, columns: Sequence[str], sections: Sequence[Sequence[
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        is_number = all(row[place].replace(",", "").rstrip("%").isdecimal() for rows in sections for row in rows)
-        table.add_column(column, justify="right" if is_number else "left")
+    for index, column in enumerate(columns):
+        cells = [row[index].replace(",", "").rstrip("%") for row in chain.from_iterable(sections)]
+        table.add_column(column, justify="right" if all(map(str.isdecimal, cells)) else "left")
     for rows in sections:
         for row in rows:
             table.add_row(*row)

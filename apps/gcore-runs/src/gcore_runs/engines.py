@@ -78,7 +78,8 @@ class LocalEngineConfig(Checked):
             check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
-        name, engine = _SERVER_PYTHON, f"with {self.section}.engine {self.engine!r}"
+        name = _SERVER_PYTHON
+        engine = f"with {self.section}.engine {self.engine!r}"
         starts_server = name in self.kind.own_options
         expected = "the Python of an environment with SGLang" if starts_server else "'', as sglang alone takes it,"
         self.require(name, starts_server == bool(self.server_python), f"{expected} {engine}")
@@ -87,7 +88,9 @@ class LocalEngineConfig(Checked):
     def draft_model(self) -> str:
         """Folder or name of the model that guesses in speculative decoding; empty: none does."""
         speculation = self.engine_options.get("speculative_config")
-        return str(speculation.get("model", "")) if isinstance(speculation, Mapping) else ""
+        if not isinstance(speculation, Mapping):
+            return ""
+        return str(speculation.get("model", ""))
 
     def check_server_python(self) -> None:
         """Raise `UserError` if there is no such file on this machine."""
@@ -114,7 +117,7 @@ class EngineConfig(LocalEngineConfig):
         super().__post_init__()
         prefix = self.section
         if self.is_on_servers != bool(self.urls):
-            servers = " or ".join(engine_names(lambda kind: kind.is_server))
+            servers = " or ".join(engine_names(lambda engine: engine.is_server))
             raise UserError(
                 f"{prefix}.engine is {self.engine!r} and {prefix}.urls is {list(self.urls)}; expected {servers} with "
                 "one or more urls, or another engine without"
@@ -155,13 +158,17 @@ class PolicyEngineConfig(EngineConfig):
     @property
     def memory_options(self) -> dict[str, Any]:
         """The settings above that are set."""
-        values = {name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_batched_tokens")}
-        return {name: value for name, value in values.items() if value is not None}
+        options: dict[str, Any] = {}
+        for name in ("gpu_memory_utilization", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                options[name] = value
+        return options
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.memory_options:
-            takers = " or ".join(engine_names(lambda kind, name=name: name in kind.own_options))
+            takers = " or ".join(engine_names(lambda engine, name=name: name in engine.own_options))
             is_taken = name in self.kind.own_options
             self.require(name, is_taken, f"None with {self.section}.engine {self.engine!r}; {takers} takes it")
 
@@ -194,8 +201,10 @@ class JudgeOptions(LocalEngineConfig):
 
     def question(self) -> str:
         """Read the file of the question; empty: there is none. `UserError` if it cannot be read."""
+        if not self.template:
+            return ""
         try:
-            return Path(self.template).read_text("utf-8") if self.template else ""
+            return Path(self.template).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{self.section}.template is {self.template!r}: {error}") from None
 
@@ -213,8 +222,10 @@ class JudgeOptions(LocalEngineConfig):
 
 def stage_of(role: str) -> str:
     """Return the stage in which engines of a role work: gen, reward, or that of a further judge, reward/NAME."""
-    _, _, name = role.partition("_")
-    return "gen" if role == "engine" else f"reward/{name}" if name else "reward"
+    if role == "engine":
+        return "gen"
+    name = role.partition("_")[2]
+    return f"reward/{name}" if name else "reward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +245,8 @@ class Instrumentation:
 
     def instrument(self, engine: "Engine[RequestT, SampleT]", name: int | str) -> "Engine[RequestT, SampleT]":
         """Wrap the replica of this number or, if another role lends it, of this name."""
-        name = name if isinstance(name, str) else f"{self.role} {name}"
+        if not isinstance(name, str):
+            name = f"{self.role} {name}"
         return gcore_rollout.InstrumentedEngine(
             engine,
             name=name,
@@ -260,13 +272,23 @@ class Instrumentation:
         if not count:
             return self.instrument(make(), 0)
         names = [(self.role, i) for i in range(count)] + [(LENT, i) for i in range(num_lent)]
+
+        def make_factory(index: int) -> "Callable[[], Engine[RequestT, SampleT]]":
+            if not self.logs:
+                return make
+            return partial(logged, self.logs, *names[index], make)
+
+        def wrap(engine: "Engine[RequestT, SampleT]", index: int) -> "Engine[RequestT, SampleT]":
+            role, number = names[index]
+            return self.instrument(engine, f"{role} {number}")
+
         return await gcore_rollout.start_replicas(
-            lambda place: partial(logged, self.logs, *names[place], make) if self.logs else make,
+            make_factory,
             len(names),
             num_threads=num_threads,
             preload=preload,
             gpus=gpus,
-            wrap=lambda engine, place: self.instrument(engine, "{} {}".format(*names[place])),
+            wrap=wrap,
             announce=self.announce,
             num_lent=num_lent,
         )
@@ -283,21 +305,28 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
     from gcore_controller import DeviceTimers
 
     if config.lends_ranks:
-        count, size = config.sizes.num_lent, config.devices_per_engine
-        places = {f"{LENT} {i}": i for i in range(count)} | {f"trainer {r}": r // size for r in range(count * size)}
-        return DeviceTimers(shared={name: f"device {i}" for name, i in places.items()})
+        count = config.sizes.num_lent
+        size = config.devices_per_engine
+        shared = {f"{LENT} {i}": f"device {i}" for i in range(count)}
+        shared |= {f"trainer {rank}": f"device {rank // size}" for rank in range(count * size)}
+        return DeviceTimers(shared=shared)
     if not config.takes_turns:
         return DeviceTimers()
-    engines, size = config.rollout.num_processes, config.devices_per_engine
-    num_gpus, first = len(gcore_rollout.visible_gpus(config.device)), engines * size
-    place = {f"engine {i}": i * size for i in range(engines or 1)}
-    # The row of an engine on several devices is that of the ranks there, too.
-    place |= {f"trainer {i}": i // size * size if i < engines * size else i for i in range(config.sizes.ranks)}
+    engines = config.rollout.num_processes
+    size = config.devices_per_engine
+    num_gpus = len(gcore_rollout.visible_gpus(config.device))
+    first = engines * size
+    devices = {f"engine {i}": i * size for i in range(engines or 1)}
+    for rank in range(config.sizes.ranks):
+        # The row of an engine on several devices is that of the ranks there, too.
+        devices[f"trainer {rank}"] = rank // size * size if rank < engines * size else rank
     for role, judge in config.judges.items():
         # One without a process is in this one, on the first device.
-        place |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {f"{role} 0": 0}
+        devices |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {f"{role} 0": 0}
         first += judge.num_processes
-    return DeviceTimers(shared={name: f"device {i % num_gpus if num_gpus else i}" for name, i in place.items()})
+    if num_gpus:
+        devices = {name: index % num_gpus for name, index in devices.items()}
+    return DeviceTimers(shared={name: f"device {index}" for name, index in devices.items()})
 
 
 def engines_in_turns(
@@ -319,8 +348,11 @@ def lending_of(config: "BaseRLConfig") -> "Lending | None":
     from gcore_controller import Lending
     from gcore_placement import LendChoice
 
-    count, is_auto = config.sizes.num_lent, config.placement.lend_ranks == "auto"
-    return Lending(num_engines=count, rule=LendChoice(engines=config.sizes.engines, lent=count) if is_auto else None)
+    count = config.sizes.num_lent
+    rule: LendChoice | None = None
+    if config.placement.lend_ranks == "auto":
+        rule = LendChoice(engines=config.sizes.engines, lent=count)
+    return Lending(num_engines=count, rule=rule)
 
 
 def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
@@ -337,11 +369,15 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
 
 def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, Any]:
     """Return the options with which an engine is started on several devices, by a server, and one that is to sleep."""
-    size, takes = settings.tensor_parallel_size, settings.kind.own_options
-    options: dict[str, Any] = {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in takes else {}
-    if _SERVER_PYTHON in takes:
+    accepted = settings.kind.own_options
+    options: dict[str, Any] = {}
+    if config.engines_sleep and _SLEEP_MODE in accepted:
+        options[_SLEEP_MODE] = True
+    if _SERVER_PYTHON in accepted:
         options[_SERVER_PYTHON] = settings.server_python
-    return options | ({_TENSOR_PARALLEL: size} if size > 1 else {})
+    if settings.tensor_parallel_size > 1:
+        options[_TENSOR_PARALLEL] = settings.tensor_parallel_size
+    return options
 
 
 def _vllm_may_sleep(config: "BaseRunConfig") -> bool:

@@ -12,7 +12,7 @@ class UserError(Exception):
 
 def printable(text: str) -> str:
     """Return a text in which control characters, which may come from a response, a reward or a server, are escaped."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def one_line(error: object) -> str:

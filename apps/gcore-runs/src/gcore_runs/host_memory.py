@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 """Parameters of glibc's mallopt, from malloc.h."""
 _KEPT_BYTES = 1 << 29
 
@@ -54,7 +55,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     sizes = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines}
     total_bytes = sizes["MemTotal"]
     limits = [(limit, used) for limit, used in _limits(root) if limit < total_bytes]
-    limit_bytes, used_bytes = min(limits, key=lambda found: found[0] - found[1], default=(None, 0))
+    limit_bytes, used_bytes = min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
     return HostMemory(
         total_bytes=total_bytes,
         machine_available_bytes=sizes["MemAvailable"],
@@ -80,14 +81,17 @@ def _limits(root: Path) -> Iterable[tuple[int, int]]:
         else:
             continue
         for top in tops:
-            own = top / path.strip("/")
+            cgroup = top / path.strip("/")
             # In a container the path is often that of the host, and the container's own cgroup is the top.
-            for folder in dict.fromkeys([own, *own.parents, top]):
-                if folder.is_relative_to(top) and (found := _limit(folder, *names)):
-                    yield found
+            for folder in dict.fromkeys([cgroup, *cgroup.parents, top]):
+                if not folder.is_relative_to(top):
+                    continue
+                pair = _read_limit(folder, *names)
+                if pair is not None:
+                    yield pair
 
 
-def _limit(folder: Path, limit: str, usage: str, cache: str) -> tuple[int, int] | None:
+def _read_limit(folder: Path, limit: str, usage: str, cache: str) -> tuple[int, int] | None:
     try:
         limit_bytes = int((folder / limit).read_text("ascii"))
         used_bytes = int((folder / usage).read_text("ascii"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gcore_runs.data.rows import Rows, expand_pattern
+from gcore_runs.data.rows import RowSource, expand_pattern
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.run_folder import json_object
 from gcore_runs.settings.data_config import BaseDataConfig
@@ -35,7 +35,7 @@ LARGE_BYTES = 2**23
 
 def open_rows(
     source: str, columns: Mapping[str, str] | None = None, *, setting: str = "data.train_files"
-) -> list[Rows]:
+) -> list[RowSource]:
     """Open a source of rows: each file that a pattern matches, or a data set on the Hub.
 
     Args:
@@ -53,25 +53,25 @@ def open_rows(
     if source.startswith("hf://"):
         from gcore_runs.data.tables import open_dataset
 
-        found = [open_dataset(source, setting=setting, large_bytes=LARGE_BYTES)]
+        parts = [open_dataset(source, setting=setting, large_bytes=LARGE_BYTES)]
     else:
         paths = expand_pattern(source)
         if not paths:
             raise UserError(f"data file {source} does not exist: no file matches the pattern")
-        files = [_checked_file(path) for path in paths]
+        files = [_check_file(path) for path in paths]
         is_large = sum(file.stat().st_size for file in files) > LARGE_BYTES
-        found = [_rows_of(file, is_large=is_large) for file in files]
-    for rows in found:
+        parts = [_rows_of(file, is_large=is_large) for file in files]
+    for rows in parts:
         if not len(rows.rows):
             raise UserError(f"data file {rows.name} has no rows")
     if not columns:
-        return found
+        return parts
     from gcore_runs.data.columns import with_columns
 
-    return [with_columns(rows, columns) for rows in found]
+    return [with_columns(rows, columns) for rows in parts]
 
 
-def _checked_file(path: str) -> Path:
+def _check_file(path: str) -> Path:
     file = Path(path)
     if file.is_dir():
         raise UserError(f"data file {path} is a folder; expected {_ACCEPTED}")
@@ -82,7 +82,7 @@ def _checked_file(path: str) -> Path:
     return file
 
 
-def _rows_of(file: Path, *, is_large: bool) -> Rows:
+def _rows_of(file: Path, *, is_large: bool) -> RowSource:
     try:
         if file.suffix != ".jsonl" or is_large:
             from gcore_runs.data.tables import open_file
@@ -94,7 +94,7 @@ def _rows_of(file: Path, *, is_large: bool) -> Rows:
     except UnicodeDecodeError as error:
         raise UserError(f"data file {file} is not UTF-8: {error}") from None
     rows = [json_object(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-    return Rows(name=str(file), rows=rows, folder=file.parent)
+    return RowSource(name=str(file), rows=rows, folder=file.parent)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -115,8 +115,11 @@ def image_sources(row: Mapping[str, Any], key: str, folder: Path, where: str) ->
     image file, or a mapping with one of these. `UserError`, which names ``where``, for something else and for files
     that do not exist.
     """
-    found = row.get(key)
-    values: Sequence[object] = found if isinstance(found, list) else [] if found is None else [found]
+    values: Any = row.get(key)
+    if values is None:
+        return ()
+    if not isinstance(values, list):
+        values = [values]
     return tuple(_image_source(value, folder, where) for value in values)
 
 
@@ -137,18 +140,25 @@ def _image_source(value: object, folder: Path, where: str) -> bytes | Path | str
 
 def hold_out(parts: Sequence[list[RowT]], *, size: int, seed: int) -> tuple[list[list[RowT]], list[RowT]]:
     """Return the rows of each part to train on, and ``size`` held-out ones of all (at most a tenth), in their order."""
-    places = held_out_places(list(map(len, parts)), size=size, seed=seed)
-    train = [[r for i, r in enumerate(part) if i not in own] for part, own in zip(parts, map(set, places), strict=True)]
-    return train, [part[i] for part, own in zip(parts, places, strict=True) for i in own]
+    indices = held_out_places(list(map(len, parts)), size=size, seed=seed)
+    train: list[list[RowT]] = []
+    val: list[RowT] = []
+    for part, val_indices in zip(parts, indices, strict=True):
+        excluded = set(val_indices)
+        train.append([row for index, row in enumerate(part) if index not in excluded])
+        val.extend(part[index] for index in val_indices)
+    return train, val
 
 
 def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[int]]:
     """Return the places within each part of the rows that `hold_out` holds out, ascending, for parts of these sizes."""
-    rng, num_rows = np.random.default_rng(seed), sum(sizes)
+    rng = np.random.default_rng(seed)
+    num_rows = sum(sizes)
     size = min(size, num_rows // 10)
     # The first entries of a permutation, except where that would take much memory.
     drawn = rng.permutation(num_rows)[:size] if num_rows <= 2**20 else rng.choice(num_rows, size, replace=False)
-    drawn, ends = np.sort(drawn), np.cumsum([0, *sizes])
+    drawn = np.sort(drawn)
+    ends = np.cumsum([0, *sizes])
     return [(drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)]
 
 
@@ -191,9 +201,13 @@ def check_model(path: Path, *, setting: str = "model", may_be_quantized: bool = 
     """
     has_adapters = (path / "adapter_config.json").is_file()
     if not (path / "config.json").is_file():
-        adapters = "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
-        hint = f"{adapters}merged (export_merged)" if has_adapters else ""
-        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json{hint}")
+        message = f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json"
+        if has_adapters:
+            message += (
+                "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
+            )
+            message += "exported merged (export_merged)"
+        raise UserError(message)
     if has_adapters:
         # transformers would load them onto the model without a word.
         raise UserError(
@@ -271,13 +285,14 @@ def build_tokenizer(path: Path) -> Any:
 
 def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     """Return the tokens that end a response: the tokenizer's, and those of the model folder's generation settings."""
-    declared = None
+    ids = {tokenizer.eos_token_id}
     if model is not None:
-        generation = model / "generation_config.json"
-        settings = generation if generation.is_file() else model / "config.json"
+        settings = model / "generation_config.json"
+        if not settings.is_file():
+            settings = model / "config.json"
         declared = _read_json(settings).get("eos_token_id")
-    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
-    return sorted(i for i in ids if i is not None)
+        ids.update(declared if isinstance(declared, list) else [declared])
+    return sorted(ids - {None})
 
 
 def max_sequence_length(model: Path) -> int | None:
@@ -292,8 +307,11 @@ def max_sequence_length(model: Path) -> int | None:
     if limit is None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    return max(limit, round(original * factor)) if original and factor else limit
+    original = rope.get("original_max_position_embeddings")
+    factor = rope.get("factor")
+    if original and factor:
+        return max(limit, round(original * factor))
+    return limit
 
 
 def check_safetensors(folder: Path) -> None:
@@ -303,7 +321,8 @@ def check_safetensors(folder: Path) -> None:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
-        if missing := [name for name in shards if not (folder / name).is_file()]:
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
             raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")
     for file in sorted(folder.glob("*.safetensors")):
         try:

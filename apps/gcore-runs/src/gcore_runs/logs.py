@@ -66,7 +66,8 @@ def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool =
     _active.close()
     process = role if rank is None else f"{role}-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
-    stack, root = ExitStack(), logging.getLogger()
+    stack = ExitStack()
+    root = logging.getLogger()
     is_first = not root.handlers
     handler = _File(folder / f"{process}.log", redirect=redirect)
     handler.setFormatter(_Prefixed(process))
@@ -249,21 +250,25 @@ def merged_lines(
     that are written from now on, by new processes too, follow without an end; else a `UserError` says if there is none.
     """
     files: dict[Path, _LogFile] = {}
-    with ExitStack() as opened:
+    with ExitStack() as to_close:
         while True:
             # Nodes that do not share the folder have one of their own in it.
             paths = sorted([*folder.glob("*.log"), *folder.glob("*/*.log")])
             for path in paths:
                 its_role, _, its_rank = path.stem.partition("-")
-                is_wanted = role in ("", its_role) and (rank is None or str(rank) == its_rank)
-                if is_wanted and path not in files:
-                    files[path] = opened.enter_context(closing(_LogFile(path, is_followed=follow)))
+                matches = role in ("", its_role) and (rank is None or str(rank) == its_rank)
+                if matches and path not in files:
+                    files[path] = to_close.enter_context(closing(_LogFile(path, is_followed=follow)))
             if not files and not follow:
-                wanted = f"role {role or 'any'}, rank {'any' if rank is None else rank}"
+                rank_text = "any" if rank is None else rank
                 there = ", ".join(path.stem for path in paths) or "none at all"
-                raise UserError(f"{folder} has no logs of {wanted}; there are: {there}")
-            lines = (line for _, line in heapq.merge(*(file.read() for file in files.values()), key=itemgetter(0)))
-            yield from deque(lines, maxlen=last) if last else lines
+                raise UserError(f"{folder} has no logs of role {role or 'any'}, rank {rank_text}; there are: {there}")
+            parts = [file.read() for file in files.values()]
+            dated_lines: Iterable[tuple[str, str]] = heapq.merge(*parts, key=itemgetter(0))
+            if last:
+                dated_lines = deque(dated_lines, maxlen=last)
+            for _, line in dated_lines:
+                yield line
             if not follow:
                 return
             last = 0
@@ -291,19 +296,20 @@ class _LogFile:
                 # The last state of a progress bar.
                 output.append(before.rstrip("\r").rpartition("\r")[2])
             if record is not None:
-                yield from self._dated(output, record[1])
+                yield from self._date(output, record[1])
                 output.clear()
                 if record[2] != MARK:
                     yield record[1], line[record.start() :]
         if output:
-            yield from self._dated(output, _utc(self._path.stat().st_mtime))
+            yield from self._date(output, _utc(self._path.stat().st_mtime))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _dated(self, output: Iterable[str], when: str) -> Iterator[tuple[str, str]]:
-        return ((when, f"{when} {self._path.stem} OUT {line}") for line in output)
+    def _date(self, output: Iterable[str], when: str) -> Iterator[tuple[str, str]]:
+        for line in output:
+            yield when, f"{when} {self._path.stem} OUT {line}"
 
     def _lines(self) -> Iterator[bytes]:
         if self._file is None:
@@ -321,7 +327,7 @@ class _LogFile:
             yield from self._to_end(self._file)
 
     def _to_end(self, file: BinaryIO) -> Iterator[bytes]:
-        while line := file.readline():
+        for line in iter(file.readline, b""):
             if self._is_followed and not line.endswith(b"\n"):
                 file.seek(-len(line), os.SEEK_CUR)
                 return

@@ -38,24 +38,24 @@ class NodeLogs:
 
     def _collect(self) -> None:
         main = self._logs / MAIN
-        own = ray.get_runtime_context().get_node_id()
-        others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-        if not others or not main.is_file():
+        this_node = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != this_node]
+        if not nodes or not main.is_file():
             return
         remote: Any = ray.remote
         calls: dict[Any, str] = {}
-        for node in others:
+        for node in nodes:
             name = f"{node['NodeManagerAddress']}-{node['NodeID'][:8]}"
-            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            read = remote(new_logs).options(num_cpus=0, scheduling_strategy=place, max_retries=0)
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            read = remote(new_logs).options(num_cpus=0, scheduling_strategy=on_node, max_retries=0)
             calls[read.remote(str(self._logs), _beginning(main), self._copied.get(name, {}))] = name
         done, missed = ray.wait(list(calls), num_returns=len(calls), timeout=_TIMEOUT_S)
         for call in missed:
             _logger.warning("logs of node %s could not be collected within %.0f s", calls[call], _TIMEOUT_S)
         for call in done:
-            found: Mapping[str, tuple[int, bytes]] = ray.get(call)
+            logs: Mapping[str, tuple[int, bytes]] = ray.get(call)
             copied = self._copied.setdefault(calls[call], {})
-            for name, (size, content) in found.items():
+            for name, (size, content) in logs.items():
                 target = self._logs / calls[call] / name
                 target.parent.mkdir(exist_ok=True)
                 with target.open("ab") as file:
@@ -73,14 +73,17 @@ def new_logs(folder: str, beginning: bytes, copied: Mapping[str, int]) -> dict[s
     main = Path(folder, MAIN)
     if main.is_file() and _beginning(main) == beginning:
         return {}
-    found: dict[str, tuple[int, bytes]] = {}
+    logs: dict[str, tuple[int, bytes]] = {}
     for path in Path(folder).glob("*.log"):
         content = path.read_bytes()
-        known = copied.get(path.name, 0)
-        # A file that has become shorter was rotated.
-        if new := content[known if known <= len(content) else 0 :]:
-            found[path.name] = (len(content), new)
-    return found
+        start = copied.get(path.name, 0)
+        if start > len(content):
+            # The file has become shorter: it was rotated.
+            start = 0
+        new = content[start:]
+        if new:
+            logs[path.name] = (len(content), new)
+    return logs
 
 
 def _beginning(path: Path) -> bytes:

@@ -107,8 +107,9 @@ async def start_ray_backend(
     """
     _connect_to_cluster(config)
     logs = logs_of(checkpoints.absolute())
-    lent = {LENT: engine} if config.lends_ranks else {}
-    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine, **judges, **lent}
+    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine, **judges}
+    if config.lends_ranks:
+        factories[LENT] = engine
 
     def factory(role: ActorRole, config: ConfigT, process: tuple[ActorRole, int]) -> EngineFactory:
         return partial(logged, logs, *process, partial(_with_allocator, config, factories[role](config)))
@@ -166,18 +167,20 @@ async def _run_controller(
         instrumentation=instrumentation,
         start_timeout_s=config.ray.timeout_s,
     )
-    traits, takes_turns = STRATEGIES[config.strategy], config.takes_turns
+    traits = STRATEGIES[config.strategy]
+    takes_turns = config.takes_turns
     async with AsyncExitStack() as to_close:
         to_close.enter_context(announce_slow_calls(announce))
         judges = {role: await connected(role, actors) for role, actors in ctx.roles.judges.items()}
-        judging: Sequence[Engine[Any, Any]] = [own.replicas for own in judges.values()]
+        judging: Sequence[Engine[Any, Any]] = [judge.replicas for judge in judges.values()]
         for engine in judging:
             to_close.push_async_callback(engine.close)
             if traits.is_time_shared:
                 await engine.sleep()
         if ctx.roles.engines:
             engines = await connected("engine", ctx.roles.engines, lent=ctx.roles.lent)
-            policy, num_engines = engines.replicas, len(engines.replicas.engines)
+            policy = engines.replicas
+            num_engines = len(engines.replicas.engines)
             roles = [engines, *judges.values()]
             if traits.follows_load and judges and all(role.are_own for role in roles):
                 num_engines = sum(len(role.replicas.engines) for role in roles)
@@ -211,7 +214,10 @@ async def arrange_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> 
     a call samples already: it has lent them for its own queues.
     """
     arranged = [len(actors) for actors in (ctx.roles.engines, *ctx.roles.judges.values())]
-    num_places = [sum(len(range(r, n, ctx.world_size)) for n in arranged) for r in range(ctx.world_size)]
+    num_places = [0] * ctx.world_size
+    for number in arranged:
+        for index in range(number):
+            num_places[index % ctx.world_size] += 1
     while True:
         sizes: Sizes = await ctx.notices.get()
         counts = [sizes.engines, *sizes.judges.values()]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -72,21 +72,22 @@ class RunFolder:
             raise UserError(f"{path} is not a run's folder: {reason}")
         return folder
 
-    def load_config(self, kind: type[ConfigT]) -> ConfigT:
-        """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
+    def load_config(self, config_type: type[ConfigT]) -> ConfigT:
+        """Return the settings of the run, as ``config_type``; `UserError` if another command made it."""
         values = translate_removed(read_toml(self.config))
-        base = kind()
-        made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
-        if made_by != wanted:
-            raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {wanted}")
+        base = config_type()
+        made_by = values.get("command", "train")
+        expected = getattr(base, "command", "train")
+        if made_by != expected:
+            raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {expected}")
         # A run of an earlier version may have settings that nothing read.
         return merge(base, values, source=str(self.config), keep=())
 
     @classmethod
-    def opened(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
+    def open_with_config(cls, path: str | Path, config_type: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
         """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
         folder = cls.existing(path)
-        return folder, resolve(folder.load_config(kind), is_local=True)
+        return folder, resolve(folder.load_config(config_type), is_local=True)
 
     def lock(self) -> None:
         """Keep other processes from writing this run while this object lives; `UserError` if one does already."""
@@ -117,7 +118,8 @@ def open_run(config: BaseRunConfig) -> RunFolder:
         _check_unchanged(folder, config, fingerprints)
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
     write_atomically(folder.fingerprints, lambda path: path.write_text(json.dumps(fingerprints, indent=2)))
-    identity, is_local = folder.path / _ID, isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
+    identity = folder.path / _ID
+    is_local = isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
     if (is_local or config.trainer.trackers) and not identity.exists():
         write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
@@ -125,22 +127,22 @@ def open_run(config: BaseRunConfig) -> RunFolder:
 
 def _check_unchanged(folder: RunFolder, config: BaseRunConfig, fingerprints: Mapping[str, str]) -> None:
     """Raise `UserError` if a run was started with other settings, or other contents of the files that they name."""
-    found = differences(folder.load_config(type(config)), config)
+    lines = differences(folder.load_config(type(config)), config)
     before: dict[str, str] = {}
     if folder.fingerprints.is_file():
         before = json_object(folder.fingerprints.read_text(), str(folder.fingerprints))
     for name, fingerprint in fingerprints.items():
-        is_same_name = not any(line.startswith(f"{name}: ") for line in found)
-        if not is_same_name or before.get(name, fingerprint) == fingerprint:
+        is_renamed = any(line.startswith(f"{name}: ") for line in lines)
+        if is_renamed or before.get(name, fingerprint) == fingerprint:
             continue
         line = f"{name}: the content of its files has changed"
         # A function that failed, and was corrected, is no reason to start again.
         if is_of_code(config, name):
             folder.notices.append(f"{line} since the run was started; it continues with the new one")
         else:
-            found.append(line)
+            lines.append(line)
     may_change = [f"{name}*" for name in (*config.may_change, "dtype: auto ->")]
-    changed = [line for line in found if not any(fnmatchcase(line, name) for name in may_change)]
+    changed = [line for line in lines if not any(fnmatchcase(line, name) for name in may_change)]
     if not changed:
         return
     hint = ""
@@ -168,7 +170,7 @@ def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
             shutil.rmtree(target)
         partial.replace(target)
     except OSError as error:
-        raise _named(error, target) from error
+        raise _add_file_name(error, target) from error
 
 
 def partial_path(target: Path) -> Path:
@@ -182,12 +184,14 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
-        raise _named(error, path) from error
+        raise _add_file_name(error, path) from error
 
 
-def _named(error: OSError, path: Path) -> OSError:
+def _add_file_name(error: OSError, path: Path) -> OSError:
     """Return the error with a file name, which that of a full disk lacks."""
-    return error if error.filename is not None else OSError(error.errno, error.strerror, str(path))
+    if error.filename is not None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def json_object(text: str | bytes, where: str) -> dict[str, Any]:
@@ -203,7 +207,9 @@ def json_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSONL file, which may be missing or end in half a line; raises as `json_object`."""
-    lines = path.read_text("utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
+    if not path.is_file():
+        return []
+    lines = path.read_text("utf-8", errors="replace").split("\n")[:-1]
     return [json_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
@@ -216,9 +222,11 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 def _keep_until(path: Path, last_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Remove the rows of the steps after ``last_step``, which are run again; return the others, and the removed."""
     rows = read_jsonl(path)
-    kept = [row for row in rows if row["step"] <= last_step] if last_step else []
-    write_jsonl(path, kept)
-    return kept, rows[len(kept) :]
+    remaining: list[dict[str, Any]] = []
+    if last_step:
+        remaining = [row for row in rows if row["step"] <= last_step]
+    write_jsonl(path, remaining)
+    return remaining, rows[len(remaining) :]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -228,35 +236,45 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """
 
     def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()) -> None:
-        self._path, self._samples = run.metrics, run.training_samples
+        self._path = run.metrics
+        self._samples = run.training_samples
         _, repeated = _keep_until(run.metrics, last_step)
         if run.training_samples.exists():
             _keep_until(run.training_samples, last_step)
-        self._known = {(row["step"], name) for row in repeated for name in row}
-        """Step and name of the values that trackers got before the run was resumed."""
-        self._known_step = max((step for step, _ in self._known), default=-1)
-        self._board = TensorBoard(run.tensorboard, last_step=last_step) if tensorboard else None
-        self._trackers = [*filter(None, [self._board]), *trackers]
+        self._tracked: dict[int, set[str]] = {}
+        """Names of the values that trackers got before the run was resumed, by step."""
+        for row in repeated:
+            self._tracked.setdefault(row["step"], set()).update(row)
+        self._last_tracked_step = max(self._tracked, default=-1)
+        self._board: TensorBoard | None = None
+        self._trackers = list(trackers)
+        if tensorboard:
+            self._board = TensorBoard(run.tensorboard, last_step=last_step)
+            self._trackers.insert(0, self._board)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row."""
         append_json(self._path, {"step": step, **metrics})
-        unknown = {name: value for name, value in metrics.items() if (step, name) not in self._known}
+        tracked = self._tracked.get(step, ())
+        new_metrics = {name: value for name, value in metrics.items() if name not in tracked}
         for tracker in self._trackers:
-            if shown := unknown if tracker.keeps_history else metrics:
-                tracker.write(step, shown)
+            values = new_metrics if tracker.keeps_history else metrics
+            if values:
+                tracker.write(step, values)
 
     def write_images(self, step: int, images: Images) -> None:
         """Pass images to the trackers that show them."""
         for tracker in self._trackers:
-            if step > self._known_step or not tracker.keeps_history:
+            if step > self._last_tracked_step or not tracker.keeps_history:
                 tracker.write_images(step, images)
 
     def write_samples(self, step: int, samples: Rows) -> None:
         """Append rows of samples of training; TensorBoard does not hide texts of repeated steps, either."""
         for sample in samples:
             append_json(self._samples, {"step": step, **sample})
-        for tracker in self._trackers if samples and step > self._known_step else ():
+        if not samples or step <= self._last_tracked_step:
+            return
+        for tracker in self._trackers:
             tracker.write_samples(step, samples)
             if "image" in samples[0]:
                 tracker.write_images(step, images_of(samples))
@@ -301,25 +319,25 @@ class StepSpans:
     @property
     def end_s(self) -> float:
         """Seconds since the run's first step."""
-        rows = [*self.controllers, *self.devices.values()]
-        return self.start_s + max((span.end_s for spans in rows for span in spans), default=0.0)
+        spans = chain(*self.controllers, *self.devices.values())
+        return self.start_s + max((span.end_s for span in spans), default=0.0)
 
     def intervals(self) -> StepIntervals:
         """Return the spans for a `Ledger` of where the devices' time went."""
-        return StepIntervals.of(self.step, **_each(_triples, self.controllers, self.devices))
+        return StepIntervals.of(self.step, **_convert_rows(_triples, self.controllers, self.devices))
 
     def to_row(self) -> dict[str, Any]:
         """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
-        rows = _each(_rounded, self.controllers, self.devices)
-        row = {"step": self.step, "start_s": round(self.start_s, _DIGITS), **rows}
-        return row if self.devices else {name: value for name, value in row.items() if name != "devices"}
+        rows = _convert_rows(_round_spans, self.controllers, self.devices)
+        if not self.devices:
+            del rows["devices"]
+        return {"step": self.step, "start_s": round(self.start_s, _DIGITS), **rows}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "StepSpans":
         """Return the step that `to_row` gave this row for."""
-        return cls(
-            step=row["step"], start_s=row["start_s"], **_each(_spans, row["controllers"], row.get("devices", {}))
-        )
+        rows = _convert_rows(_spans, row["controllers"], row.get("devices", {}))
+        return cls(step=row["step"], start_s=row["start_s"], **rows)
 
 
 class SpanWriter:
@@ -338,7 +356,7 @@ class SpanWriter:
         if self._zero_s is not None:
             self._waits = [Span(stage=cause, start_s=self._zero_s + self._end_s, end_s=math.inf)]
 
-    def waited(self, span: Span) -> None:
+    def record_wait(self, span: Span) -> None:
         """Record what all controllers waited for, in seconds of UTC; the next step starts with it."""
         self._waits.append(span)
 
@@ -347,25 +365,29 @@ class SpanWriter:
     ) -> None:
         """Record a step, whose spans, by rank and by device name, are in seconds of one clock; see `on_wall_clock`."""
         devices = devices or {}
-        starts_s = [s.start_s for spans in (*controllers, *devices.values()) for s in spans]
+        starts_s = [span.start_s for span in chain(*controllers, *devices.values())]
         if self._zero_s is None:
             # A resumed run continues where the process before it ended.
-            self._zero_s = min(starts_s) - self._end_s if starts_s else None
+            if starts_s:
+                self._zero_s = min(starts_s) - self._end_s
         elif starts_s:
-            waits = [replace(wait, end_s=min(wait.end_s, *starts_s)) for wait in self._waits]
-            controllers = [[*waits, *own] for own in controllers]
-            starts_s += [wait.start_s for wait in waits]
+            first_s = min(starts_s)
+            waits = [replace(wait, end_s=min(wait.end_s, first_s)) for wait in self._waits]
+            controllers = [[*waits, *spans] for spans in controllers]
+            starts_s.extend(wait.start_s for wait in waits)
         self._waits = []
         zero_s = self._zero_s or 0.0
         start_s = min(starts_s, default=zero_s + self._end_s)
-        rows = _each(partial(_relative, zero_s=start_s), controllers, devices)
+        rows = _convert_rows(partial(_relative, zero_s=start_s), controllers, devices)
         spans = StepSpans(step=step, start_s=start_s - zero_s, **rows)
         self._end_s = spans.end_s
         append_json(self._path, spans.to_row())
 
     def _truncate(self, last_step: int) -> None:
         rows, _ = _keep_until(self._path, last_step)
-        self._end_s = StepSpans.from_row(rows[-1]).end_s if rows else 0.0
+        self._end_s = 0.0
+        if rows:
+            self._end_s = StepSpans.from_row(rows[-1]).end_s
 
 
 def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
@@ -381,7 +403,9 @@ def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
     return joined
 
 
-def _each(convert: Callable[[Any], Any], controllers: Iterable[Any], devices: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_rows(
+    convert: Callable[[Any], Any], controllers: Iterable[Any], devices: Mapping[str, Any]
+) -> dict[str, Any]:
     """Convert the spans of each controller and device."""
     return {
         "controllers": list(map(convert, controllers)),
@@ -397,5 +421,5 @@ def _triples(spans: Iterable[Span]) -> list[tuple[str, float, float]]:
     return [(s.stage, s.start_s, s.end_s) for s in spans]
 
 
-def _rounded(spans: Iterable[Span]) -> list[list[str | float]]:
+def _round_spans(spans: Iterable[Span]) -> list[list[str | float]]:
     return [[s.stage, round(s.start_s, _DIGITS), round(s.end_s, _DIGITS)] for s in spans]

@@ -84,8 +84,10 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         self.wake()
         self.use("actor")
         options = {"averaged": True} if averaged else {}
-        weights, divided = self.trainers["actor"].export_weights(**options), iter
-        if torch.distributed.is_initialized() and (num_ranks := torch.distributed.get_world_size()) > 1:
+        weights = self.trainers["actor"].export_weights(**options)
+        divided = iter
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            num_ranks = torch.distributed.get_world_size()
             divided = partial(divide_weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks)
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
@@ -103,13 +105,15 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def save_pretrained(self, path: Path) -> None:
         self.wake()
         self.use("actor")
-        trainer = self.trainers["actor"]
-        write = trainer.save_adapters if self.exports_adapters else trainer.save_pretrained
-        write(path)
+        if self.exports_adapters:
+            self.trainers["actor"].save_adapters(path)
+        else:
+            self.trainers["actor"].save_pretrained(path)
 
     def save(self, step: int, rest: State) -> None:
         self.wake()
-        state, self._is_complete = {**rest, **self._states()}, step == self._last_step
+        state = {**rest, **self._states()}
+        self._is_complete = step == self._last_step
         if self._tiers is None:
             self._checkpointer.save(step, state)
         else:
@@ -148,8 +152,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         if self.is_one_at_a_time:
             if self._is_asleep:
                 raise TrainerError("the models are asleep; expected a call of wake() before they compute")
-            for other, model in self.models.items():
-                if other != role:
+            for model_role, model in self.models.items():
+                if model_role != role:
                     model.sleep()
             if role in self.models:
                 self.models[role].wake()
@@ -201,12 +205,12 @@ def _tiers(config: BaseRunConfig, checkpoints: Path) -> "TieredCheckpointer | No
         return None
     from gcore_ckpt import Tier, TieredCheckpointer
 
-    asked = config.local_checkpoints.folder
-    folder = Path(os.path.expandvars(asked)).absolute()
+    setting = config.local_checkpoints.folder
+    folder = Path(os.path.expandvars(setting)).absolute()
     if "$" in str(folder):
         raise UserError(
-            f"local_checkpoints.folder is {asked!r}, in which this rank's environment leaves {str(folder)!r}; expected "
-            "variables that are set on every machine"
+            f"local_checkpoints.folder is {setting!r}, in which this rank's environment leaves {str(folder)!r}; "
+            "expected variables that are set on every machine"
         )
     # Of this run alone: another one of the same name may have been there.
     folder /= f"{config.name}-{run_id(checkpoints.parent)}"

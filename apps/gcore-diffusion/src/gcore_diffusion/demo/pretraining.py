@@ -100,7 +100,7 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
         optimizer.step()
         average.update(step)
         losses.append(loss.item())
-        display.progressed(step + 1, [("loss", f"{np.mean(losses[-50:]):.3f}")])
+        display.show_progress(step + 1, [("loss", f"{np.mean(losses[-50:]):.3f}")])
     model.load_state_dict(model.state_dict() | average.tensors)
     model.eval()
     assert math.isfinite(losses[-1])

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from gcore_llm.config import DataConfig
 from gcore_llm.data.loaded import LoadedPrompts, Progress
 from gcore_rollout import Prompt
-from gcore_runs import Rows, UserError
-from gcore_runs.data.cache import cached
+from gcore_runs import RowSource, UserError
+from gcore_runs.data.cache import cache_file
 from gcore_runs.data.columns import values_of
 from gcore_runs.data.rows import LazySequence
 
-MakePrompts = Callable[[Rows, Sequence[int]], list[Prompt]]
+MakePrompts = Callable[[RowSource, Sequence[int]], list[Prompt]]
 """Returns the prompts of some rows, by their numbers."""
 _BATCH_ROWS = 1000
 
@@ -24,7 +24,7 @@ _BATCH_ROWS = 1000
 class LargePrompts(LazySequence[Prompt]):
     """The prompts of rows that are not in memory, each made when it is indexed; ``left_out`` are numbers of rows."""
 
-    def __init__(self, rows: Rows, make: MakePrompts, left_out: NDArray[np.int64]) -> None:
+    def __init__(self, rows: RowSource, make: MakePrompts, left_out: NDArray[np.int64]) -> None:
         self._rows = rows
         self._make = make
         self._left_out = left_out
@@ -47,7 +47,7 @@ class LargePrompts(LazySequence[Prompt]):
 
 
 def load_large(
-    rows: Rows, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int, progress: Progress
+    rows: RowSource, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int, progress: Progress
 ) -> LoadedPrompts:
     """Return the prompts of at most data.max_prompt_length tokens of rows that are not in memory.
 
@@ -68,7 +68,7 @@ def load_large(
         with path.open("wb") as file:
             np.savez(file, left_out=left_out, lengths=lengths)
 
-    with np.load(cached("lengths.npz", key, write)) as arrays:
+    with np.load(cache_file("lengths.npz", key, write)) as arrays:
         left_out = arrays["left_out"]
         longest, shortest = arrays["lengths"].tolist()
     prompts = LargePrompts(rows, make, left_out)
@@ -76,7 +76,7 @@ def load_large(
 
 
 def _scan(
-    rows: Rows, data: DataConfig, make: MakePrompts, fits: int, progress: Progress
+    rows: RowSource, data: DataConfig, make: MakePrompts, fits: int, progress: Progress
 ) -> tuple[NDArray[np.int64], list[int]]:
     """Return the numbers of rows that are too long, and the lengths of the longest other one and the shortest of all.
 
@@ -105,7 +105,7 @@ def _scan(
     return np.array(left_out, np.int64), [longest, shortest]
 
 
-def _unsure_batches(rows: Rows, key: str, most_characters: int) -> Iterator[list[int]]:
+def _unsure_batches(rows: RowSource, key: str, most_characters: int) -> Iterator[list[int]]:
     """Yield, in batches, the numbers of the rows whose prompts may be too long, or are none."""
     batch: list[int] = []
     for number, value in enumerate(values_of(rows.rows, key)):
@@ -130,7 +130,7 @@ def _overhead(key: str, make: MakePrompts) -> int:
     """
     overheads: list[int] = []
     for count in (1, 64):
-        rows = Rows(name="probe", rows=[{key: character * count} for character in string.printable], folder=Path())
+        rows = RowSource(name="probe", rows=[{key: character * count} for character in string.printable], folder=Path())
         try:
             prompts = make(rows, range(len(rows.rows)))
         except UserError:

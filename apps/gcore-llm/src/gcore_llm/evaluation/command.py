@@ -256,7 +256,7 @@ class _Progress:
         """Count the responses to a prompt."""
         self._count(group.scores)
         cells = [("mean score", f"{self._sum / self._num:.3f}"), ("left", f"{self._total - self._num:,}")]
-        self._display.progressed(self._num, cells, unit="response")
+        self._display.show_progress(self._num, cells, unit="response")
 
     def _count(self, scores: Sequence[float]) -> None:
         self._num += len(scores)

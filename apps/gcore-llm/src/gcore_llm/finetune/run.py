@@ -24,7 +24,7 @@ from gcore_llm.learning.config import drop_other_export
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Result, Stop, Supervisor, mixed, model_folder, with_adapter
+from gcore_runs import RunResult, Stop, Supervisor, mixed, model_folder, with_adapter
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import MetricsWriter, write_atomically
 from gcore_runs.settings.parsing import resolve
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Result:
+def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> RunResult:
     """Train a model on given answers, or resume the run of this name.
 
     Args:
@@ -155,7 +155,7 @@ class _Loop:
         config_with_length = replace(config, trainer=trainer)
         self._learner = start_ranks(FineTuneWorker, config_with_length, trainer, model, run.checkpoints)
         try:
-            with self._stop.noted():
+            with self._stop.catch_interrupts():
                 sets = self._sets
                 if isinstance(config, DPORunConfig):
                     sets = self._add_reference(is_resumed=is_resumed)
@@ -203,7 +203,7 @@ class _Loop:
             log_probs_of: dict[int, Any] = {}
             for batch, scores in self._score(self._micro_batches(examples)):
                 log_probs_of.update(zip(map(id, batch), scores, strict=True))
-                self._display.progressed(len(log_probs_of) // 2)
+                self._display.show_progress(len(log_probs_of) // 2)
             log_probs = np.concatenate([log_probs_of[id(sample)] for sample in samples])
 
             def write(partial: Path) -> None:
@@ -295,7 +295,7 @@ class _Loop:
         cells.append(("lr", f"{metrics['actor/lr']:.2g}"))
         cells.append(("epoch", f"{metrics['data/epoch']:.2f}"))
         cells.append(("tokens/s", f"{metrics['perf/throughput']:,.0f}"))
-        self._display.progressed(step, cells)
+        self._display.show_progress(step, cells)
         if not math.isfinite(metrics["actor/grad_norm"]):
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
 

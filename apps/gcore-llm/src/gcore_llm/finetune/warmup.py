@@ -55,7 +55,7 @@ async def make_warm_model(
         accuracy = result.sampled_mean or 0.0
         append_json(run.warmup, {"step": step, "sft/loss": loss} | result.metrics())
         cells = [("loss", f"{loss:.3f}"), ("held-out accuracy", f"{accuracy:.3f}")]
-        display.progressed(step, cells, unit="warm-up")
+        display.show_progress(step, cells, unit="warm-up")
         return accuracy >= warmup.target_accuracy
 
     options: dict[str, Any] = {"temperature": config.rollout.temperature, "max_length": config.data.max_length}
@@ -79,7 +79,7 @@ async def make_model(
 
     async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:
         del trainer
-        display.progressed(step, [("loss", f"{loss:.3f}")])
+        display.show_progress(step, [("loss", f"{loss:.3f}")])
         append_json(run.warmup, {"step": step, "sft/loss": loss})
         return False
 
@@ -125,7 +125,7 @@ async def _train(
     for step in range(1, warmup.max_steps + 1):
         batch = [samples[i] for i in order.integers(0, len(samples), warmup.batch_size)]
         loss = trainer.train_step([batch])["sft/loss"]
-        display.progressed(step)
+        display.show_progress(step)
         is_due = step % warmup.test_freq == 0 or step == warmup.max_steps
         if is_due and await check(trainer, step, loss):
             break

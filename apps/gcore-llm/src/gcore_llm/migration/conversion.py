@@ -10,7 +10,7 @@ import tomli_w
 
 from gcore_runs import UserError
 from gcore_runs.migration.keys import Key, find_key
-from gcore_runs.settings.parsing import merge, nested, setting_types
+from gcore_runs.settings.parsing import merge, nest, setting_types
 from gcore_runs.settings.run_config import BaseRunConfig, TrackerName
 
 NEVER = 1_000_000
@@ -123,7 +123,7 @@ class Conversion:
     def result(self) -> BaseRunConfig:
         """Return the settings as the command's own; `UserError` if it refuses them."""
         # The other library's scripts set, for all algorithms, what only some of them read.
-        return merge(self.config, nested(self.settings), source=f"converted from {self.library}", keep=())
+        return merge(self.config, nest(self.settings), source=f"converted from {self.library}", keep=())
 
     def settings_to_write(self) -> dict[str, Any]:
         """Return the settings to write: those that were given, and defaults of the other library that differ."""

@@ -11,7 +11,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gcore"
 
 
-def cached(name: str, key: object, make: Callable[[Path], object]) -> Path:
+def cache_file(name: str, key: object, make: Callable[[Path], object]) -> Path:
     """Return the cached file ``name`` of this key, which ``make`` writes to a path if there is none yet.
 
     The key is whatever determines the content: its ``repr`` is hashed.
@@ -21,10 +21,10 @@ def cached(name: str, key: object, make: Callable[[Path], object]) -> Path:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may make the same file: the last one to finish replaces it by an equal one.
-        own = file.with_name(f".{os.getpid()}-{file.name}")
+        new_file = file.with_name(f".{os.getpid()}-{file.name}")
         try:
-            make(own)
-            own.replace(file)
+            make(new_file)
+            new_file.replace(file)
         finally:
-            own.unlink(missing_ok=True)
+            new_file.unlink(missing_ok=True)
     return file

@@ -30,17 +30,17 @@ def download_model(name: str, *, setting: str, files: list[str] = _MODEL_FILES) 
 
     repo, _, revision = name.partition("@")
     try:
-        found = Path(
+        folder = Path(
             snapshot_download(repo, revision=revision or None, allow_patterns=files, ignore_patterns=_OTHER_FORMS)
         )
-        if files is _MODEL_FILES and not any(found.rglob("*.safetensors")):
-            snapshot_download(repo, revision=found.name, allow_patterns="*.bin", ignore_patterns=_OTHER_FORMS)
+        if files is _MODEL_FILES and not any(folder.rglob("*.safetensors")):
+            snapshot_download(repo, revision=folder.name, allow_patterns="*.bin", ignore_patterns=_OTHER_FORMS)
     except Exception as error:
         # Those of the network have types of their own in every version.
         raise UserError(
             f"{setting} is {name!r}; expected an existing folder, or a model on the Hub: {_reason(error, revision)}"
         ) from error
-    return found
+    return folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,13 @@ class DatasetName:
     @classmethod
     def parse(cls, source: str, *, setting: str) -> "DatasetName":
         """Return the parts of a name; `UserError`, which names ``setting``, for another form."""
-        found = _DATASET.fullmatch(source)
-        if found is None:
+        match = _DATASET.fullmatch(source)
+        if match is None:
             raise UserError(
                 f"{setting} is {source!r}; expected hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT], such as "
                 "hf://openai/gsm8k/main:train"
             )
-        return cls(**found.groupdict())
+        return cls(**match.groupdict())
 
     def __str__(self) -> str:
         parts = (("@", self.revision), ("/", self.subset), (":", self.split))
@@ -75,28 +75,34 @@ def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
     ``train`` if none is named. Raises as `download_model`.
     """
     is_pinned = name.revision is not None and _SHA.fullmatch(name.revision)
-    if is_pinned and (known := _known(name)):
-        return known
+    if is_pinned:
+        remembered = _read_memo(name)
+        if remembered:
+            return remembered
     if find_spec("datasets") is None:
         raise UserError(
             f"{setting} is {str(name)!r}; expected `datasets` to be installed for data of the Hub: "
             "pip install 'gcore-runs[hub]'"
         )
     try:
-        found = _load(name if is_pinned else replace(name, revision=_newest_commit(name)))
+        pinned_name = name if is_pinned else replace(name, revision=_newest_commit(name))
+        commit, files = _load(pinned_name)
     except Exception as error:
-        if known := _known(name):
-            return known
+        remembered = _read_memo(name)
+        if remembered:
+            return remembered
         # `datasets` raises errors of many types.
         raise UserError(
             f"{setting} is {str(name)!r}; expected a data set on the Hub: {_reason(error, name.revision)}"
         ) from error
-    for key in {name, replace(name, revision=found[0])}:
-        memo, own = _memo(key), _memo(key).with_suffix(f".{os.getpid()}")
+    content = json.dumps({"commit": commit, "files": list(map(str, files))})
+    for key in {name, replace(name, revision=commit)}:
+        memo = _memo(key)
+        new_memo = memo.with_suffix(f".{os.getpid()}")
         memo.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps({"commit": found[0], "files": [str(file) for file in found[1]]}))
-        own.replace(memo)
-    return found
+        new_memo.write_text(content)
+        new_memo.replace(memo)
+    return commit, files
 
 
 def _newest_commit(name: DatasetName) -> str:
@@ -121,24 +127,29 @@ def _memo(name: DatasetName) -> Path:
     return cache_folder() / "hub" / (re.sub(r"[^\w.-]+", "--", str(name).removeprefix("hf://")) + ".json")
 
 
-def _known(name: DatasetName) -> tuple[str, list[Path]] | None:
+def _read_memo(name: DatasetName) -> tuple[str, list[Path]] | None:
+    """Return the commit and files of a name as of its last look-up; None: there was none, or files are gone."""
     if not _memo(name).is_file():
         return None
-    found = json.loads(_memo(name).read_text())
-    files = [Path(file) for file in found["files"]]
-    return (found["commit"], files) if all(file.is_file() for file in files) else None
+    memo = json.loads(_memo(name).read_text())
+    files = [Path(file) for file in memo["files"]]
+    if not all(file.is_file() for file in files):
+        return None
+    return memo["commit"], files
 
 
 def _reason(error: Exception, revision: str | None) -> str:
     """Return why something on the Hub cannot be had, in a line."""
     from huggingface_hub import errors
 
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
 
-    def has(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(cause, kinds) for cause in chain)
+    def has(*error_types: type[BaseException]) -> bool:
+        return any(isinstance(cause, error_types) for cause in causes)
 
     if has(errors.GatedRepoError):
         return "its terms are to be accepted on its page first, by the account of `hf auth login`"
@@ -151,7 +162,7 @@ def _reason(error: Exception, revision: str | None) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def pinned(
+def pin_revisions(
     models: Mapping[str, str | Sequence[str]],
     sources: Mapping[str, Sequence[str]],
     before: Mapping[str, Any],
@@ -166,20 +177,21 @@ def pinned(
             is named now.
         is_hub_model: distinguishes the names from folders.
     """
-    found: dict[str, Any] = {}
+    pins: dict[str, Any] = {}
     for setting, names in models.items():
         earlier = _value(before, setting)
         if isinstance(names, str):
-            found[setting] = _pinned_model(names, earlier, setting, is_hub_model)
+            pins[setting] = _pin_model(names, earlier, setting, is_hub_model)
         else:
-            own = {str(name).partition("@")[0]: name for name in earlier or ()}
-            found[setting] = tuple(_pinned_model(name, own.get(name), setting, is_hub_model) for name in names)
-    for setting, own in sources.items():
-        found[setting] = tuple(_pinned_source(source, _value(before, setting) or [], setting) for source in own)
-    return found
+            by_repo = {str(name).partition("@")[0]: name for name in earlier or ()}
+            pins[setting] = tuple(_pin_model(name, by_repo.get(name), setting, is_hub_model) for name in names)
+    for setting, names in sources.items():
+        earlier = _value(before, setting) or []
+        pins[setting] = tuple(_pin_source(source, earlier, setting) for source in names)
+    return pins
 
 
-def _pinned_model(name: str, before: Any, setting: str, is_hub_model: Callable[[str], bool]) -> str:
+def _pin_model(name: str, before: Any, setting: str, is_hub_model: Callable[[str], bool]) -> str:
     repo, _, revision = name.partition("@")
     if not is_hub_model(name) or _SHA.fullmatch(revision):
         return name
@@ -188,20 +200,20 @@ def _pinned_model(name: str, before: Any, setting: str, is_hub_model: Callable[[
     return f"{repo}@{download_model(name, setting=setting).name}"
 
 
-def _pinned_source(source: str, before: Sequence[str], setting: str) -> str:
+def _pin_source(source: str, before: Sequence[str], setting: str) -> str:
     label, mark, rest = source.partition("=hf://")
     if mark and label.isidentifier():
         earlier = [name.removeprefix(f"{label}=") for name in before if name.startswith(f"{label}=")]
-        return f"{label}={_pinned_source(f'hf://{rest}', earlier, setting)}"
+        return f"{label}={_pin_source(f'hf://{rest}', earlier, setting)}"
     if not source.startswith("hf://"):
         return source
     name = DatasetName.parse(source, setting=setting)
     if name.revision is None:
         for earlier in before:
-            if earlier.startswith("hf://"):
-                pin = DatasetName.parse(earlier, setting=setting)
-                if replace(pin, revision=None) == name:
-                    return earlier
+            if not earlier.startswith("hf://"):
+                continue
+            if replace(DatasetName.parse(earlier, setting=setting), revision=None) == name:
+                return earlier
     elif _SHA.fullmatch(name.revision):
         return source
     return str(replace(name, revision=dataset_files(name, setting=setting)[0]))
@@ -209,7 +221,9 @@ def _pinned_source(source: str, before: Sequence[str], setting: str) -> str:
 
 def _value(values: Mapping[str, Any], setting: str) -> Any:
     """Return a setting of nested tables; None if they do not have it."""
-    found: Any = values
+    value: Any = values
     for part in setting.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value

@@ -30,7 +30,7 @@ class LazySequence(Sequence[ItemT]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowSource:
     """The rows of one source, with what belongs to them."""
 
     name: str

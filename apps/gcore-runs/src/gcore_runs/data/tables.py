@@ -11,9 +11,9 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet
 
-from gcore_runs.data.cache import cached
+from gcore_runs.data.cache import cache_file
 from gcore_runs.data.hub import DatasetName, dataset_files
-from gcore_runs.data.rows import LazySequence, Rows
+from gcore_runs.data.rows import LazySequence, RowSource
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import json_object
 
@@ -31,7 +31,9 @@ class ArrowRows(LazySequence[Mapping[str, Any]]):
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [file.absolute() for file in files]
-        self._batches = [batch for file in self.files for batch in _mapped_batches(file)]
+        self._batches: list[pa.RecordBatch] = []
+        for file in self.files:
+            self._batches.extend(_map_batches(file))
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -41,13 +43,13 @@ class ArrowRows(LazySequence[Mapping[str, Any]]):
         return int(self._ends[-1]) if self._ends.size else 0
 
     def item(self, index: int) -> Mapping[str, Any]:
-        place = int(np.searchsorted(self._ends, index, side="right"))
-        batch = self._batches[place]
-        return self._decoded(batch.slice(index - int(self._ends[place]) + batch.num_rows, 1))[0]
+        position = int(np.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[position]
+        return self._decode(batch.slice(index - int(self._ends[position]) + batch.num_rows, 1))[0]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for part in self._parts():
-            yield from self._decoded(part)
+            yield from self._decode(part)
 
     def values(self, key: str) -> Iterator[Any]:
         """Yield the values of one column, without reading the others; None where there is none."""
@@ -60,7 +62,7 @@ class ArrowRows(LazySequence[Mapping[str, Any]]):
             for first in range(0, batch.num_rows, _BATCH_ROWS):
                 yield batch.slice(first, _BATCH_ROWS)
 
-    def _decoded(self, part: pa.RecordBatch) -> list[Any]:
+    def _decode(self, part: pa.RecordBatch) -> list[Any]:
         return part.to_pylist()
 
 
@@ -84,26 +86,28 @@ class JsonRows(ArrowRows):
             except ValueError:
                 rows = []
             if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
-                rows = self._decoded(part)
-            yield from (row.get(key) for row in rows)
+                rows = self._decode(part)
+            for row in rows:
+                yield row.get(key)
 
-    def _decoded(self, part: pa.RecordBatch) -> list[Any]:
+    def _decode(self, part: pa.RecordBatch) -> list[Any]:
         lines, numbers = (column.to_pylist() for column in part.columns)
         return [json_object(line, f"{self._name}:{n}") for line, n in zip(lines, numbers, strict=True)]
 
 
-def open_file(file: Path, *, is_large: bool) -> Rows:
+def open_file(file: Path, *, is_large: bool) -> RowSource:
     """Return the rows of a file, converted to Arrow in the cache if it is large; raises as `open_rows`."""
-    status, folder = file.stat(), file.parent
+    status = file.stat()
+    folder = file.parent
     key = (str(file.absolute()), status.st_size, status.st_mtime_ns)
     try:
         if file.suffix == ".jsonl":
-            copy = cached("jsonl.arrow", key, lambda target: _convert_lines(file, target))
+            copy = cache_file("jsonl.arrow", key, lambda target: _convert_lines(file, target))
             rows: Sequence[Any] = JsonRows([copy], str(file))
         elif file.suffix == ".arrow":
             rows = ArrowRows([file])
         elif is_large:
-            rows = ArrowRows([cached("table.arrow", key, lambda target: _convert_table(file, target))])
+            rows = ArrowRows([cache_file("table.arrow", key, lambda target: _convert_table(file, target))])
         elif file.suffix == ".parquet":
             rows = pyarrow.parquet.read_table(file).to_pylist()
         else:
@@ -111,27 +115,28 @@ def open_file(file: Path, *, is_large: bool) -> Rows:
     except pa.ArrowException as error:
         raise UserError(f"data file {file} is not {_FORMATS[file.suffix]}: {error}") from None
     if is_large:
-        return Rows(name=str(file), rows=rows, folder=folder, identity=repr(key))
-    return Rows(name=str(file), rows=list(rows), folder=folder)
+        return RowSource(name=str(file), rows=rows, folder=folder, identity=repr(key))
+    return RowSource(name=str(file), rows=list(rows), folder=folder)
 
 
-def open_dataset(source: str, *, setting: str, large_bytes: int) -> Rows:
+def open_dataset(source: str, *, setting: str, large_bytes: int) -> RowSource:
     """Return the rows of a data set on the Hub; raises as `open_rows`."""
     name = DatasetName.parse(source, setting=setting)
     commit, files = dataset_files(name, setting=setting)
-    rows, is_large = ArrowRows(files), sum(file.stat().st_size for file in files) > large_bytes
-    own: Sequence[Any] = rows if is_large else list(rows)
-    return Rows(name=str(name), rows=own, folder=Path(), identity=f"{name} {commit}" if is_large else "")
+    rows = ArrowRows(files)
+    if sum(file.stat().st_size for file in files) > large_bytes:
+        return RowSource(name=str(name), rows=rows, folder=Path(), identity=f"{name} {commit}")
+    return RowSource(name=str(name), rows=list(rows), folder=Path())
 
 
-def _mapped_batches(file: Path) -> list[pa.RecordBatch]:
+def _map_batches(file: Path) -> list[pa.RecordBatch]:
     source = pa.memory_map(str(file))
     try:
         reader = pyarrow.ipc.open_file(source)
     except pa.ArrowInvalid:
         source.seek(0)
         return list(pyarrow.ipc.open_stream(source))
-    return [reader.get_batch(place) for place in range(reader.num_record_batches)]
+    return [reader.get_batch(index) for index in range(reader.num_record_batches)]
 
 
 def _convert_lines(file: Path, target: Path) -> None:
@@ -158,7 +163,8 @@ def _convert_table(file: Path, target: Path) -> None:
         schema = batches.schema
     else:
         source = pyarrow.parquet.ParquetFile(file)
-        batches, schema = source.iter_batches(batch_size=_BATCH_ROWS), source.schema_arrow
+        batches = source.iter_batches(batch_size=_BATCH_ROWS)
+        schema = source.schema_arrow
     with pyarrow.ipc.new_file(str(target), schema) as writer:
         for batch in batches:
             writer.write_batch(batch)

@@ -42,24 +42,26 @@ class Probe:
     def sees(self, marker: str) -> bool:
         """Return whether a file that was written on another machine is here."""
         deadline_s = time.monotonic() + _SEEN_TIMEOUT_S
-        while not (found := Path(marker).is_file()) and time.monotonic() < deadline_s:
+        while not Path(marker).is_file():
+            if time.monotonic() >= deadline_s:
+                return False
             with suppress(OSError):
                 # Listing a folder makes NFS ask for what is new in it.
                 list(Path(marker).parent.iterdir())
             time.sleep(0.2)
-        return found
+        return True
 
     def listen(self) -> tuple[str, int]:
         """Listen on a free port of the address by which Ray knows this node, as training ranks do."""
         self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self._listener.getsockname()[:2]
 
-    def unreachable(self, places: Mapping[str, tuple[str, int]]) -> list[str]:
-        """Return the names of places that this node cannot connect to."""
+    def unreachable(self, addresses: Mapping[str, tuple[str, int]]) -> list[str]:
+        """Return the names of addresses that this node cannot connect to."""
         missed: list[str] = []
-        for name, place in places.items():
+        for name, address in addresses.items():
             try:
-                socket.create_connection(place, timeout=_REACH_TIMEOUT_S).close()
+                socket.create_connection(address, timeout=_REACH_TIMEOUT_S).close()
             except OSError:
                 missed.append(name)
         return missed
@@ -74,12 +76,12 @@ def read_cluster(address: str, folder: Path, *, expected: int = 0) -> list[Node]
     """
     connect_quietly(address)
     try:
-        return _read(_joined(expected), folder.absolute())
+        return _read(_wait_for_nodes(expected), folder.absolute())
     finally:
         ray.shutdown()
 
 
-def _joined(expected: int) -> dict[str, dict[str, Any]]:
+def _wait_for_nodes(expected: int) -> dict[str, dict[str, Any]]:
     deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
     while True:
         alive = [node for node in ray.nodes() if node["Alive"]]
@@ -88,20 +90,20 @@ def _joined(expected: int) -> dict[str, dict[str, Any]]:
         time.sleep(1.0)
 
 
-def _read(found: Mapping[str, dict[str, Any]], folder: Path) -> list[Node]:
+def _read(ray_nodes: Mapping[str, dict[str, Any]], folder: Path) -> list[Node]:
     remote: Any = ray.remote
     probes: dict[str, Any] = {}
     nodes: dict[str, Node] = {}
-    for name, node in found.items():
-        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        probes[name] = remote(Probe).options(num_cpus=0, scheduling_strategy=place).remote()
+    for name, node in ray_nodes.items():
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        probes[name] = remote(Probe).options(num_cpus=0, scheduling_strategy=on_node).remote()
         resources: Mapping[str, float] = node["Resources"]
         nodes[name] = Node(
             name=name,
             object_store_bytes=int(resources.get("object_store_memory", 0)),
             gpus=resources.get("GPU", 0.0),
         )
-    answers, errors = _asked(probes, lambda probe: probe.read.remote(str(folder)))
+    answers, errors = _ask(probes, lambda probe: probe.read.remote(str(folder)))
     for name in nodes:
         nodes[name] = replace(nodes[name], readings=answers.get(name), error=errors.get(name, ""))
     probes = {name: probe for name, probe in probes.items() if name in answers}
@@ -112,21 +114,22 @@ def _read(found: Mapping[str, dict[str, Any]], folder: Path) -> list[Node]:
         skew_s = there_s - (start_s + end_s) / 2
         nodes[name] = replace(nodes[name], skew_s=skew_s, skew_error_s=(end_s - start_s) / 2)
     with ExitStack() as stack:
-        if marker := _marker(folder, stack):
-            seen, _ = _asked(probes, lambda probe: probe.sees.remote(str(marker)))
+        marker = _write_marker(folder, stack)
+        if marker is not None:
+            seen, _ = _ask(probes, lambda probe: probe.sees.remote(str(marker)))
             for name in probes:
                 nodes[name] = replace(nodes[name], sees_folder=seen.get(name, False))
-    places, _ = _asked(probes, lambda probe: probe.listen.remote())
-    missed, _ = _asked(probes, lambda probe: probe.unreachable.remote(places))
+    addresses, _ = _ask(probes, lambda probe: probe.listen.remote())
+    missed, _ = _ask(probes, lambda probe: probe.unreachable.remote(addresses))
     for name in probes:
-        nodes[name] = replace(nodes[name], unreachable=missed.get(name, list(places)))
+        nodes[name] = replace(nodes[name], unreachable=missed.get(name, list(addresses)))
     return list(nodes.values())
 
 
-def _marker(folder: Path, stack: ExitStack) -> Path | None:
+def _write_marker(folder: Path, stack: ExitStack) -> Path | None:
     """Write a file into the folder of runs, or the one that it will be in; None: it cannot be written."""
-    there = next(path for path in [folder, *folder.parents] if path.is_dir())
-    marker = there / f".gcore-doctor-{uuid.uuid4().hex}"
+    existing = next(path for path in [folder, *folder.parents] if path.is_dir())
+    marker = existing / f".gcore-doctor-{uuid.uuid4().hex}"
     try:
         marker.touch()
     except OSError:
@@ -135,9 +138,9 @@ def _marker(folder: Path, stack: ExitStack) -> Path | None:
     return marker
 
 
-def _asked(probes: Mapping[str, Any], ask: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _ask(probes: Mapping[str, Any], call_probe: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the answers of all nodes, and the errors of those that did not answer."""
-    calls = {name: ask(probe) for name, probe in probes.items()}
+    calls = {name: call_probe(probe) for name, probe in probes.items()}
     done: Sequence[Any] = []
     if calls:
         done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_TIMEOUT_S)

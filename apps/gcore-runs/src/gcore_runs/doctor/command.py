@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from gcore_runs.doctor.checks import Finding, check_machine, check_ports, check_token
@@ -40,31 +42,29 @@ class DoctorArgs(Checked):
 def doctor_command(app: str, args: Sequence[str]) -> None:
     """Check machines and print a line for each check; exit code 1 if one of them is an error."""
     parsed = parse_arguments(DoctorArgs, args, prog=f"{app} doctor")
-    given = read_toml(parsed.config) if parsed.config else {}
-    address = parsed.ray or given.get("ray", {}).get("address") or os.environ.get("RAY_ADDRESS", "")
-    model = parsed.model or given.get("model", "")
-    folder = Path(parsed.runs_dir or given.get("runs_dir", "runs"))
-    parameters = _parameters(Path(model)) if model else 0
-    found = [*_findings(address, folder, expected=parsed.nodes, parameters=parameters)]
+    values = read_toml(parsed.config) if parsed.config else {}
+    address = parsed.ray or values.get("ray", {}).get("address") or os.environ.get("RAY_ADDRESS", "")
+    model = parsed.model or values.get("model", "")
+    folder = Path(parsed.runs_dir or values.get("runs_dir", "runs"))
+    parameters = 0
+    if model:
+        from gcore_runs.inputs import check_model, count_parameters
+
+        check_model(Path(model))
+        parameters = count_parameters(Path(model))
+    findings = list(_findings(address, folder, expected=parsed.nodes, parameters=parameters))
     if parsed.json:
-        print(json.dumps([{"node": node, **dataclasses.asdict(finding)} for node, finding in found], indent=2))
+        print(json.dumps([{"node": node, **dataclasses.asdict(finding)} for node, finding in findings], indent=2))
     else:
-        print("\n".join(lines(found)), flush=True)
-    if any(finding.verdict == "error" for _, finding in found):
+        print("\n".join(lines(findings)), flush=True)
+    if any(finding.verdict == "error" for _, finding in findings):
         raise SystemExit(1)
-
-
-def _parameters(model: Path) -> int:
-    from gcore_runs.inputs import check_model, count_parameters
-
-    check_model(model)
-    return count_parameters(model)
 
 
 def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> Iterable[Located]:
     if not address:
-        own = read_machine(folder)
-        for finding in [*check_machine(own, parameters=parameters), *check_ports(own), *check_token(own)]:
+        machine = read_machine(folder)
+        for finding in chain(check_machine(machine, parameters=parameters), check_ports(machine), check_token(machine)):
             yield "", finding
         return
     from gcore_controller import ClusterError, check_token as check_access
@@ -81,25 +81,32 @@ def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> 
             yield "", finding
         return
     for node in nodes:
-        for finding in check_machine(node.readings, parameters=parameters) if node.readings else ():
-            yield node.name, finding
+        if node.readings is not None:
+            for finding in check_machine(node.readings, parameters=parameters):
+                yield node.name, finding
     ours = platform.python_version()
     for finding in check_nodes(nodes, expected=expected, parameters=parameters, ours=ours):
         yield "", finding
 
 
-def lines(found: Sequence[Located]) -> list[str]:
+def lines(findings: Sequence[Located]) -> list[str]:
     """Return a line for each finding. What is in order on several nodes is one line, with the first node's values."""
-    shown: list[str] = []
-    groups: dict[tuple[str, ...], list[Located]] = {}
-    for node, finding in found:
-        is_shared = node and finding.verdict == "ok"
-        key = (finding.check,) if is_shared else (finding.check, finding.verdict, finding.found, finding.advice)
-        groups.setdefault(("nodes", *key) if node else ("all", *key), []).append((node, finding))
+    groups: dict[tuple[bool, Finding | str], list[Located]] = {}
+    for node, finding in findings:
+        key = finding.check if node and finding.verdict == "ok" else finding
+        groups.setdefault((bool(node), key), []).append((node, finding))
+    texts: list[str] = []
     for group in groups.values():
-        names, (_, finding) = [node for node, _ in group if node], group[0]
-        where = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: " if names else ""
-        advice = f"; to do: {finding.advice}" if finding.advice else ""
-        shown.append(f"{finding.verdict:8} {finding.check:14} {where}{finding.found}{advice}")
-    counts = {verdict: sum(finding.verdict == verdict for _, finding in found) for verdict in ("error", "warning")}
-    return [*shown, ", ".join(f"{count or 'no'} {name}{'s' * (count != 1)}" for name, count in counts.items())]
+        names = [node for node, _ in group if node]
+        finding = group[0][1]
+        text = f"{finding.verdict:8} {finding.check:14} "
+        if names:
+            text += ", ".join(names[:3])
+            text += f" and {len(names) - 3} more: " if len(names) > 3 else ": "
+        text += finding.found
+        if finding.advice:
+            text += f"; to do: {finding.advice}"
+        texts.append(text)
+    counts = Counter(finding.verdict for _, finding in findings)
+    parts = [f"{counts[verdict] or 'no'} {verdict}{'s' * (counts[verdict] != 1)}" for verdict in ("error", "warning")]
+    return [*texts, ", ".join(parts)]

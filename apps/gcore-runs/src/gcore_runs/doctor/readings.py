@@ -104,7 +104,10 @@ class Readings:
 
 def read_machine(folder: Path) -> Readings:
     """Read this machine; ``folder`` is that of runs, which need not exist yet."""
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    shm_bytes = 0
+    shm_free_bytes = 0
+    if Path("/dev/shm").is_dir():
+        shm_bytes, _, shm_free_bytes = shutil.disk_usage("/dev/shm")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     gpus, driver = _gpus()
     torch_cuda, torch_gpus, nccl, torch_error = _torch()
@@ -129,8 +132,8 @@ def read_machine(folder: Path) -> Readings:
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         numa_balancing=_text(Path("/proc/sys/kernel/numa_balancing")) not in ("", "0"),
         cores=len(os.sched_getaffinity(0)),
-        shm_bytes=shm.total if shm else 0,
-        shm_free_bytes=shm.free if shm else 0,
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
         open_files=sys.maxsize if soft == resource.RLIM_INFINITY else soft,
         open_files_hard=sys.maxsize if hard == resource.RLIM_INFINITY else hard,
         memory=host_memory(),
@@ -145,7 +148,8 @@ def read_machine(folder: Path) -> Readings:
 
 def read_token() -> Token:
     """Look for Ray's token where Ray does: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
-    mode, path = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
     if os.environ.get("RAY_AUTH_TOKEN"):
         return Token(mode=mode, source="RAY_AUTH_TOKEN")
     file = Path(path) if path else Path.home() / ".ray" / "auth_token"
@@ -158,11 +162,11 @@ def read_token() -> Token:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _gpus() -> tuple[list[GPU], str]:
@@ -180,9 +184,9 @@ def parse_gpus(out: str) -> tuple[list[GPU], str]:
     gpus: list[GPU] = []
     driver = ""
     for line in out.splitlines():
-        name, mebibytes, driver, bus = (part.strip() for part in line.split(","))
-        place = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
-        gpus.append(GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(place) or -1)))
+        name, mebibytes, driver, bus = map(str.strip, line.split(","))
+        node_file = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
+        gpus.append(GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(node_file) or -1)))
     return gpus, driver
 
 
@@ -213,9 +217,11 @@ def _torch() -> tuple[str, int, str, str]:
 
 def _disk(folder: Path) -> tuple[str, int]:
     """Return the error of writing into the folder, or the one that it will be in, and the free bytes there."""
-    there = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
-    error = "" if os.access(there, os.W_OK | os.X_OK) and there.is_dir() else f"{there} cannot be written to"
-    return error, shutil.disk_usage(there).free
+    existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+    error = ""
+    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+        error = f"{existing} cannot be written to"
+    return error, shutil.disk_usage(existing).free
 
 
 def _is_busy(port: int) -> bool:

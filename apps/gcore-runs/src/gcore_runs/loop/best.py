@@ -14,11 +14,12 @@ from gcore_runs.settings.run_config import RLTrainerConfig
 
 EvaluationT = TypeVar("EvaluationT", bound=Mapping[str, Any])
 
-BEST, SINCE_BEST = "val/best", "val/evaluations_since_best"
+BEST = "val/best"
+SINCE_BEST = "val/evaluations_since_best"
 """Metrics of evaluations: the best score until then, and the evaluations after the one that had it."""
 
 
-def compared(
+def compare_with_best(
     metrics_file: Path, metrics: Mapping[str, float], score: float | None, trainer: RLTrainerConfig
 ) -> dict[str, float]:
     """Return `BEST` and `SINCE_BEST` of an evaluation, from those of the ones before.
@@ -39,15 +40,21 @@ def compared(
     name = trainer.best_metric.removeprefix("-")
     if name and score is not None:
         if name not in metrics and "maj@" not in name:
-            known = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
-            raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {known}")
+            names = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
+            raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {names}")
         score = metrics.get(name)
-    earlier = [row for row in read_jsonl(metrics_file) if SINCE_BEST in row]
-    best, num_since = (earlier[-1].get(BEST), earlier[-1][SINCE_BEST]) if earlier else (None, -1)
+    best: float | None = None
+    num_since = -1
+    for row in read_jsonl(metrics_file):
+        if SINCE_BEST in row:
+            best = row.get(BEST)
+            num_since = row[SINCE_BEST]
     sign = -1 if trainer.best_metric.startswith("-") else 1
     if score is not None and (best is None or sign * score > sign * best):
         return {BEST: score, SINCE_BEST: 0.0}
-    return {SINCE_BEST: num_since + 1.0, **({} if best is None else {BEST: best})}
+    if best is None:
+        return {SINCE_BEST: num_since + 1.0}
+    return {SINCE_BEST: num_since + 1.0, BEST: best}
 
 
 def is_best(metrics: Mapping[str, float]) -> bool:
@@ -68,7 +75,9 @@ def keep_best(run: RunFolder, step: int, score: float, save: Callable[[Path], ob
 def best_step(run: RunFolder) -> int | None:
     """Return the step of the best policy, which is in the folder ``best/trained``; None: none is kept."""
     file = run.best / "step.json"
-    return json_object(file.read_text(), str(file))["step"] if file.is_file() else None
+    if not file.is_file():
+        return None
+    return json_object(file.read_text(), str(file))["step"]
 
 
 def exported_evaluation(evaluations: Sequence[EvaluationT], best: int | None) -> EvaluationT:

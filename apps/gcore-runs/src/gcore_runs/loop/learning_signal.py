@@ -21,11 +21,13 @@ def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
 
 def reason(metrics: Mapping[str, float]) -> str:
     """Say why a step had nothing to learn from, by its metrics."""
-    low, high = (metrics.get(f"critic/score/{name}") for name in ("min", "max"))
+    low = metrics.get("critic/score/min")
+    high = metrics.get("critic/score/max")
     if low is None or high is None:
         return "no response got a score; look at the reward and at its errors in logs/"
-    found = f"every response scored {low:.3g}"
+    cause = f"every response scored {low:.3g}"
     if low != high:
-        was_kept = metrics.get("sampling/groups", 1.0)
-        found = f"in every group all responses scored alike{'' if was_kept else ', so none was kept'}"
-    return f"{found}; look at the reward, at samples/ and at how hard the prompts are"
+        cause = "in every group all responses scored alike"
+        if not metrics.get("sampling/groups", 1.0):
+            cause += ", so none was kept"
+    return f"{cause}; look at the reward, at samples/ and at how hard the prompts are"

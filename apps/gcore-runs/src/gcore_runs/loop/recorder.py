@@ -38,7 +38,7 @@ from gcore_controller import (
 from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
 from gcore_runs.errors import one_line, printable
-from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due, keep_best
+from gcore_runs.loop.best import BEST, SINCE_BEST, compare_with_best, is_best, is_due, keep_best
 from gcore_runs.loop.learning_signal import SIGNAL, reason
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -106,7 +106,7 @@ class Display:
         self._task = self._progress.add_task(name, total=total, completed=done)
         self._table = ""
 
-    def progressed(self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step") -> None:
+    def show_progress(self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step") -> None:
         """Advance the progress bar to ``step``, and show ``cells``, pairs of a name and a value."""
         self._progress.update(self._task, completed=step)
         if not cells:
@@ -117,7 +117,7 @@ class Display:
         self._table = table
         self._say_sometimes(f"{unit} {step}: " + ", ".join(map(" ".join, cells)))
 
-    def counted(self, name: str, done: int, total: int) -> None:
+    def show_count(self, name: str, done: int, total: int) -> None:
         """Show how far a phase is, which starts with the first call of this name."""
         if self._progress.tasks[0].description != name:
             self.phase(name, total=total)
@@ -133,18 +133,27 @@ class Display:
 
     def _render(self) -> RenderableType:
         stages = self._stages()
-        return Group(self._progress, self._table, *([_by_stage(stages)] if len(stages) > 1 else []))
+        if len(stages) > 1:
+            return Group(self._progress, self._table, _by_stage(stages))
+        return Group(self._progress, self._table)
 
 
 def _by_stage(stages: Sequence[str | None]) -> Text:
     """Return the ranks of each stage: controllers   gen 0-3, 7   reward 4-6."""
-    names, text = [stage or "no stage" for stage in stages], Text("controllers")
-    for name in sorted(set(names), key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name)):
-        ranks = [rank for rank, own in enumerate(names) if own == name]
-        # Consecutive ranks differ from their place by the same number.
-        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
-        shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-        text.append(f"   {name} ", style="dim").append(shown)
+    names = [stage or "no stage" for stage in stages]
+    text = Text("controllers")
+    other_names = sorted(set(names).difference(STAGES))
+    for name in (*STAGES, *other_names):
+        ranks = [rank for rank, stage in enumerate(names) if stage == name]
+        if not ranks:
+            continue
+        ranges: list[str] = []
+        # Consecutive ranks differ from their index by the same number.
+        for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+            consecutive = [rank for _, rank in pairs]
+            first = consecutive[0]
+            ranges.append(str(first) if len(consecutive) == 1 else f"{first}-{consecutive[-1]}")
+        text.append(f"   {name} ", style="dim").append(", ".join(ranges))
     return text
 
 
@@ -168,13 +177,20 @@ STAGE_CELLS = (
 
 def shown(value: float, form: str = "{:.3f}") -> str:
     """Format a number for the screen; from 1e9 on, with three digits and a power of ten."""
-    return form.format(value) if abs(value) < _LARGE else f"{value:.3g}"
+    if abs(value) < _LARGE:
+        return form.format(value)
+    return f"{value:.3g}"
 
 
 def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the label and the text of each cell that is shown."""
-    texts = [(c.label, shown(metrics[c.metric], c.form) if c.metric in metrics else c.absent) for c in cells]
-    return [(label, text) for label, text in texts if text is not None]
+    texts: list[tuple[str, str]] = []
+    for cell in cells:
+        if cell.metric in metrics:
+            texts.append((cell.label, shown(metrics[cell.metric], cell.form)))
+        elif cell.absent is not None:
+            texts.append((cell.label, cell.absent))
+    return texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +253,7 @@ class Stop:
     _is_held_back = False
     _act: Callable[[], object] | None = None
 
-    def noted(self, act: Callable[[], object] | None = None) -> AbstractContextManager[None]:
+    def catch_interrupts(self, act: Callable[[], object] | None = None) -> AbstractContextManager[None]:
         """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
         self._act = act
         return interrupted_by(self._request)
@@ -290,9 +306,14 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         spans: SpanWriter,
         display: Display,
     ) -> None:
-        self.job, self.run, self.display = job, run, display
-        self.warnings, self.stop = RunWarnings(run, display.say), Stop()
-        self.learner, self.writer, self._spans = learner, writer, spans
+        self.job = job
+        self.run = run
+        self.display = display
+        self.warnings = RunWarnings(run, display.say)
+        self.stop = Stop()
+        self.learner = learner
+        self.writer = writer
+        self._spans = spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -318,9 +339,10 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case Updating():
                 self.stop.hold_back()
             case Evaluated(step=step, evaluation=evaluation):
-                metrics, trainer = dict(self.show_evaluation(step, evaluation)), self.job.config.trainer
+                metrics = dict(self.show_evaluation(step, evaluation))
+                trainer = self.job.config.trainer
                 self.display.latest |= metrics
-                metrics |= compared(self.run.metrics, metrics, self.score(metrics), trainer)
+                metrics |= compare_with_best(self.run.metrics, metrics, self.score(metrics), trainer)
                 if trainer.export == "best" and is_best(metrics):
                     keep_best(self.run, step, metrics[BEST], self.learner.save_pretrained)
                 self.writer.write(step, metrics)
@@ -331,7 +353,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case RewardsFailed():
                 self._warn_of_rewards(event)
             case Reached(step=step, controllers=controllers, is_last=is_last):
-                self._last, self._num_updates = (step, controllers), self.learner.num_updates
+                self._last = (step, controllers)
+                self._num_updates = self.learner.num_updates
                 if is_last or self._is_save_due(step):
                     self.save_last()
                 self.stop.let_through()
@@ -339,8 +362,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 pass
 
     def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
-        found = f"no improvement in {metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
-        self.display.say(f"step {step}: {found}: the run ends early (trainer.early_stopping_patience)")
+        reason = f"no improvement in {metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
+        self.display.say(f"step {step}: {reason}: the run ends early (trainer.early_stopping_patience)")
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:
@@ -348,20 +371,23 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         return is_local or step % self.job.config.trainer.save_freq == 0
 
     def _record_step(self, event: Stepped) -> None:
-        step, spans, devices = event.step, event.spans, event.devices
+        step = event.step
+        spans = event.spans
+        devices = event.devices
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
-        metrics = event.metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
+        shares = Ledger.of([intervals]).shares()
+        metrics = event.metrics | {f"ledger/{name}": share for name, share in shares.items()}
         metrics |= self.step_metrics(step, metrics)
         self.writer.write(step, metrics)
         self.writer.write_samples(step, event.samples)
         self._spans.write(step, spans, devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
-        self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
+        self.display.show_progress(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
         self._num_idle = 0 if metrics.get(SIGNAL, 1.0) else self._num_idle + 1
         if self._num_idle and self._num_idle % _PATIENCE == 0:
             message = f"the last {_PATIENCE} steps had nothing to learn from: {reason(metrics)}"
             self.warnings.warn(step, message, key=SIGNAL)
-        if not all(math.isfinite(v) for v in metrics.values()):
+        if not all(map(math.isfinite, metrics.values())):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     def _warn_of_rewards(self, event: RewardsFailed) -> None:
@@ -394,5 +420,5 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         step, controllers = present
         start_s = time.time()
         self.learner.save(step, {"step": step, "controllers": controllers})
-        self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
+        self._spans.record_wait(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step

@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RunResult:
     """A finished run, with its first and its last evaluation on held-out data."""
 
     run: Path
@@ -105,7 +105,7 @@ class Supervisor:
             prompts = load_prompts(config)
             run = supervisor.open_run(f"{len(prompts):,} prompts")
             if supervisor.resume(config.trainer.total_training_steps) is not None:
-                with supervisor.started(start_services(config)) as services:
+                with supervisor.run_services(start_services(config)) as services:
                     supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                     supervisor.export(services.learner.save_pretrained)
             return supervisor.finish(KINDS)
@@ -139,8 +139,9 @@ class Supervisor:
         trainer = self._config.trainer
         with ExitStack() as stack:
             # torch reads them with its first use of CUDA's memory, and so does each process that this one starts.
-            os.environ.update(variables := allocator_variables(self._config))
-            stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
+            for name, value in allocator_variables(self._config).items():
+                os.environ[name] = value
+                stack.callback(os.environ.pop, name, None)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 # The runner's own handler, which replaces Python's default one and no other, waits until its task
                 # awaits something: a loading model or a blocking reward may do that late, or never.
@@ -164,8 +165,8 @@ class Supervisor:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
+        self._stack.__exit__(error_type, error, traceback)
         if self._is_new and isinstance(error, _REFUSALS) and not isinstance(error, _LOSSES):
             run = self.run
             if not any(file.exists() for file in (run.metrics, run.warmup, run.model, run.checkpoints)):
@@ -206,7 +207,7 @@ class Supervisor:
                 return
 
     @contextmanager
-    def started(self, starting: Coroutine[Any, Any, ClosableT]) -> Generator[ClosableT]:
+    def run_services(self, starting: Coroutine[Any, Any, ClosableT]) -> Generator[ClosableT]:
         """Await what starts services, and close them when the block ends in any way."""
         services = self.run_async(starting)
         try:
@@ -254,12 +255,13 @@ class Supervisor:
     def _start_trackers(self) -> None:
         from gcore_runs.trackers.registry import start_tracker
 
-        trainer, path = self._config.trainer, self.run.path
-        config, project = read_toml(self.run.config), trainer.project_name
+        trainer = self._config.trainer
+        path = self.run.path
+        config = read_toml(self.run.config)
+        project = trainer.project_name
         run = TrackedRun(project=project, name=path.name, run_id=run_id(path), folder=path, config=config)
         for name in trainer.trackers:
-            tracker = start_tracker(name, run, self.display.say)
-            self._trackers.append(self._stack.enter_context(tracker))
+            self._trackers.append(self._stack.enter_context(start_tracker(name, run, self.display.say)))
 
     def train(
         self, services: Backend[JobT, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
@@ -271,14 +273,18 @@ class Supervisor:
         """
         display = self.display
         is_policy_behind = job.is_policy_behind
-        job = self._resumed(services, job, None)
+        job = self._resume_job(services, job, None)
         job = replace(job, is_policy_behind=is_policy_behind or job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)
         display.watch(services.stages)
         num_losses = 0
         spans = SpanWriter(self.run.spans, last_step=job.first_step)
-        while (loss := self._attempt(services, job, recorder, spans)) is not None:
-            num_losses = 0 if loss.has_progressed else num_losses
+        while True:
+            loss = self._attempt(services, job, recorder, spans)
+            if loss is None:
+                return
+            if loss.has_progressed:
+                num_losses = 0
             recovery = None
             while recovery is None:
                 num_losses += 1
@@ -286,13 +292,14 @@ class Supervisor:
                     raise loss.error
                 try:
                     recovery = self.run_async(services.recover(loss.error, keeps_models=loss.present is not None))
-                    job = self._resumed(services, job, loss.present if recovery.keeps_models else None)
+                    job = self._resume_job(services, job, loss.present if recovery.keeps_models else None)
                 except RankError as error:
                     if error is loss.error:
                         raise
                     # A rank was killed while the first loss was being replaced.
                     display.say(f"{loss.error}; another loss came before everything was replaced")
-                    recovery, loss = None, _Loss(error)
+                    recovery = None
+                    loss = _Loss(error)
             spans.resume(last_step=job.first_step, cause=recovery.cause)
             display.say(f"{recovery.message}; continuing after step {job.first_step}")
 
@@ -314,9 +321,10 @@ class Supervisor:
                 return _Loss(error)
 
             async def run() -> None:
-                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                loop = asyncio.get_running_loop()
+                task = asyncio.current_task()
                 assert task is not None
-                with recorder.stop.noted(lambda: loop.call_soon_threadsafe(task.cancel)):
+                with recorder.stop.catch_interrupts(lambda: loop.call_soon_threadsafe(task.cancel)):
                     await services.run(job, recorder)
 
             try:
@@ -337,13 +345,16 @@ class Supervisor:
                 return _Loss(error, recorder.present(), has_progressed=recorder.last_step > job.first_step)
         return None
 
-    def _resumed(self, services: Backend[JobT, Any], job: JobT, present: Present | None) -> JobT:
+    def _resume_job(self, services: Backend[JobT, Any], job: JobT, present: Present | None) -> JobT:
         """Return the job from where its models are: at the last finished step, or at the last checkpoint."""
         step, controllers = present or (0, None)
         # The ranks alone see what is on their machines.
         may_be_saved = services.config.local_checkpoints.folder or Checkpointer(self.run.checkpoints).steps()
-        if present is None and may_be_saved and (saved := services.learner.load()):
-            step, controllers = saved["step"], saved["controllers"]
+        if present is None and may_be_saved:
+            saved = services.learner.load()
+            if saved:
+                step = saved["step"]
+                controllers = saved["controllers"]
         return replace(
             job,
             config=services.config,
@@ -369,7 +380,8 @@ class Supervisor:
 
     def best_policy(self) -> Path | None:
         """Return the folder of the trained parts that are exported in place of the last ones; None: there is none."""
-        if (step := self._best_step()) is None:
+        step = self._best_step()
+        if step is None:
             return None
         self.display.say(f"exporting the policy of step {step}, the best on held-out prompts")
         return self.run.best / "trained"
@@ -392,7 +404,7 @@ class Supervisor:
                 "the same command writes it, from the last checkpoint"
             ) from error
 
-    def finish(self, kinds: Mapping[str, Kind]) -> Result:
+    def finish(self, kinds: Mapping[str, Kind]) -> RunResult:
         """Warn if nothing was learned, and return the run's result; `UserError` if its report cannot be written."""
         run = self.run
         has_signal = check_signal(run, RunWarnings(run, self.display.say))
@@ -405,18 +417,22 @@ class Supervisor:
             ) from error
         evaluations = self._evaluations()
         if not evaluations:
-            return Result(run=run.path, before={}, after={}, has_signal=has_signal)
+            return RunResult(run=run.path, before={}, after={}, has_signal=has_signal)
         after = exported_evaluation(evaluations, self._best_step())
-        return Result(run=run.path, before=evaluations[0], after=after, has_signal=has_signal)
+        return RunResult(run=run.path, before=evaluations[0], after=after, has_signal=has_signal)
 
     def _best_step(self) -> int | None:
         """Return the step whose policy is exported in place of the last one; None: there is none."""
         trainer = self._config.trainer
-        return best_step(self.run) if isinstance(trainer, RLTrainerConfig) and trainer.export == "best" else None
+        if not isinstance(trainer, RLTrainerConfig) or trainer.export != "best":
+            return None
+        return best_step(self.run)
 
     def _has_ended_early(self, last_step: int) -> bool:
         config = self._config
-        patience = config.trainer.early_stopping_patience if isinstance(config, BaseRLConfig) else 0
+        if not isinstance(config, BaseRLConfig):
+            return False
+        patience = config.trainer.early_stopping_patience
         return patience > 0 and has_ended(self.run.metrics, patience, last_step=last_step)
 
     def _evaluations(self) -> list[dict[str, Any]]:

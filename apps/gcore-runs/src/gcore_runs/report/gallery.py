@@ -33,16 +33,21 @@ class Gallery:
     @property
     def seen(self) -> str:
         """The caption."""
-        counts = ((len(self.prompts), self.num_prompts, "prompts"), (len(self.steps), self.num_steps, "evaluations"))
-        parts = [f"{shown} of {found} {name} are shown" for shown, found, name in counts if shown < found]
+        parts: list[str] = []
+        if len(self.prompts) < self.num_prompts:
+            parts.append(f"{len(self.prompts)} of {self.num_prompts} prompts are shown")
+        if len(self.steps) < self.num_steps:
+            parts.append(f"{len(self.steps)} of {self.num_steps} evaluations are shown")
         return f"{', '.join(parts)}; the others are in samples/." if parts else ""
 
 
 def read_gallery(samples: Path, notes: list[str]) -> Gallery | None:
     """Return the gallery of the folders `step-*` in ``samples``; None: there is none. What is unreadable is noted."""
     folders = {int(folder.name.removeprefix("step-")): folder for folder in samples.glob("step-*/")}
-    places = np.linspace(0, len(folders) - 1, min(len(folders), MAX_STEPS)).round().astype(int)
-    steps: list[int] = np.array(sorted(folders))[places].tolist() if folders else []
+    if not folders:
+        return None
+    indices = np.linspace(0, len(folders) - 1, min(len(folders), MAX_STEPS)).round().astype(int)
+    steps: list[int] = np.array(sorted(folders))[indices].tolist()
     by_prompt: dict[tuple[str, str], list[Row]] = {}
     for step in steps:
         rows = folders[step] / "prompts.jsonl"
@@ -50,14 +55,14 @@ def read_gallery(samples: Path, notes: list[str]) -> Gallery | None:
             for row in read_jsonl(rows):
                 if row.keys() >= _KEYS:
                     # The file's name says which of several equal prompts it is.
-                    by_prompt.setdefault((row["file"], row["prompt"]), []).append(_shown(step, folders[step], row))
+                    by_prompt.setdefault((row["file"], row["prompt"]), []).append(_sheet(step, folders[step], row))
         except (UserError, OSError, TypeError, ValueError) as error:
             notes.append(f"{rows.relative_to(samples.parent)} could not be read, and is left out ({error}).")
     prompts: list[tuple[str, list[Row]]] = []
-    left = MAX_BYTES
+    num_bytes = 0
     for (_, prompt), sheets in by_prompt.items():
-        left -= sum(sheet["size"] for sheet in sheets)
-        if left < 0:
+        num_bytes += sum(sheet["size"] for sheet in sheets)
+        if num_bytes > MAX_BYTES:
             break
         prompts.append((prompt, sheets))
     if not prompts:
@@ -65,26 +70,30 @@ def read_gallery(samples: Path, notes: list[str]) -> Gallery | None:
     return Gallery(prompts=prompts, num_prompts=len(by_prompt), steps=steps, num_steps=len(folders))
 
 
-def _shown(step: int, folder: Path, row: Row) -> Row:
+def _sheet(step: int, folder: Path, row: Row) -> Row:
+    """Return the images of a prompt at a step, with their positions in the sheet and their scores."""
     content = (folder / Path(row["file"]).name).read_bytes()
     scores: dict[str, list[float]] = row["scores"]
-    of_images = list(zip(*scores.values(), strict=True))
-    columns, width, height = (int(row[name]) for name in ("columns", "width", "height"))
-    rows = -(-len(of_images) // columns)
+    columns = int(row["columns"])
+    width = int(row["width"])
+    height = int(row["height"])
+    image_scores = list(zip(*scores.values(), strict=True))
+    rows = -(-len(image_scores) // columns)
+    images: list[tuple[str, list[str]]] = []
+    for index, values in enumerate(image_scores):
+        row_index, column = divmod(index, columns)
+        # As that of a background in CSS.
+        position = f"{100 * column / max(1, columns - 1):.4g}% {100 * row_index / max(1, rows - 1):.4g}%"
+        images.append((position, list(map(amount, values))))
     return {
         "step": step,
         "size": len(content),
         "base64": base64.b64encode(content).decode(),
         "names": ", ".join(scores),
-        "means": ", ".join(f"{name} {amount(statistics.fmean(own))}" for name, own in scores.items()),
-        "images": [(_place(*divmod(i, columns), rows, columns), map(amount, own)) for i, own in enumerate(of_images)],
+        "means": ", ".join(f"{name} {amount(statistics.fmean(values))}" for name, values in scores.items()),
+        "images": images,
         "columns": columns,
         "rows": rows,
         "ratio": round(width / columns / (height / rows), 4),
         "is_small": width / columns <= _SMALL,
     }
-
-
-def _place(row: int, column: int, rows: int, columns: int) -> str:
-    """Return the position of an image in its sheet, as that of a background in CSS."""
-    return f"{100 * column / max(1, columns - 1):.4g}% {100 * row / max(1, rows - 1):.4g}%"

@@ -25,8 +25,8 @@ from gcore_runs.report.panels import (
     stage_panel,
     timeline,
 )
-from gcore_runs.report.run import Kind, Row, Run, Signal, number, series
-from gcore_runs.report.samples import clipped, training_samples, verdict
+from gcore_runs.report.run import Kind, ReportedRun, Row, Signal, metric_names, number, series
+from gcore_runs.report.samples import are_verified, clip, training_samples, verdict
 
 MAX_PARTS = 24
 """Most parts of rewards that have a chart."""
@@ -35,12 +35,13 @@ _PART = re.compile(r"reward/(.+)/mean")
 
 
 def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
-    """Write `report.html` of the run in `run_dir`, whole or not at all, and return its path; raises as `Run`.
+    """Write `report.html` of the run in `run_dir`, whole or not at all, and return its path; raises as `ReportedRun`.
 
     The run may be finished, in progress or just started: what is not there yet is said on the page. Its kind is found
     by the `command` in its settings; that of a run which names none is ``train``.
     """
-    page, path = _render(Run(run_dir, kinds)), run_dir / "report.html"
+    page = _render(ReportedRun(run_dir, kinds))
+    path = run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"
     try:
         temporary.write_text(page, encoding="utf-8")
@@ -50,7 +51,7 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     return path
 
 
-def _render(run: Run) -> str:
+def _render(run: ReportedRun) -> str:
     """Return the page, with Plotly's code in it."""
     # Wanted only here, while the command line imports this module at every start.
     from jinja2 import Environment, StrictUndefined
@@ -59,8 +60,8 @@ def _render(run: Run) -> str:
     source = files("gcore_runs").joinpath("report/page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     samples = paired_samples(run)
-    drawn = [*run.kind.signals, *_parts_of_rewards(run)]
-    signals = [*(signal_panel(run.metrics, *signal) for signal in drawn), load_panel(run)]
+    signals = [signal_panel(run.metrics, *signal) for signal in (*run.kind.signals, *_parts_of_rewards(run))]
+    signals.append(load_panel(run))
     gallery = read_gallery(run.samples, run.notes) if run.kind.has_pictures else None
     return template.from_string(source).render(
         run=run,
@@ -88,14 +89,17 @@ def _render(run: Run) -> str:
     )
 
 
-def _parts_of_rewards(run: Run) -> list[Signal]:
+def _parts_of_rewards(run: ReportedRun) -> list[Signal]:
     """Return a signal for each part of the reward, such as a term of a weighted sum."""
-    names = {name: found[1] for row in run.metrics for name in row if (found := _PART.fullmatch(name))}
-    parts = [(f"Reward: {part}", name, "mean of this part, before its weight") for name, part in names.items()]
-    return parts[:MAX_PARTS]
+    signals: list[Signal] = []
+    for name in metric_names(run.metrics):
+        match = _PART.fullmatch(name)
+        if match:
+            signals.append((f"Reward: {match[1]}", name, "mean of this part, before its weight"))
+    return signals[:MAX_PARTS]
 
 
-class Tile(NamedTuple):
+class FigureTile(NamedTuple):
     """One number of the page's first row."""
 
     label: str
@@ -103,28 +107,33 @@ class Tile(NamedTuple):
     note: str = "no step recorded yet"
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: ReportedRun) -> list[FigureTile]:
     steps, rewards = series(run.metrics, run.kind.key)
     _, throughput = series(run.metrics, "perf/throughput")
     _, step_times = series(run.metrics, "timing_s/step")
-    labels = (f"{run.kind.name.capitalize()}, last step", "Throughput", "Step time", "Wall time")
-    reward, speed, step, wall = map(Tile, labels)
+    reward = FigureTile(f"{run.kind.name.capitalize()}, last step")
+    speed = FigureTile("Throughput")
+    step = FigureTile("Step time")
+    wall = FigureTile("Wall time")
     if rewards:
         recent = rewards[-mean_window(len(rewards)) :]
-        mean = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
-        reward = Tile(reward.label, amount(rewards[-1]), mean if len(recent) > 1 else f"step {steps[-1]:.0f}")
+        note = f"step {steps[-1]:.0f}"
+        if len(recent) > 1:
+            note = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
+        reward = FigureTile(reward.label, amount(rewards[-1]), note)
     if throughput:
         median = amount(statistics.median(throughput))
-        speed = Tile(speed.label, median, f"{run.kind.throughput_unit}, median")
+        speed = FigureTile(speed.label, median, f"{run.kind.throughput_unit}, median")
     if step_times:
         slowest = f"median; slowest {duration(max(step_times))}"
-        step = Tile(step.label, duration(statistics.median(step_times)), slowest)
-        wall = Tile(wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps")
-    further: list[Tile] = []
+        step = FigureTile(step.label, duration(statistics.median(step_times)), slowest)
+        wall = FigureTile(wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps")
+    evaluations = [_evaluation_tile(run)]
     for key, label in run.kind.tiles.items():
-        if change := _change(run, key):
-            further.append(_change_tile(label, change, amount(change.first), amount(change.last)))
-    return [_evaluation_tile(run), *further, reward, speed, step, wall]
+        change = _change(run, key)
+        if change:
+            evaluations.append(_change_tile(label, change, amount(change.first), amount(change.last)))
+    return [*evaluations, reward, speed, step, wall]
 
 
 class _Change(NamedTuple):
@@ -137,7 +146,7 @@ class _Change(NamedTuple):
     num_evaluations: int
 
 
-def _change(run: Run, key: str) -> _Change | None:
+def _change(run: ReportedRun, key: str) -> _Change | None:
     """Return how a metric of evaluations has changed; None: it was never measured."""
     evaluations = [row for row in run.metrics if number(row.get(key)) is not None]
     if not evaluations:
@@ -147,7 +156,7 @@ def _change(run: Run, key: str) -> _Change | None:
     return _Change(before["step"], before[key], after["step"], after[key], len(evaluations))
 
 
-def _evaluation_tile(run: Run) -> Tile:
+def _evaluation_tile(run: ReportedRun) -> FigureTile:
     measure = run.kind.measure
     for way, key in run.kind.evaluations.items():
         change = _change(run, key)
@@ -155,31 +164,43 @@ def _evaluation_tile(run: Run) -> Tile:
             continue
         _, scores = series(run.metrics, key)
         is_share = measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1
-        first, last = (f"{score:.0%}" if is_share else amount(score) for score in (change.first, change.last))
-        shown = "accuracy" if is_share else measure
-        return _change_tile(f"Held-out {shown}, {way}" if way else f"Held-out {shown}", change, first, last)
-    return Tile(f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
+        if is_share:
+            measure = "accuracy"
+            first = f"{change.first:.0%}"
+            last = f"{change.last:.0%}"
+        else:
+            first = amount(change.first)
+            last = amount(change.last)
+        label = f"Held-out {measure}, {way}" if way else f"Held-out {measure}"
+        return _change_tile(label, change, first, last)
+    if measure == "score":
+        measure = "accuracy"
+    return FigureTile(f"Held-out {measure}", note="not evaluated yet")
 
 
-def _change_tile(label: str, change: _Change, first: str, last: str) -> Tile:
+def _change_tile(label: str, change: _Change, first: str, last: str) -> FigureTile:
     if change.num_evaluations == 1:
-        return Tile(label, first, f"step {change.first_step}; not evaluated again yet")
+        return FigureTile(label, first, f"step {change.first_step}; not evaluated again yet")
     if change.first_step == change.last_step:
-        return Tile(label, first, f"step {change.first_step}, which is exported: none was better")
-    return Tile(label, f"{first} → {last}", f"step {change.first_step} → step {change.last_step}")
+        return FigureTile(label, first, f"step {change.first_step}, which is exported: none was better")
+    return FigureTile(label, f"{first} → {last}", f"step {change.first_step} → step {change.last_step}")
 
 
-def reward_seen(run: Run) -> str:
+def reward_seen(run: ReportedRun) -> str:
     steps, rewards = series(run.metrics, run.kind.key)
     window = mean_window(len(rewards))
+    if not run.metrics:
+        return "Nothing yet: metrics.jsonl is missing or empty"
+    if not steps:
+        return "No training step yet"
     if window == 1:
-        absent = "No training step yet" if run.metrics else "Nothing yet: metrics.jsonl is missing or empty"
-        return f"Too few steps for a trend yet: {len(steps)}" if steps else absent
-    first, last = (amount(statistics.fmean(part)) for part in (rewards[:window], rewards[-window:]))
+        return f"Too few steps for a trend yet: {len(steps)}"
+    first = amount(statistics.fmean(rewards[:window]))
+    last = amount(statistics.fmean(rewards[-window:]))
     return f"From {first} over the first {window} steps to {last} over the last {window}"
 
 
-def warmup_seen(run: Run) -> str:
+def warmup_seen(run: ReportedRun) -> str:
     for way, key in reversed(run.kind.evaluations.items()):
         _, scores = series(run.warmup, key)
         if scores:
@@ -187,38 +208,44 @@ def warmup_seen(run: Run) -> str:
     return run.kind.after_warmup
 
 
-def paired_samples(run: Run) -> list[Row]:
+def paired_samples(run: ReportedRun) -> list[Row]:
     """Return prompts with their answer and their completions before and after training; None: there is none yet."""
     pairs: list[tuple[Row | None, Row | None]] = list(zip_longest(run.before, run.after))
     if not run.has_paired_samples:
-        pairs = [*((old, None) for old in run.before), *((None, new) for new in run.after)]
-    scores = [number(row.get("score")) for row in (*run.before, *run.after)]
-    verified = all(score is not None and -1 <= score <= 1 for score in scores)
+        pairs = [(old, None) for old in run.before]
+        pairs.extend((None, new) for new in run.after)
+    verified = are_verified([*run.before, *run.after])
     samples: list[Row] = []
-    for pair in pairs:
-        either = pair[0] or pair[1] or {}
-        answer = either.get("answer")
-        before, after = (_completion(row, verified=verified) if row else None for row in pair)
-        shown = {"prompt": clipped(either.get("prompt")), "answer": None if answer is None else clipped(answer)}
-        samples.append(shown | {"before": before, "after": after})
+    for before, after in pairs:
+        row = before or after or {}
+        answer = row.get("answer")
+        samples.append(
+            {
+                "prompt": clip(row.get("prompt")),
+                "answer": None if answer is None else clip(answer),
+                "before": _completion(before, verified=verified),
+                "after": _completion(after, verified=verified),
+            }
+        )
     return samples
 
 
-def _completion(row: Row, *, verified: bool) -> Row:
+def _completion(row: Row | None, *, verified: bool) -> Row | None:
     """Return a completion with its verdict, if ``verified``: scores are in [-1, 1], 1 is right and 0 or less wrong."""
+    if not row:
+        return None
     score = number(row.get("score"))
-    shown = "not scored" if score is None else amount(score)
     return {
-        "text": clipped(row.get("completion", "")),
-        "score": shown,
+        "text": clip(row.get("completion", "")),
+        "score": "not scored" if score is None else amount(score),
         "verdict": verdict(score, verified=verified),
     }
 
 
 def samples_seen(samples: Sequence[Row]) -> str:
-    verdicts = {when: [sample[when]["verdict"] for sample in samples if sample[when]] for when in ("before", "after")}
-    return ", ".join(
-        f"{found.count('right')} of {len(found)} right {when} training"
-        for when, found in verdicts.items()
-        if found and "scored" not in found
-    )
+    parts: list[str] = []
+    for when in ("before", "after"):
+        verdicts = [sample[when]["verdict"] for sample in samples if sample[when]]
+        if verdicts and "scored" not in verdicts:
+            parts.append(f"{verdicts.count('right')} of {len(verdicts)} right {when} training")
+    return ", ".join(parts)

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_controller import Span
 from gcore_placement import Ledger
 from gcore_runs.loop.recorder import STAGES
-from gcore_runs.report.run import Row, Run, number, series
+from gcore_runs.report.run import ReportedRun, Row, number, series
 from gcore_runs.run_folder import StepSpans
 
 Trace: TypeAlias = dict[str, object]
@@ -79,12 +80,12 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60} s"
+    if rounded < 86400:
+        return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+    return f"{rounded // 86400:,} d {rounded % 86400 // 3600} h"
 
 
 def mean_window(num_points: int) -> int:
@@ -94,20 +95,28 @@ def mean_window(num_points: int) -> int:
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
     """Centred; towards either end the window shrinks to a third, between a flattened trend and noise."""
-    count, half = len(values), mean_window(len(values)) // 2
+    count = len(values)
+    half = mean_window(len(values)) // 2
     index = np.arange(count)
     reach = np.maximum(np.minimum(half, np.minimum(index, index[::-1])), half // 3)
-    start, end = np.maximum(index - reach, 0), np.minimum(index + reach + 1, count)
+    start = np.maximum(index - reach, 0)
+    end = np.minimum(index + reach + 1, count)
     total = np.concatenate([[0.0], np.cumsum(values)])
     return ((total[end] - total[start]) / (end - start)).tolist()
 
 
 def _points(steps: Sequence[float], values: Sequence[float]) -> Trace:
     """Return x and y of a trace: means of neighbouring steps if there are more than `MAX_POINTS`."""
-    x, y = (np.asarray(column, dtype=float) for column in (steps, values))
-    if len(x) > MAX_POINTS:
-        x, y = (np.array([part.mean() for part in np.array_split(column, MAX_POINTS)]) for column in (x, y))
+    x = _thin_out(steps)
+    y = _thin_out(values)
     return {"x": [float(f"{step:.6g}") for step in x], "y": [float(f"{value:.5g}") for value in y]}
+
+
+def _thin_out(numbers: Sequence[float]) -> NDArray[np.float64]:
+    column = np.asarray(numbers, dtype=float)
+    if len(column) <= MAX_POINTS:
+        return column
+    return np.array([part.mean() for part in np.array_split(column, MAX_POINTS)])
 
 
 def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[Trace]:
@@ -134,7 +143,7 @@ def _axis_of(rows: Sequence[str]) -> Row:
     return {"categoryorder": "array", "categoryarray": rows[::-1], "fixedrange": True, "showgrid": False}
 
 
-def reward_panel(run: Run) -> Panel | None:
+def reward_panel(run: ReportedRun) -> Panel | None:
     kind = run.kind
     panel = Panel(title=kind.title, unit=kind.unit)
     steps, rewards = series(run.metrics, kind.key)
@@ -144,21 +153,23 @@ def reward_panel(run: Run) -> Panel | None:
         panel.draw("bold", "--blue", label, *_line("--blue", steps, rewards))
     if window > 1:
         panel.draw("thin", "--blue", f"{kind.name}, each step")
-    seen = list(rewards)
+    drawn = list(rewards)
     marks = (("--orange", "circle"), ("--teal", "diamond-open"))
     for (way, key), (color, symbol) in zip(kind.evaluations.items(), marks, strict=False):
-        at, scores = series(run.metrics, key)
-        if not at:
+        steps, scores = series(run.metrics, key)
+        if not steps:
             continue
         label = f"held-out, {way}" if way else "held-out"
-        size, width = (9, 2) if len(at) <= 40 else (5, 1)
+        size, width = (9, 2) if len(steps) <= 40 else (5, 1)
         marker = {"color": color, "symbol": symbol, "size": size, "line": {"width": width, "color": color}}
         trace: Trace = {"name": label, "mode": "markers", "marker": marker, "cliponaxis": False}
-        panel.draw(symbol, color, label, trace | {"hovertemplate": "%{y:.4~g}"} | _points(at, scores))
-        seen += scores
-    if seen and kind.measure != "loss" and min(seen) >= 0 and max(seen) <= 1:
+        panel.draw(symbol, color, label, trace | {"hovertemplate": "%{y:.4~g}"} | _points(steps, scores))
+        drawn += scores
+    if not drawn:
+        return None
+    if kind.measure != "loss" and min(drawn) >= 0 and max(drawn) <= 1:
         panel.y_axis = {"range": [0, 1.03]}
-    return panel if seen else None
+    return panel
 
 
 def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel | None:
@@ -166,16 +177,18 @@ def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel 
     if not steps:
         return None
     panel = Panel(title=title, unit=unit, y_axis=Y_AXES.get(key, {}), last=amount(values[-1]))
-    if key == "response_length/mean" and (longest := series(rows, "response_length/max"))[0]:
-        line = {"color": "--orange", "width": 1}
-        trace: Trace = {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6}
-        panel.traces.append(trace | _points(*longest))
-        panel.legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
+    if key == "response_length/mean":
+        max_steps, longest = series(rows, "response_length/max")
+        if longest:
+            line = {"color": "--orange", "width": 1}
+            trace: Trace = {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6}
+            panel.traces.append(trace | _points(max_steps, longest))
+            panel.legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
     panel.traces += _line("--blue", steps, values)
     return panel
 
 
-def load_panel(run: Run) -> Panel | None:
+def load_panel(run: ReportedRun) -> Panel | None:
     """Return the chart of the share of time that the controllers' own code is on the processor, if it is recorded."""
     panel = Panel(
         title="Controller load",
@@ -188,20 +201,22 @@ def load_panel(run: Run) -> Panel | None:
             line = _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
             panel.draw("bold", color, name, line)
             panel.last = panel.last or f"{100 * loads[-1]:.3g}%"
-    return panel if panel.last else None
+    if not panel.last:
+        return None
+    return panel
 
 
-def stage_panel(run: Run) -> Panel | None:
+def stage_panel(run: ReportedRun) -> Panel | None:
     """Return the chart of the seconds of each stage; those that we do not know by name are summed as 'other'."""
     rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
-    steps, whole = series(rows, "timing_s/step")
+    steps, step_times = series(rows, "timing_s/step")
     times = {stage: [0.0] * len(rows) for stage in (*STAGES, "other")}
     for index, row in enumerate(rows):
         for key, value in row.items():
             stage = key.removeprefix("timing_s/")
             # An evaluation is after the step.
-            if stage not in (key, "step", "val") and (seconds := number(value)) is not None:
-                times[stage if stage in STAGES else "other"][index] += seconds
+            if stage not in (key, "step", "val"):
+                times[stage if stage in STAGES else "other"][index] += number(value) or 0.0
     stages = {stage: seconds for stage, seconds in times.items() if any(seconds)}
     if not stages:
         return None
@@ -209,43 +224,43 @@ def stage_panel(run: Run) -> Panel | None:
         title="Where the time of a step goes",
         unit="seconds, stages stacked; where stages overlap, the stack is higher than the whole step",
         y_axis={"rangemode": "tozero", "ticksuffix": " s"},
-        last=duration(whole[-1]),
+        last=duration(step_times[-1]),
     )
     for stage, seconds in stages.items():
         color = f"--{stage}"
         trace: Trace = {"name": stage, "stackgroup": "stages", "line": {"width": 0, "color": color}}
         trace |= {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds)
-        panel.draw("box", color, f"{stage} {sum(seconds) / max(sum(whole), 1e-12):.0%}", trace)
+        panel.draw("box", color, f"{stage} {sum(seconds) / max(sum(step_times), 1e-12):.0%}", trace)
     line = {"color": "--ink", "width": 1}
     step: Trace = {"name": "whole step", "mode": "lines", "line": line, "hovertemplate": "%{y:.3~s}s"}
-    panel.draw("bold", "--ink", "whole step", step | _points(steps, whole))
+    panel.draw("bold", "--ink", "whole step", step | _points(steps, step_times))
     return panel
 
 
 def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
     """Return a bar for each role; None: nothing is recorded."""
-    found = Ledger.of(step.intervals() for step in steps)
-    roles = [role for role, total_ns in found.total_ns.items() if total_ns]
+    ledger = Ledger.of(step.intervals() for step in steps)
+    roles = [role for role, total_ns in ledger.total_ns.items() if total_ns]
     if not roles:
         return None
     panel = Panel(
         title="Ledger",
         unit=f"share of each role's device time; steps {steps[0].step:,} to {steps[-1].step:,}",
         y_axis=_axis_of(roles),
-        last=f"{found.idle_share():.0%} idle",
+        last=f"{ledger.idle_share():.0%} idle",
         layout={"barmode": "stack", "hovermode": "closest"}
         | {"xaxis": {"title": {}, "range": [0, 1], "tickformat": ".0%"}},
     )
     causes = 0
-    for column in found.device_ns[roles[0]]:
-        shares = [found.share(column, role) for role in roles]
+    for column in ledger.device_ns[roles[0]]:
+        shares = [ledger.share(column, role) for role in roles]
         if not any(shares):
             continue
         color = _COLORS.get(column) or _CAUSE_COLORS[causes % len(_CAUSE_COLORS)]
         causes += column not in _COLORS
         name = column.replace("_", " ")
         bar = _bars(name, color, roles, [round(share, 5) for share in shares], "%{x:.1%}<br>%{y}")
-        panel.draw("box", color, f"{name} {found.share(column):.0%}", bar)
+        panel.draw("box", color, f"{name} {ledger.share(column):.0%}", bar)
     return panel
 
 
@@ -260,21 +275,28 @@ class Timeline(NamedTuple):
 
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     """Return the stages of every controller and device in the last steps that can be drawn; None: none is recorded."""
-    controllers = [_controller(rank) for rank in range(max((len(step.controllers) for step in steps), default=0))]
-    devices = sorted({name for step in steps for name in step.devices}, key=kind_and_number)
-    kinds = [list(names) for _, names in groupby(devices, key=lambda name: kind_and_number(name)[0])]
-    drawn = [name for names in (controllers, *kinds) for name in names[:: max(1, -(-len(names) // MAX_ROWS))]]
+    num_controllers = max((len(step.controllers) for step in steps), default=0)
+    controllers = [f"controller {rank}" for rank in range(num_controllers)]
+    devices = sorted(set(chain.from_iterable(step.devices for step in steps)), key=kind_and_number)
+    groups = [controllers]
+    groups.extend(list(names) for _, names in groupby(devices, key=lambda name: kind_and_number(name)[0]))
+    drawn: list[str] = []
+    for names in groups:
+        stride = max(1, -(-len(names) // MAX_ROWS))
+        drawn.extend(names[::stride])
     if not drawn:
         return None
     shown = _last_steps(steps, drawn)
-    zero_s, end_s = shown[0].start_s, max(step.end_s for step in shown)
+    zero_s = shown[0].start_s
+    end_s = max(step.end_s for step in shown)
     bars = _bars_of_stages(drawn, shown, zero_s, end_s)
-    total_s = sum(length_s for own in bars.values() for _, length_s, *_ in own)
+    total_s = sum(length_s for _, length_s, *_ in chain.from_iterable(bars.values()))
     first = min(FIRST_VIEW_STEPS, len(shown))
-    counts = sorted({1, first, len(shown)})
-    ranges_s = {count: [shown[-count].start_s - zero_s, end_s - zero_s] for count in counts}
-    labels = {count: f"Last {count} steps" if count > 1 else "Last step" for count in counts}
-    views = [Row(label=labels[count], range_s=ranges_s[count], is_first=count == first) for count in counts]
+    views: list[Row] = []
+    for count in sorted({1, first, len(shown)}):
+        range_s = [shown[-count].start_s - zero_s, end_s - zero_s]
+        label = f"Last {count} steps" if count > 1 else "Last step"
+        views.append({"label": label, "range_s": range_s, "is_first": count == first})
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted", "width": 1, "dash": "dot"}}
     panel = Panel(
         title="Timeline",
@@ -285,18 +307,18 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
             "barmode": "overlay",
             "bargap": 0.3,
             "hovermode": "closest",
-            "xaxis": {"title": {}, "range": ranges_s[first], "ticksuffix": " s"},
+            "xaxis": {"title": {}, "range": [shown[-first].start_s - zero_s, end_s - zero_s], "ticksuffix": " s"},
             "shapes": [line | dict.fromkeys(("x0", "x1"), step.start_s - zero_s) for step in shown],
         },
     )
-    for stage, own in bars.items():
+    for stage, stage_bars in bars.items():
         color = "--grid" if stage == _IDLE else f"--{stage}"
         hover = "%{customdata[1]}<br>%{y}, step %{customdata[0]}"
-        names, lengths_s, starts_s, shown_data = zip(*own, strict=True)
+        names, lengths_s, starts_s, hover_data = zip(*stage_bars, strict=True)
         trace = _bars(stage, color, names, [round(length_s, 4) for length_s in lengths_s], hover)
         label = f"{stage} {sum(lengths_s) / max(total_s, 1e-9):.0%}"
-        panel.draw("box", color, label, trace | {"base": starts_s, "customdata": shown_data})
-    num_rows = len(controllers + devices)
+        panel.draw("box", color, label, trace | {"base": starts_s, "customdata": hover_data})
+    num_rows = len(controllers) + len(devices)
     caption = f"Steps {shown[0].step:,} to {shown[-1].step:,}" if len(shown) > 1 else f"Step {shown[0].step:,}"
     if len(drawn) < num_rows:
         caption += f"; {len(drawn)} of {num_rows:,} controllers and devices"
@@ -304,17 +326,13 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     return Timeline(panel=panel, seen=caption, num_rows=len(drawn), views=views)
 
 
-def _controller(rank: int) -> str:
-    return f"controller {rank}"
-
-
 def kind_and_number(name: str) -> tuple[str, int]:
-    kind, _, number = name.rpartition(" ")
-    return (kind, int(number)) if number.isdecimal() else (name, 0)
+    role, _, number = name.rpartition(" ")
+    return (role, int(number)) if number.isdecimal() else (name, 0)
 
 
 def _by_row(step: StepSpans) -> dict[str, list[Span]]:
-    return {_controller(rank): spans for rank, spans in enumerate(step.controllers)} | step.devices
+    return {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)} | step.devices
 
 
 def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[StepSpans]:
@@ -335,21 +353,22 @@ def _bars_of_stages(
 
     A row has no gaps: time in no stage is a bar, too.
     """
-    found = {stage: list[Any]() for stage in (*STAGES, "other", _IDLE)}
+    bars = {stage: list[Any]() for stage in (*STAGES, "other", _IDLE)}
     rows = [(step, _by_row(step)) for step in steps]
 
     def add(stage: str, name: str, step: StepSpans, start_s: float, stop_s: float) -> None:
         if stop_s > start_s:
             length_s = stop_s - start_s
-            found[stage].append((name, length_s, round(start_s - zero_s, 4), [step.step, duration(length_s)]))
+            bars[stage].append((name, length_s, round(start_s - zero_s, 4), [step.step, duration(length_s)]))
 
     for name in drawn:
         reached_s = zero_s
         for step, spans in rows:
             for span in spans.get(name, ()):
-                start_s, stop_s = step.start_s + span.start_s, step.start_s + span.end_s
+                start_s = step.start_s + span.start_s
+                stop_s = step.start_s + span.end_s
                 add(_IDLE, name, step, reached_s, start_s)
                 add(span.stage if span.stage in STAGES else "other", name, step, start_s, stop_s)
                 reached_s = max(reached_s, stop_s)
         add(_IDLE, name, steps[-1], reached_s, end_s)
-    return {stage: bars for stage, bars in found.items() if bars}
+    return {stage: stage_bars for stage, stage_bars in bars.items() if stage_bars}

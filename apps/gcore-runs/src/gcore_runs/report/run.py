@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,8 +24,6 @@ MAX_SPAN_STEPS = 50
 """Steps whose spans are read: the last ones."""
 
 _MAX_PICTURE_BYTES = 6 * 2**20
-
-_LENGTH = "total_training_steps", "early_stopping_patience"
 
 Signal = tuple[str, str, str]
 """Title, metric and unit of a chart."""
@@ -56,7 +55,7 @@ class Kind:
     """Caption of the warm-up's chart without a held-out score."""
 
 
-class Run:
+class ReportedRun:
     """Content of a run's folder. A row is one step; `notes` list files that could not be read, and warnings.
 
     Raises:
@@ -104,18 +103,22 @@ def _warnings(rows: list[Row]) -> list[str]:
     """Return a line for each kind of warning: its first message, and how often it occurred."""
     lines: list[str] = []
     for key in dict.fromkeys(row.get("key") for row in rows):
-        found = [row for row in rows if row.get("key") == key]
-        times = sum(row.get("count", 1) for row in found)
-        more = f" ({times:,} times in {len(found):,} steps, to step {found[-1].get('step')})" if times > 1 else ""
-        lines.append(f"Step {found[0].get('step')}: {found[0]['message']}{more}.")
+        warnings = [row for row in rows if row.get("key") == key]
+        line = f"Step {warnings[0].get('step')}: {warnings[0]['message']}"
+        times = sum(row.get("count", 1) for row in warnings)
+        if times > 1:
+            line += f" ({times:,} times in {len(warnings):,} steps, to step {warnings[-1].get('step')})"
+        lines.append(f"{line}.")
     return lines
 
 
 def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None, int]:
     """Return the text of config.toml, the run's kind, its number of steps, and the patience of its early stopping."""
     values: Any = {}
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    if not path.is_file():
+    text = ""
+    if path.is_file():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    else:
         notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
     try:
         values = tomllib.loads(text)
@@ -123,9 +126,15 @@ def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tup
         notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
     kind = kinds.get(str(values.get("command", "train")), kinds["train"])
     trainer: Any = values.get("trainer")
-    total, patience = map(trainer.get if isinstance(trainer, dict) else {}.get, _LENGTH)
-    patience = patience if isinstance(patience, int) else 0
-    return text, kind, total if isinstance(total, int) and total > 0 else None, patience
+    if not isinstance(trainer, dict):
+        trainer = {}
+    total: Any = trainer.get("total_training_steps")
+    if not isinstance(total, int) or total <= 0:
+        total = None
+    patience: Any = trainer.get("early_stopping_patience")
+    if not isinstance(patience, int):
+        patience = 0
+    return text, kind, total, patience
 
 
 def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None = None) -> list[Row]:
@@ -148,8 +157,10 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
         if line.strip() and line.endswith(b"\n"):
             unreadable.append(number)
     if unreadable:
-        shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        notes.append(f"{path.name}: {len(unreadable)} unreadable line(s) left out (line {shown}).")
+        numbers = ", ".join(map(str, unreadable[:5]))
+        if len(unreadable) > 5:
+            numbers += ", ..."
+        notes.append(f"{path.name}: {len(unreadable)} unreadable line(s) left out (line {numbers}).")
     return rows
 
 
@@ -168,7 +179,9 @@ def _read_pictures(folder: Path, best_step: int | None, notes: list[str]) -> lis
     """Return the first of the pictures, that of the best step, and the last."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
     pictures: list[Row] = []
-    for step in sorted(step for step in files if step in (min(files), best_step, max(files))):
+    for step in sorted(files):
+        if step not in (min(files), best_step, max(files)):
+            continue
         content = files[step].read_bytes()
         if len(content) > _MAX_PICTURE_BYTES:
             notes.append(f"{files[step].name} has {len(content) / 2**20:.0f} MiB: left out.")
@@ -177,29 +190,44 @@ def _read_pictures(folder: Path, best_step: int | None, notes: list[str]) -> lis
             notes.append(f"{files[step].name} is no PNG file: left out.")
             continue
         # A PNG's header begins with its size (ISO/IEC 15948, 11.2.2).
-        size = {name: int.from_bytes(content[at : at + 4], "big") for name, at in (("width", 16), ("height", 20))}
-        pictures.append({"step": step, "png_base64": base64.b64encode(content).decode()} | size)
+        width = int.from_bytes(content[16:20], "big")
+        height = int.from_bytes(content[20:24], "big")
+        png_base64 = base64.b64encode(content).decode()
+        pictures.append({"step": step, "png_base64": png_base64, "width": width, "height": height})
     return pictures
 
 
 def _by_step(rows: list[Row]) -> list[Row]:
     """Return one row a step, ascending, without those that a resumed run has written again."""
-    kept: list[Row] = []
+    last_rows: list[Row] = []
     for row in rows:
-        while kept and kept[-1]["step"] > row["step"]:
-            kept.pop()
-        if kept and kept[-1]["step"] == row["step"]:
-            kept[-1] = kept[-1] | row
+        while last_rows and last_rows[-1]["step"] > row["step"]:
+            last_rows.pop()
+        if last_rows and last_rows[-1]["step"] == row["step"]:
+            last_rows[-1] = last_rows[-1] | row
         else:
-            kept.append(row)
-    return kept
+            last_rows.append(row)
+    return last_rows
 
 
 def number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
     """Return the steps at which `key` is a finite number, and its values there."""
-    points = [(row["step"], value) for row in rows if (value := number(row.get(key))) is not None]
-    return [float(step) for step, _ in points], [value for _, value in points]
+    steps: list[float] = []
+    values: list[float] = []
+    for row in rows:
+        value = number(row.get(key))
+        if value is not None:
+            steps.append(float(row["step"]))
+            values.append(value)
+    return steps, values
+
+
+def metric_names(rows: Sequence[Row]) -> list[str]:
+    """Return the keys of all rows, in the order in which they first occur."""
+    return list(dict.fromkeys(chain.from_iterable(rows)))

@@ -30,9 +30,8 @@ def write_trace(run: RunFolder, *, last: int = 0) -> Path:
         metrics[row["step"]] = metrics.get(row["step"], {}) | row
     trace = _Trace()
     for step in steps:
-        trace.add(
-            step, {name: value for name, value in metrics.get(step.step, {}).items() if number(value) is not None}
-        )
+        values = metrics.get(step.step, {}).items()
+        trace.add(step, {name: value for name, value in values if number(value) is not None})
     ends_s = {step.step: step.end_s for step in steps}
     for row in read_jsonl(run.warnings):
         if row["step"] in ends_s:
@@ -54,25 +53,30 @@ class _Trace:
 
     def add(self, step: StepSpans, metrics: Row) -> None:
         """Add a step; its length is the one in its ``metrics``."""
-        rows: dict[str, Sequence[Span]] = {f"controller {rank}": own for rank, own in enumerate(step.controllers)}
+        rows: dict[str, Sequence[Span]] = {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)}
         slices: list[tuple[str, Span, Row]] = []
         for name, spans in rows.items():
             inside = spans[_num_before(spans, metrics.get("timing_s/step")) :]
             if inside:
-                whole = Span(stage=f"step {step.step}", start_s=inside[0].start_s, end_s=inside[-1].end_s)
-                slices.append((name, whole, {}))
+                span = Span(stage=f"step {step.step}", start_s=inside[0].start_s, end_s=inside[-1].end_s)
+                slices.append((name, span, {}))
         if slices:
-            start_s, end_s = min(s.start_s for _, s, _ in slices), max(s.end_s for _, s, _ in slices)
+            start_s = min(span.start_s for _, span, _ in slices)
+            end_s = max(span.end_s for _, span, _ in slices)
             slices.append((_STEPS, Span(stage=f"step {step.step}", start_s=start_s, end_s=end_s), metrics))
             for name in set(COUNTERS) & metrics.keys():
                 self._event("C", name, _STEPS, step.start_s + start_s, {"value": metrics[name]})
-        rows |= {name: step.devices[name] for name in sorted(step.devices, key=kind_and_number)}
-        slices += [(name, span, {"step": step.step}) for name, spans in rows.items() for span in spans]
+        for name in sorted(step.devices, key=kind_and_number):
+            rows[name] = step.devices[name]
+        for name, spans in rows.items():
+            slices.extend((name, span, {"step": step.step}) for span in spans)
         for name, span, args in slices:
-            start_us, end_us = (_microseconds(step.start_s + at_s) for at_s in (span.start_s, span.end_s))
+            start_us = _microseconds(step.start_s + span.start_s)
+            end_us = _microseconds(step.start_s + span.end_s)
             self._event("X", span.stage, name, step.start_s + span.start_s, args, dur=end_us - start_us)
-        if evaluated := {name: value for name, value in metrics.items() if name.startswith("val/")}:
-            self.mark("evaluation", step.end_s, evaluated)
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if evaluation:
+            self.mark("evaluation", step.end_s, evaluation)
 
     def mark(self, name: str, at_s: float, args: Row) -> None:
         """Add an event without a length to the row of steps."""
@@ -86,11 +90,11 @@ class _Trace:
     def _thread(self, row: str) -> Row:
         """Return the numbers of a row's process and thread."""
         if row not in self._threads:
-            kind, tid = ("run", 0) if row == _STEPS else kind_and_number(row)
-            is_new = kind not in self._processes
-            thread = {"pid": self._processes.setdefault(kind, len(self._processes)), "tid": tid}
+            role, tid = ("run", 0) if row == _STEPS else kind_and_number(row)
+            is_new = role not in self._processes
+            thread = {"pid": self._processes.setdefault(role, len(self._processes)), "tid": tid}
             if is_new:
-                self.events.append({"ph": "M", "name": "process_name", **thread, "args": {"name": kind}})
+                self.events.append({"ph": "M", "name": "process_name", **thread, "args": {"name": role}})
                 order = {"sort_index": thread["pid"]}
                 self.events.append({"ph": "M", "name": "process_sort_index", **thread, "args": order})
             self.events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": row}})
@@ -100,10 +104,10 @@ class _Trace:
 
 def _num_before(spans: Sequence[Span], step_s: float | None) -> int:
     """Return how many of a controller's spans were before the step, which took ``step_s``, if that is known."""
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         is_early = step_s is not None and span.start_s < spans[-1].end_s - step_s
         if span.stage not in (_MAY_BE_BETWEEN if is_early else _ALWAYS_BETWEEN):
-            return place
+            return index
     return len(spans)
 
 

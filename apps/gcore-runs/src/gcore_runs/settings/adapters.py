@@ -44,9 +44,9 @@ class AdapterSettings(Checked):
 SettingsT = TypeVar("SettingsT", bound=AdapterSettings)
 
 
-def adapter_settings(section: str, *others: str) -> ReadWith:
+def adapter_settings(section: str, *further_names: str) -> ReadWith:
     """Return the settings of adapters, whose names begin with ``section``, that nothing reads without adapters."""
-    names = ("lora_alpha", "target_modules", "use_rslora", *others)
+    names = ("lora_alpha", "target_modules", "use_rslora", *further_names)
     return ReadWith(
         settings=tuple(f"{section}{name}" for name in names),
         chosen_by={f"{section}lora_rank": ABOVE_0, f"{section}lora_adapter_path": IS_SET},
@@ -66,20 +66,21 @@ def with_adapter(settings: SettingsT, read: Callable[[str], LoRAConfig] = read_l
         return settings
     where = f"{settings.section}.".lstrip(".")
     try:
-        found = read(settings.lora_adapter_path)
+        adapter = read(settings.lora_adapter_path)
     except ConfigError as error:
         raise UserError(f"{where}lora_adapter_{error}") from None
-    of_folder = {
-        "lora_rank": found.rank,
-        "lora_alpha": found.alpha,
-        "target_modules": found.target_modules,
-        "use_rslora": found.use_rslora,
+    adapter_values = {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.target_modules,
+        "use_rslora": adapter.use_rslora,
     }
     defaults = {field.name: field.default for field in fields(settings)}
-    for name, value in of_folder.items():
-        if getattr(settings, name) not in (defaults[name], value):
+    for name, value in adapter_values.items():
+        configured = getattr(settings, name)
+        if configured not in (defaults[name], value):
             raise UserError(
-                f"{where}{name} is {getattr(settings, name)!r}; expected {value!r}, as the adapters in "
+                f"{where}{name} is {configured!r}; expected {value!r}, as the adapters in "
                 f"{settings.lora_adapter_path} have, or none set"
             )
-    return replace(settings, **of_folder)
+    return replace(settings, **adapter_values)

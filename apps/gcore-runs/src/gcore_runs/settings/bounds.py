@@ -67,7 +67,8 @@ class Checked:
     """Type of the errors."""
 
     def __init_subclass__(cls, *, section: str | None = None) -> None:
-        cls.section = cls.section if section is None else section
+        if section is not None:
+            cls.section = section
 
     def __post_init__(self) -> None:
         check_bounds(self, self.section, self.error)
@@ -75,36 +76,50 @@ class Checked:
     def require(self, name: str, holds: object, expected: str) -> None:
         """Raise the error of a field, by its name or by a dotted one in a section, unless a condition holds."""
         if not holds:
-            value, where = attrgetter(name)(self), f"{self.section}.".lstrip(".")
-            shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise self.error(f"{where}{name} is {shown}; expected {expected}")
+            section = f"{self.section}.".lstrip(".")
+            raise self.error(f"{section}{name} is {format_value(attrgetter(name)(self))}; expected {expected}")
+
+
+def format_value(value: object) -> str:
+    """Return a setting's value as errors show it: true and false as in TOML, anything else as in Python."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
 def check_bounds(settings: Any, section: str = "", error: type[Exception] = UserError) -> None:
     """Raise ``error`` if a field is out of the bounds in its type, also in a section that is not `Checked` itself."""
+    prefix = f"{section}.".lstrip(".")
     for name, bound, is_of_entries in _bounds(type(settings)):
-        value = getattr(settings, name)
-        for checked in value if is_of_entries else (value,):
-            if not bound.holds(checked):
-                shown = repr(str(checked)) if isinstance(checked, str | Path) else checked
-                verb = "holds" if is_of_entries else "is"
-                raise error(f"{section}{'.' if section else ''}{name} {verb} {shown}; expected {bound.expected}")
-    for own in fields(settings):
-        value = getattr(settings, own.name)
+        values = getattr(settings, name)
+        verb = "holds"
+        if not is_of_entries:
+            values = (values,)
+            verb = "is"
+        for value in values:
+            if bound.holds(value):
+                continue
+            if isinstance(value, Path):
+                value = str(value)
+            raise error(f"{prefix}{name} {verb} {value!r}; expected {bound.expected}")
+    for field in fields(settings):
+        value = getattr(settings, field.name)
         if is_dataclass(value) and not isinstance(value, Checked):
-            check_bounds(value, f"{section}.{own.name}".lstrip("."), error)
+            check_bounds(value, prefix + field.name, error)
 
 
 @cache
-def _bounds(kind: type) -> list[tuple[str, Bound, bool]]:
+def _bounds(settings_type: type) -> list[tuple[str, Bound, bool]]:
     """Return the name of each bounded field, the bound, and whether it is of the entries of a tuple."""
-    found: list[tuple[str, Bound, bool]] = []
-    for name in (own.name for own in fields(cast(Any, kind))):
-        for owner in kind.__mro__:
-            hint = get_annotations(owner).get(name)
+    bounds: list[tuple[str, Bound, bool]] = []
+    for field in fields(cast(Any, settings_type)):
+        for owner in settings_type.__mro__:
+            hint = get_annotations(owner).get(field.name)
             is_of_entries = get_origin(hint) is tuple
-            metadata = getattr(get_args(hint)[0] if is_of_entries else hint, "__metadata__", ())
-            if own := [(name, bound, is_of_entries) for bound in metadata if isinstance(bound, Bound)]:
-                found += own
+            if is_of_entries:
+                hint = get_args(hint)[0]
+            declared = [bound for bound in getattr(hint, "__metadata__", ()) if isinstance(bound, Bound)]
+            if declared:
+                bounds.extend((field.name, bound, is_of_entries) for bound in declared)
                 break
-    return found
+    return bounds

@@ -32,17 +32,18 @@ def take_fingerprints(values: Mapping[str, Any], models: Collection[str]) -> dic
     """
     fingerprints: dict[str, str] = {}
     for name, value in values.items():
-        is_model = _names_model(name, models)
+        max_bytes = _WHOLE_BYTES
+        find_files = _code_files
+        if _names_model(name, models):
+            max_bytes = _WHOLE_MODEL_BYTES
+            find_files = _model_files
+        elif name in _ROWS:
+            find_files = _row_files
         files: list[Path] = []
         for text in _texts(value):
-            if is_model:
-                files.extend(_model_files(text))
-            elif name in _ROWS:
-                files.extend(_row_files(text))
-            else:
-                files.extend(_code_files(text))
+            files.extend(find_files(text))
         if files:
-            fingerprints[name] = _hash(files, _WHOLE_MODEL_BYTES if is_model else _WHOLE_BYTES)
+            fingerprints[name] = _hash(files, max_bytes)
     return fingerprints
 
 
@@ -68,15 +69,17 @@ def _model_files(path: str) -> list[Path]:
 
 def _row_files(source: str) -> list[Path]:
     """Return the files of a source of rows: a file, a pattern, or NAME= and one of both."""
-    named = _NAMED_SET.fullmatch(source)
-    if named is not None and not Path(source).exists():
-        source = named[1]
+    named_set = _NAMED_SET.fullmatch(source)
+    if named_set is not None and not Path(source).exists():
+        source = named_set[1]
     return [Path(path) for path in expand_pattern(source) if Path(path).is_file()]
 
 
 def _code_files(text: str) -> list[Path]:
     code = _CODE.fullmatch(text)
-    return [Path(code[1])] if code is not None and Path(code[1]).is_file() else []
+    if code is None or not Path(code[1]).is_file():
+        return []
+    return [Path(code[1])]
 
 
 def _hash(files: list[Path], max_bytes: int) -> str:

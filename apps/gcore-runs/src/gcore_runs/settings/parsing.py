@@ -9,6 +9,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -44,18 +45,22 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
     ``prog`` is the command as users type it, ``gcore-llm train``; ``own_data`` and ``embedded`` are among the recipes.
     """
     options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
-    config, recipe = options.get("config", ""), options.pop("recipe", "")
+    config = options.get("config", "")
+    recipe = options.pop("recipe", "")
     if recipe and recipe not in recipes:
         raise UserError(f"recipe is {recipe!r}; expected one of {', '.join(sorted(recipes))}")
-    own = options.get("model") or (read_toml(config).get("model") if config else None)
+    model = options.get("model")
+    if config and not model:
+        model = read_toml(config).get("model")
+    if not recipe:
+        recipe = "own_data" if model else "embedded"
     description = (
         f"{description}\n\n"
         f"--recipe {{{','.join(sorted(recipes))}}}: settings to start from; default: own_data with --model, else "
         "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
         "Options go over both."
     )
-    base = recipes[recipe or ("own_data" if own else "embedded")]()
-    return _over(base, options, args, prog=prog, description=description)
+    return _apply_options(recipes[recipe](), options, args, prog=prog, description=description)
 
 
 def extend_recipes(
@@ -65,67 +70,82 @@ def extend_recipes(
     return {name: partial(_make_recipe, recipe, kind) for name, recipe in recipes.items()}
 
 
-def _make_recipe(recipe: Callable[[], BaseRunConfig], kind: type[ConfigT]) -> ConfigT:
-    return convert_settings(recipe(), kind)
+def _make_recipe(recipe: Callable[[], BaseRunConfig], config_type: type[ConfigT]) -> ConfigT:
+    return convert_settings(recipe(), config_type)
 
 
 def convert_settings(config: BaseRunConfig, kind: type[ConfigT]) -> ConfigT:
     """Return the settings as ``kind``: those that both classes have, and the defaults of the others."""
-    shared = {field.name for field in dataclasses.fields(config)} - {"command"}
-    names = [field.name for field in dataclasses.fields(kind) if field.name in shared]
-    return kind(**{name: getattr(config, name) for name in names})
+    names = {field.name for field in dataclasses.fields(config)} - {"command"}
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.name in names:
+            values[field.name] = getattr(config, field.name)
+    return kind(**values)
 
 
 def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:
     """Return ``base`` with a TOML file (``--config``) and then the command line over it; raises as `merge`."""
-    return _over(base, _options(args, type(base), extra=("config",)), args, prog=prog, description=description)
+    options = _options(args, type(base), extra=("config",))
+    return _apply_options(base, options, args, prog=prog, description=description)
 
 
 def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = "") -> SettingsT:
-    """Return a dataclass of ``kind``, whose fields without a default are positional, from the command line."""
+    """Return a dataclass, whose fields without a default are positional, from the command line."""
     _help_if_asked(args, kind, prog=prog, description=description)
-    wanted = [f.name for f in dataclasses.fields(cast(Any, kind)) if f.default is dataclasses.MISSING]
-    options, given = _read_arguments(args, {n: t for n, t in setting_types(kind).items() if n not in wanted})
-    usage = f"{prog} {' '.join(name.upper() for name in wanted)}"
-    if len(given) < len(wanted):
-        raise UserError(f"{wanted[len(given)].upper()} is missing; expected {usage}")
-    if len(given) > len(wanted):
-        raise UserError(f"unexpected argument {given[len(wanted)]!r}; expected {usage}")
-    return validated(kind, options | dict(zip(wanted, given, strict=True)))
+    option_types = dict(setting_types(kind))
+    required: list[str] = []
+    for field in dataclasses.fields(cast(Any, kind)):
+        if field.default is dataclasses.MISSING:
+            required.append(field.name)
+            option_types.pop(field.name, None)
+    options, positional = _read_arguments(args, option_types)
+    usage = f"{prog} {' '.join(required).upper()}"
+    if len(positional) < len(required):
+        raise UserError(f"{required[len(positional)].upper()} is missing; expected {usage}")
+    if len(positional) > len(required):
+        raise UserError(f"unexpected argument {positional[len(required)]!r}; expected {usage}")
+    return _validate(kind, options | dict(zip(required, positional, strict=True)))
 
 
-def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str) -> SettingsT:
-    over = nested(options)
+def _apply_options(
+    base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str
+) -> SettingsT:
+    """Return ``base`` with the file of the option ``config`` and then the options over it, or print the help."""
+    config = options.pop("config", "")
+    over = nest(options)
     over_file = base
-    if config := options.pop("config", ""):
-        over = nested(options)
+    if config:
         values = read_toml(config)
         # Alone at first, so that its errors name it; what it sets may be read only with the options.
         over_file = merge(base, values, source=config, keep=())
-        over = _merged(values, over)
+        over = _merge_tables(values, over)
     _help_if_asked(args, type(base), prog=prog, description=description, default=over_file)
-    return merge(base, over, keep=[name for name, _ in _flat(over, setting_types(type(base)))])
+    return merge(base, over, keep=[name for name, _ in _flatten(over, setting_types(type(base)))])
 
 
-def _help_if_asked(args: Sequence[str], kind: type, *, prog: str, description: str, **default: Any) -> None:
+def _help_if_asked(args: Sequence[str], settings_type: type, *, prog: str, description: str, **default: Any) -> None:
     """Print every option with its documentation and default, and exit, if ``args`` ask for help."""
     if any(argument in _HELP for argument in args):
         import tyro
 
         config = (tyro.conf.FlagConversionOff,)
-        tyro.cli(kind, args=["--help"], prog=prog, description=description or None, config=config, **default)
+        tyro.cli(settings_type, args=["--help"], prog=prog, description=description or None, config=config, **default)
 
 
 @cache
 def setting_types(kind: type, prefix: str = "") -> Mapping[str, Any]:
     """Return the type of every setting of a dataclass, by its dotted name: ``{"rollout.n": int, ...}``."""
     hints = get_type_hints(kind)
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        own, name = hints[field.name], prefix + field.name
-        is_section = isinstance(own, type) and dataclasses.is_dataclass(own)
-        found |= setting_types(own, f"{name}.") if is_section else {name: own}
-    return found
+        name = prefix + field.name
+        field_type = hints[field.name]
+        if isinstance(field_type, type) and dataclasses.is_dataclass(field_type):
+            types |= setting_types(field_type, f"{name}.")
+        else:
+            types[name] = field_type
+    return types
 
 
 def as_option(name: str) -> str:
@@ -133,16 +153,16 @@ def as_option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _options(args: Sequence[str], kind: type, *, extra: Sequence[str]) -> dict[str, Any]:
-    """Read the options for the settings of ``kind``, and the ``extra`` ones, without positional arguments."""
-    known = {**setting_types(kind), **dict.fromkeys(extra, str)}
-    options, positional = _read_arguments([a for a in args if a not in _HELP], known)
+def _options(args: Sequence[str], settings_type: type, *, extra: Sequence[str]) -> dict[str, Any]:
+    """Read the options for the settings of a class, and the ``extra`` ones, without positional arguments."""
+    types = {**setting_types(settings_type), **dict.fromkeys(extra, str)}
+    options, positional = _read_arguments([a for a in args if a not in _HELP], types)
     if not positional:
         return options
-    given, is_pair, value = positional[0].lstrip("+~-").partition("=")
+    option, is_pair, value = positional[0].lstrip("+~-").partition("=")
     expected = "expected --NAME VALUE for every setting"
     if is_pair:
-        expected = hint(given.replace("-", "_"), known, lambda name: f"{as_option(name)} {value}")
+        expected = hint(option.replace("-", "_"), types, lambda name: f"{as_option(name)} {value}")
     raise UserError(f"unexpected argument {positional[0]!r}; {expected}")
 
 
@@ -154,42 +174,42 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
     """
     options: dict[str, Any] = {}
     positional: list[str] = []
-    tables = [name for name, kind in types_by_name.items() if get_origin(kind) is dict]
+    tables = [name for name, setting_type in types_by_name.items() if get_origin(setting_type) is dict]
     rest = deque(args)
     while rest:
         argument = rest.popleft()
         if not argument.startswith("--"):
             positional.append(argument)
             continue
-        given, has_value, value = argument[2:].partition("=")
-        name = given.replace("-", "_")
-        is_entry = name.startswith(tuple(f"{table}." for table in tables))
-        if name in tables:
-            pairs = [value] if has_value else []
-            while rest and not rest[0].startswith("--"):
-                pairs.append(rest.popleft())
-            for key, entry in _table_entries(name, pairs).items():
-                options[f"{name}.{key}"] = entry
-            continue
-        kind = str if is_entry else types_by_name.get(name)
-        if kind is None:
-            raise UserError(f"unknown option --{given}; {hint(name, types_by_name, as_option)}")
-        is_sequence = get_origin(kind) in (tuple, list)
+        option, has_value, value = argument[2:].partition("=")
+        name = option.replace("-", "_")
         values = [value] if has_value else []
-        takes_more = is_sequence or (is_entry and not has_value)
+        is_table = name in tables
+        is_entry = name.startswith(tuple(f"{table}." for table in tables))
+        setting_type = str if is_entry else types_by_name.get(name)
+        if setting_type is None:
+            raise UserError(f"unknown option --{option}; {hint(name, types_by_name, as_option)}")
+        is_sequence = get_origin(setting_type) in (tuple, list)
+        takes_more = is_table or is_sequence or (is_entry and not has_value)
         while rest and not rest[0].startswith("--") and (takes_more or not values):
             values.append(rest.popleft())
-        if bool in (kind, *get_args(kind)) and not is_sequence and not values:
-            values = ["true"]
-        if is_sequence:
+        if is_table:
+            for key, entry in _table_entries(name, values).items():
+                options[f"{name}.{key}"] = entry
+        elif is_sequence:
             options[name] = values
-        elif not values:
-            raise UserError(f"--{given} has no value; expected {as_option(name)} VALUE")
-        elif is_entry:
-            parsed = [_parsed(v) for v in values]
-            options[name] = parsed[0] if len(parsed) == 1 else parsed
+        elif is_entry and len(values) > 1:
+            options[name] = [_parse_value(value) for value in values]
+        elif is_entry and values:
+            options[name] = _parse_value(values[0])
+        elif values and values[0].lower() == "none" and type(None) in get_args(setting_type):
+            options[name] = None
+        elif values:
+            options[name] = values[0]
+        elif setting_type is bool or bool in get_args(setting_type):
+            options[name] = "true"
         else:
-            options[name] = None if values[0].lower() == "none" and type(None) in get_args(kind) else values[0]
+            raise UserError(f"--{option} has no value; expected {as_option(name)} VALUE")
     return options, positional
 
 
@@ -204,14 +224,14 @@ def _table_entries(name: str, pairs: Sequence[str]) -> dict[str, Any]:
             except ValueError as error:
                 raise UserError(f"{as_option(name)} is {pair!r}; expected JSON: {error}") from None
         elif is_pair:
-            entries[key.replace("-", "_")] = _parsed(value)
+            entries[key.replace("-", "_")] = _parse_value(value)
         else:
             option = as_option(name)
             raise UserError(f"{name} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON")
     return entries
 
 
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Return a value as TOML reads it, and any other text unchanged."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -234,34 +254,36 @@ def merge(
         UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds; it names the file
             ``source`` that they are from, if there is one.
     """
-    known, where = setting_types(type(base)), f"{source}: " if source else ""
-    values = dict(_flat(dataclasses.asdict(cast(Any, base)), known))
-    for name, value in _flat(overrides, known):
-        if name not in known:
-            if not any(setting.startswith(f"{name}.") for setting in known):
-                raise UserError(f"{where}unknown field {name}; {hint(name, known)}")
+    types = setting_types(type(base))
+    where = f"{source}: " if source else ""
+    values = _flatten_settings(base, types)
+    for name, value in _flatten(overrides, types):
+        if name not in types:
+            if not any(setting.startswith(f"{name}.") for setting in types):
+                raise UserError(f"{where}unknown field {name}; {hint(name, types)}")
             if value != {}:
                 raise UserError(f"{where}{name} is {value!r:.200}; expected a table")
         elif isinstance(value, bool) and isinstance(values[name], int | float) and not isinstance(values[name], bool):
             raise UserError(f"{where}{name} is {value}; expected a number")
         elif isinstance(values[name], dict) and isinstance(value, Mapping):
-            _check_entries(name, value, get_args(known[name])[-1], where)
-            values[name] = _merged(values[name], value)
+            _check_entries(name, value, get_args(types[name])[-1], where)
+            values[name] = _merge_tables(values[name], value)
         else:
             values[name] = value
     if keep is not None:
         _reset_unread(type(base), values, keep)
-    return validated(type(base), nested(values), source=source)
+    return _validate(type(base), nest(values), source=source)
 
 
-def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> None:
+def _reset_unread(settings_type: type, values: dict[str, Any], keep: Collection[str]) -> None:
     """Give settings that nothing reads their defaults, unless they are to be kept; values may still be text."""
-    known, defaults = setting_types(kind), default_settings(kind)
-    for name, entry in conditional_settings(kind):
+    types = setting_types(settings_type)
+    defaults = default_settings(settings_type)
+    for name, entry in conditional_settings(settings_type):
         if name in keep or values[name] == defaults[name]:
             continue
         try:
-            chosen = {chooser: converted(chooser, values[chooser], known[chooser]) for chooser in entry.chosen_by}
+            chosen = {chooser: converted(chooser, values[chooser], types[chooser]) for chooser in entry.chosen_by}
             is_read = entry.is_read(chosen)
         except (UserError, ConfigError):
             # The settings are refused for this value.
@@ -270,71 +292,82 @@ def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> 
             values[name] = defaults[name]
 
 
-def _check_entries(name: str, table: Mapping[str, Any], kind: Any, where: str) -> None:
+def _check_entries(name: str, table: Mapping[str, Any], entry_type: Any, where: str) -> None:
     """Raise `UserError` if an entry of a table of sections has a field that these do not have."""
-    if not dataclasses.is_dataclass(kind):
+    if not dataclasses.is_dataclass(entry_type):
         return
-    own = setting_types(cast(type, kind))
+    types = setting_types(cast(type, entry_type))
     for entry, section in table.items():
-        for field in section if isinstance(section, Mapping) else ():
-            if field not in own:
-                full = [f"{name}.{entry}.{known}" for known in own]
-                raise UserError(f"{where}unknown field {name}.{entry}.{field}; {hint(f'{name}.{entry}.{field}', full)}")
+        if not isinstance(section, Mapping):
+            continue
+        for field in section:
+            if field not in types:
+                unknown = f"{name}.{entry}.{field}"
+                settings = [f"{name}.{entry}.{setting}" for setting in types]
+                raise UserError(f"{where}unknown field {unknown}; {hint(unknown, settings)}")
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with the entries of ``over``, of tables in both also those of the tables."""
-    own = {k: _merged(base[k], v) for k, v in over.items() if isinstance(v, Mapping) and isinstance(base.get(k), dict)}
-    return {**base, **over, **own}
+    merged = {**base, **over}
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            merged[key] = _merge_tables(base[key], value)
+    return merged
 
 
-def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:
+def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = str) -> str:
     """Return what to write instead of an unknown name; the tables of other libraries' names are read only then."""
     from gcore_runs.settings import other_names
 
-    return other_names.hint(name, known, spelled)
+    return other_names.hint(name, settings, spelled)
 
 
-def _flat(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value by its dotted name; a mapping is a value if it is empty, or one of the ``leaves``."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and prefix + key not in leaves:
-            yield from _flat(value, leaves, f"{prefix}{key}.")
+            yield from _flatten(value, leaves, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_settings(settings: object, leaves: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of a dataclass by their dotted names; see `_flatten`."""
+    return dict(_flatten(dataclasses.asdict(cast(Any, settings)), leaves))
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by their dotted names as nested tables."""
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
-        table = found
+        table = tables
         for section in sections:
             table = table.setdefault(section, {})
         table[last] = value
-    return found
+    return tables
 
 
-def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
+def _validate(settings_type: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
     """Make a dataclass from nested values, converted from text where a field has another type; raises as `merge`."""
     where = f"{source}: " if source else ""
     try:
-        made: SettingsT = cached_adapter(kind).validate_python(values)
+        settings: SettingsT = cached_adapter(settings_type).validate_python(values)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
-        raise UserError(f"{where}{_refused(error)}") from None
-    for name, value in _flat(dataclasses.asdict(cast(Any, made))):
+        raise UserError(f"{where}{_describe_refusal(error)}") from None
+    for name, value in _flatten_settings(settings).items():
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{where}{name} is {number}; expected a finite number")
             if isinstance(number, int) and abs(number) > _MAX_INT:
                 raise UserError(f"{where}{name} is {number}; expected at most {_MAX_INT}")
-    return made
+    return settings
 
 
-def _refused(error: ValidationError) -> str:
+def _describe_refusal(error: ValidationError) -> str:
     """Return the first of pydantic's errors in this project's form."""
     first = error.errors()[0]
     location = first["loc"]
@@ -343,7 +376,8 @@ def _refused(error: ValidationError) -> str:
     field = ".".join(map(str, location))
     if first["type"] == "value_error":
         # Raised by the section's own checks, with the name of its field.
-        return f"{field}{'.' if field else ''}{first['msg'].removeprefix('Value error, ')}"
+        prefix = f"{field}." if field else ""
+        return prefix + first["msg"].removeprefix("Value error, ")
     if first["type"] == "unexpected_keyword_argument":
         return f"unknown field {field}"
     return f"{field} is {first['input']!r:.200}; {describe_expected(first)}"
@@ -368,7 +402,7 @@ def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
         UserError: a setting that is a constant now has another value.
     """
     translated: dict[str, Any] = {}
-    for name, value in _flat(values):
+    for name, value in _flatten(values):
         key = find_key(read_keys("removed"), name)
         if key is None:
             translated[name] = value
@@ -379,7 +413,7 @@ def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
             translated[target] = value
         elif key.off is not None and value not in key.off:
             raise UserError(f"{name} is {value!r}; expected {key.off[-1]!r}: {key.why}")
-    tables = nested(translated)
+    tables = nest(translated)
     _drop_inherited(tables)
     return tables
 
@@ -396,7 +430,8 @@ def _drop_inherited(values: dict[str, Any]) -> None:
 
 def to_toml(config: BaseRunConfig) -> str:
     """Return every field as TOML; unset ones (None) are left out."""
-    return tomli_w.dumps(nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
+    values = _flatten_settings(config).items()
+    return tomli_w.dumps(nest({name: value for name, value in values if value is not None}))
 
 
 def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
@@ -415,17 +450,22 @@ def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
         device = _resolve_device(config.device)
     changes: dict[str, Any] = {"threads": config.threads or len(os.sched_getaffinity(0)), "device": device}
     if getattr(config, "dtype", "") == "auto":
-        before = str(_resumed(config).get("dtype", "auto"))
-        changes["dtype"] = before if before != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
+        dtype = str(_read_resumed(config).get("dtype", "auto"))
+        if dtype == "auto":
+            dtype = "bfloat16" if device.startswith("cuda") else "float32"
+        changes["dtype"] = dtype
     resolved = dataclasses.replace(config, **changes)
     models = _models(config)
-    names = [name for value in models.values() for name in ((value,) if isinstance(value, str) else value)]
     data = getattr(config, "data", None)
-    sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")} if data else {}
-    if any(map(is_hub_model, names)) or any("hf://" in source for own in sources.values() for source in own):
-        from gcore_runs.data.hub import pinned
+    sources: dict[str, Sequence[str]] = {}
+    if data:
+        sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")}
+    model_names = chain.from_iterable([value] if isinstance(value, str) else value for value in models.values())
+    is_on_hub = any(map(is_hub_model, model_names))
+    if is_on_hub or any("hf://" in source for source in chain.from_iterable(sources.values())):
+        from gcore_runs.data.hub import pin_revisions
 
-        return merge(resolved, nested(pinned(models, sources, _resumed(config), is_hub_model)))
+        return merge(resolved, nest(pin_revisions(models, sources, _read_resumed(config), is_hub_model)))
     return resolved
 
 
@@ -468,14 +508,16 @@ def _parse_device(device: str) -> "torch.device":
 
 def _models(config: BaseRunConfig) -> dict[str, str | Sequence[str]]:
     """Return the folders and names of the run's models, by dotted name."""
-    found: dict[str, str | Sequence[str]] = {}
+    models: dict[str, str | Sequence[str]] = {}
     for name in config.model_settings:
         table, is_table, field = name.partition(".*.")
-        own = attrgetter(table)(config)
-        found |= (
-            {f"{table}.{key}.{field}": getattr(entry, field) for key, entry in own.items()} if is_table else {name: own}
-        )
-    return found
+        value = attrgetter(table)(config)
+        if is_table:
+            for key, entry in value.items():
+                models[f"{table}.{key}.{field}"] = getattr(entry, field)
+        else:
+            models[name] = value
+    return models
 
 
 def is_hub_model(name: str) -> bool:
@@ -483,7 +525,7 @@ def is_hub_model(name: str) -> bool:
     return _HUB_MODEL.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _resumed(config: BaseRunConfig) -> dict[str, Any]:
+def _read_resumed(config: BaseRunConfig) -> dict[str, Any]:
     """Return the settings of the run that these resume, as its file has them; none: there is no such run."""
     folder = Path(config.runs_dir) / config.name
     is_resumed = (folder / "model").is_dir() or any((folder / "checkpoints").glob("*"))
@@ -494,7 +536,7 @@ def _resumed(config: BaseRunConfig) -> dict[str, Any]:
 
 def content_fingerprints(config: BaseRunConfig) -> dict[str, str]:
     """Return a hash of the files that each setting names; see `take_fingerprints`."""
-    return take_fingerprints(dict(_flat(dataclasses.asdict(config))), _models(config))
+    return take_fingerprints(_flatten_settings(config), _models(config))
 
 
 def is_of_code(config: BaseRunConfig, setting: str) -> bool:
@@ -504,6 +546,17 @@ def is_of_code(config: BaseRunConfig, setting: str) -> bool:
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
     """Return the fields that differ, as ``name: old -> new``."""
-    a, b = ({name: v for name, v in _flat(dataclasses.asdict(c)) if v != {}} for c in (old, new))
-    changed = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-    return [f"{name}: {a.get(name)} -> {b.get(name)}" for name in changed]
+    old_values = _filled_settings(old)
+    new_values = _filled_settings(new)
+    lines: list[str] = []
+    for name in sorted(old_values.keys() | new_values.keys()):
+        before = old_values.get(name)
+        after = new_values.get(name)
+        if before != after:
+            lines.append(f"{name}: {before} -> {after}")
+    return lines
+
+
+def _filled_settings(config: BaseRunConfig) -> dict[str, Any]:
+    """Return the settings by their dotted names, without empty tables."""
+    return {name: value for name, value in _flatten_settings(config).items() if value != {}}

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from gcore_runs.errors import UserError
-from gcore_runs.settings.bounds import Bound
+from gcore_runs.settings.bounds import Bound, format_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,15 @@ IS_SET = Bound(bool, "set")
 
 
 @cache
-def default_settings(kind: type) -> Mapping[str, Any]:
+def default_settings(config_type: type) -> Mapping[str, Any]:
     """Return the default of every setting of a config class, by dotted name."""
-    found: dict[str, Any] = {}
-    for field in fields(kind):
+    defaults: dict[str, Any] = {}
+    for field in fields(config_type):
         value: Any = field.default
         if field.default_factory is not MISSING:
             value = field.default_factory()
-        found.update(_flatten(field.name, value))
-    return found
+        defaults.update(_flatten(field.name, value))
+    return defaults
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -80,20 +80,19 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @cache
-def conditional_settings(kind: type) -> list[tuple[str, ReadWith]]:
+def conditional_settings(config_type: type) -> list[tuple[str, ReadWith]]:
     """Return the settings of a config class that are not always read, each with its condition."""
-    found: list[tuple[str, ReadWith]] = []
-    entries: tuple[ReadWith, ...] = getattr(kind, "read_with", ())
+    settings: list[tuple[str, ReadWith]] = []
+    entries: tuple[ReadWith, ...] = getattr(config_type, "read_with", ())
     for entry in entries:
-        found.extend((name, entry) for name in default_settings(kind) if entry.concerns(name))
-    return found
+        settings.extend((name, entry) for name in default_settings(config_type) if entry.concerns(name))
+    return settings
 
 
 def check_read(config: object) -> None:
     """Raise `UserError` for a setting that differs from its default and is not read with the others' values."""
-    kind = type(config)
-    defaults = default_settings(kind)
-    for name, entry in conditional_settings(kind):
+    defaults = default_settings(type(config))
+    for name, entry in conditional_settings(type(config)):
         value = attrgetter(name)(config)
         if value == defaults[name]:
             continue
@@ -103,10 +102,8 @@ def check_read(config: object) -> None:
 
 
 def _refusal(name: str, value: Any, default: Any, chosen: Mapping[str, Any], entry: ReadWith) -> str:
-    found = " and ".join(f"{chooser} {_show(value)}" for chooser, value in chosen.items())
-    hint = f"; {entry.hint}" if entry.hint else ""
-    return f"{name} is {_show(value)}; expected {_show(default)} with {found}: it is read with {entry.readers}{hint}"
-
-
-def _show(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    context = " and ".join(f"{chooser} {format_value(value)}" for chooser, value in chosen.items())
+    expected = f"expected {format_value(default)} with {context}: it is read with {entry.readers}"
+    if entry.hint:
+        expected += f"; {entry.hint}"
+    return f"{name} is {format_value(value)}; {expected}"

@@ -298,7 +298,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def judge_section(self, role: str) -> str:
         """Return the name of a judge's section: that of `judge`, or an entry of the table judges next to it."""
-        section, (_, _, name) = self.judge[0], role.partition("_")
+        section, _ = self.judge
+        name = role.partition("_")[2]
         return f"{section}s.{name}" if name else section
 
     def over_rows(self, num_rows: int) -> Self:
@@ -330,9 +331,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def takes_turns(self) -> bool:
         """True if trainer and engines share devices: while one works, the other is asleep."""
         if self.rollout.colocated == "auto":
-            is_on_gpus = self.runtime == "ray" and self.device.startswith("cuda")
-            return is_on_gpus and self.can_take_turns and not self.lends_ranks
+            return self._is_on_cluster_gpus and self.can_take_turns and not self.lends_ranks
         return self.rollout.colocated
+
+    @property
+    def _is_on_cluster_gpus(self) -> bool:
+        return self.runtime == "ray" and self.device.startswith("cuda")
 
     @property
     def lends_ranks(self) -> bool:
@@ -347,12 +351,13 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def strategy(self) -> Strategy:
         """The placement strategy that is set, or else the one that suits the devices."""
-        engines, is_sync = self.num_engines, self.loop.schedule == "sync"
+        engines = self.num_engines
+        is_free = self.loop.schedule == "sync" and not self.lends_ranks
         num_judges = sum(judge.num_processes or 1 for judge in self.judges.values())
-        can_move = num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges) and is_sync
-        can_move &= not self.lends_ranks
-        has_gpus = self.runtime == "ray" and self.device.startswith("cuda")
-        return self.placement.strategy or ("dynamic" if can_move and has_gpus else "split")
+        can_move = is_free and num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges)
+        if self.placement.strategy:
+            return self.placement.strategy
+        return "dynamic" if can_move and self._is_on_cluster_gpus else "split"
 
     @property
     def engines_sleep(self) -> bool:
@@ -379,13 +384,15 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         in_turns = STRATEGIES[self.strategy].is_time_shared
-        engines, ranks = self.num_engines, self.trainer.num_processes
-        judges = {role: engines if in_turns else own.num_processes or 1 for role, own in self.judges.items()}
+        engines = self.num_engines
+        judges = dict.fromkeys(self.judges, engines)
+        if not in_turns:
+            judges = {role: judge.num_processes or 1 for role, judge in self.judges.items()}
         return Sizes(
             controllers=self.controllers,
             engines=engines,
             judges=judges,
-            ranks=ranks,
+            ranks=self.trainer.num_processes,
             in_turns=in_turns,
             devices_per_engine=self.devices_per_engine,
             ranks_in_turns=self.takes_turns,
@@ -403,9 +410,11 @@ class BaseRLConfig(BaseRunConfig, ABC):
             section, _, table = self.judge_section(role).partition(".")
             model = sections.get(section, getattr(self, section))
             sized: Any = replace(cast(Any, self.judges[role]), num_processes=number)
-            _, _, name = table.partition(".")
-            own = {"judges": {**model.judges, name: sized}} if name else {"judge": sized}
-            sections[section] = replace(model, **own)
+            name = table.partition(".")[2]
+            if name:
+                sections[section] = replace(model, judges={**model.judges, name: sized})
+            else:
+                sections[section] = replace(model, judge=sized)
         placement = replace(self.placement, strategy="colocated" if sizes.in_turns else self.strategy)
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
@@ -421,7 +430,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
             (self.num_engines > 0, "a policy on servers; others need engines of the run's own"),
         ):
             self.require("placement.strategy", holds, f"'split' with {reason}")
-        engines, in_turns = self.sizes.engines, self.sizes.in_turns
+        engines = self.sizes.engines
+        in_turns = self.sizes.in_turns
         for role, judge in self.judges.items():
             if in_turns and judge.num_processes not in (0, engines):
                 raise UserError(
@@ -430,14 +440,15 @@ class BaseRLConfig(BaseRunConfig, ABC):
                 )
 
     def _check_lending(self) -> None:
-        strategy, schedule = self.placement.strategy, self.loop.schedule
-        has_own = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
+        strategy = self.placement.strategy
+        schedule = self.loop.schedule
+        has_engines = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
         for unfit, why in (
             (self.is_simulated, "a simulation, whose roles have devices of their own"),
             (schedule != "sync", f"trainer.schedule {schedule!r}, whose ranks train while the policy samples"),
             (self.rollout.colocated is True, "rollout.colocated true, where all engines share the devices of ranks"),
             (strategy not in (None, "split"), f"placement.strategy {strategy!r}; 'split' or None take it"),
-            (not has_own, "rollout.num_processes 0 or servers; 1 or more engines have devices of their own"),
+            (not has_engines, "rollout.num_processes 0 or servers; 1 or more engines have devices of their own"),
             (not self.sizes.num_lent, "trainer.num_processes below rollout.tensor_parallel_size"),
         ):
             self.require("placement.lend_ranks", not unfit, f"false with {why}")

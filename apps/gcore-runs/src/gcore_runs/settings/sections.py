@@ -3,21 +3,21 @@
 from typing import Literal, Protocol
 
 
-class Replicas(Protocol):
+class EngineSection(Protocol):
     """Settings of an engine that runs in several processes."""
 
     @property
     def num_processes(self) -> int: ...
 
 
-class JudgeReplicas(Replicas, Protocol):
+class JudgeReplicas(EngineSection, Protocol):
     """Settings of a judge's engine."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
 
 
-class PolicyReplicas(Replicas, Protocol):
+class PolicyReplicas(EngineSection, Protocol):
     """Settings of the policy's engine."""
 
     @property

@@ -28,8 +28,8 @@ def override(base: ConfigT, table: Mapping[str, Any], section: str) -> ConfigT:
         if name not in types:
             from gcore_runs.settings.other_names import hint
 
-            known = [f"{section}.{field}" for field in types]
-            raise UserError(f"unknown field {section}.{name}; {hint(f'{section}.{name}', known)}")
+            settings = [f"{section}.{field}" for field in types]
+            raise UserError(f"unknown field {section}.{name}; {hint(f'{section}.{name}', settings)}")
         values[name] = converted(f"{section}.{name}", value, types[name])
     try:
         return replace(base, **values)  # pyright: ignore[reportArgumentType]  # a dataclass

@@ -24,7 +24,7 @@ from gcore_controller import (
 from gcore_placement import RunningLedger
 from gcore_rollout import InstrumentedEngine, RequestT, SampleT
 from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
-from gcore_runs.loop.supervisor import Result, Supervisor
+from gcore_runs.loop.supervisor import RunResult, Supervisor
 from gcore_runs.settings.run_config import BaseRLConfig
 from gcore_runs.simulation.config import BaseSimConfig, SimulateConfig
 from gcore_runs.simulation.engine import ModelledEngine
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFigures:
+class StepSummary:
     """The figures of one step."""
 
     step: int
@@ -64,7 +64,7 @@ class Simulation:
     """The outcome of a simulation, which took ``wall_s`` real seconds."""
 
     config: SimulateConfig
-    steps: list[StepFigures]
+    steps: list[StepSummary]
     wall_s: float
 
 
@@ -94,22 +94,28 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         *,
         app: str,
         display: "Display | None",
-    ) -> Result:
+    ) -> RunResult:
         """Run the job in a new run folder, as the command train does it: with its records, but without a model."""
         with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
             supervisor.open_run(f"simulated: {self.sim.devices:,} devices, on which no model is trained")
-            own, size = self.job.config, config.controllers
+            size = config.controllers
             learner, program = self._program(LoadMeter(size), None)
-            nothing = partial(asyncio.sleep, 0)
             backend: InlineBackend[Any, Any, Any] = InlineBackend(
-                own, roles=None, world_size=size, learner=learner, program=program, close_services=nothing
+                self.job.config,
+                roles=None,
+                world_size=size,
+                learner=learner,
+                program=program,
+                close_services=partial(asyncio.sleep, 0),
             )
             supervisor.train(backend, self.job, recorder)
             return supervisor.finish(kinds)
 
-    def simulate(self, config: SimulateConfig, report: Callable[[StepFigures], None]) -> Simulation:
+    def simulate(self, config: SimulateConfig, report: Callable[[StepSummary], None]) -> Simulation:
         """Run the job of this config outside a run folder; report and return the figures of its steps."""
-        start_s, size, meter = time.perf_counter(), config.controllers, LoadMeter(config.controllers)
+        start_s = time.perf_counter()
+        size = config.controllers
+        meter = LoadMeter(config.controllers)
         ledger = RunningLedger(
             num_devices=config.devices, num_reward_devices=config.reward.devices, num_controllers=size, clock=now_s
         )
@@ -134,7 +140,8 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         state = SharedState(
             config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
         )
-        learner, devices = ModelledLearner(state), DeviceTimers(now_s, wall_clock=now_s)
+        learner = ModelledLearner(state)
+        devices = DeviceTimers(now_s, wall_clock=now_s)
         reward = ModelledReward(state, self.n, self.has_signal).runner()
         own_roles: list[Any] = []
         for rank, (engine, slots) in enumerate(self._engines(state)):
@@ -156,7 +163,9 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
 
     def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[ModelledEngine[Any, Any], int | None]]:
         """Return the engine of each controller, and the samples that it generates at once if it is its own."""
-        size, num_replicas, model = self.job.config.controllers, self.sim.num_engine_replicas, self.sim.engine
+        size = self.job.config.controllers
+        num_replicas = self.sim.num_engine_replicas
+        model = self.sim.engine
         if model.prompts == "shared":
             return [(ModelledEngine(state, num_replicas), None)] * size
         counts = [len(range(rank, num_replicas, size)) for rank in range(size)]
@@ -168,18 +177,21 @@ class _FiguresRecorder:
     """Records the figures of steps, and nothing else."""
 
     def __init__(
-        self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepFigures], None]
+        self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepSummary], None]
     ) -> None:
-        self.steps: list[StepFigures] = []
-        self._config, self._meter, self._ledger, self._report = config, meter, ledger, report
+        self.steps: list[StepSummary] = []
+        self._config = config
+        self._meter = meter
+        self._ledger = ledger
+        self._report = report
 
     async def __call__(self, event: Event) -> None:
         if not isinstance(event, Stepped):
             return
         metrics = event.metrics
-        with self._meter.paused():
+        with self._meter.exclude():
             step_s = metrics["timing_s/step"]
-            figures = StepFigures(
+            figures = StepSummary(
                 step=event.step,
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
@@ -197,7 +209,8 @@ class _LedgerTimer(StageTimer):
 
     def __init__(self, rank: int, ledger: RunningLedger) -> None:
         super().__init__(now_s)
-        self._rank, self._ledger = rank, ledger
+        self._rank = rank
+        self._ledger = ledger
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:

@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 from gcore_placement import Efficiency, TransformerWorkload, gather_seconds
 from gcore_runs.simulation.config import BaseSimConfig
 
-_BFLOAT16, _FLOAT32 = 2, 4
+_BFLOAT16 = 2
+_FLOAT32 = 4
 _UPDATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments in float32, and writes all but the gradient."""
-_TENSOR_GATHERS, _CONTEXT_GATHERS = 4, 1.5
+_TENSOR_GATHERS = 4
+_CONTEXT_GATHERS = 1.5
 """Gathers or scatters of a layer in a pass: of states with sequence parallelism; of keys and values, in the backward
 pass with their gradients."""
 
@@ -35,8 +37,11 @@ class TrainingCollectives:
         self, products_s: NDArray[np.float64], tokens: NDArray[np.float64], *, is_training: bool
     ) -> NDArray[np.float64]:
         """Return the seconds of micro-batches with such products and tokens: [num_micro_batches]."""
-        passes = 2 if is_training else 1
-        hidden_s = passes * self.weights_s + (self.gradients_s if is_training else 0.0)
+        passes = 1
+        hidden_s = self.weights_s
+        if is_training:
+            passes = 2
+            hidden_s = passes * self.weights_s + self.gradients_s
         return np.maximum(products_s, hidden_s) + passes * self.token_pass_s * tokens
 
     def replica_s(self, micro_batches_s: NDArray[np.float64]) -> float:
@@ -58,11 +63,14 @@ def training_collectives(
         weights_bytes: of all weights in bfloat16.
         workload: the model's layers; None: it has no collectives by the token.
     """
-    learner, cluster, efficiency = config.learner, config.cluster, Efficiency()
+    learner = config.learner
+    cluster = config.cluster
+    efficiency = Efficiency()
     if not learner.has_collectives:
         return TrainingCollectives()
     tp, pp, cp = learner.sizes
-    num_devices, parameters = config.devices, weights_bytes / _BFLOAT16
+    num_devices = config.devices
+    parameters = weights_bytes / _BFLOAT16
     own_parameters = parameters / (tp * pp)
     num_sharing = num_devices // (tp * pp)
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
@@ -72,7 +80,8 @@ def training_collectives(
 
     token_pass_s = 0.0
     if workload:
-        state_bytes, kv_bytes = _BFLOAT16 * workload.hidden_size, _BFLOAT16 * workload.key_value_size
+        state_bytes = _BFLOAT16 * workload.hidden_size
+        kv_bytes = _BFLOAT16 * workload.key_value_size
         # Of a token's layers each rank of a replica has its stage's, and of its tokens those of its context.
         tensor_s = _TENSOR_GATHERS * gather_s(state_bytes, tp, count=0) / cp
         context_s = _CONTEXT_GATHERS * gather_s(kv_bytes, cp, span=tp * cp, count=0) / tp

@@ -19,7 +19,7 @@ from gcore_runs.simulation.config import SimulateConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gcore_runs.simulation.cluster import Simulation, StepFigures
+    from gcore_runs.simulation.cluster import Simulation, StepSummary
     from gcore_runs.simulation.fit import MeasuredRun
 
 _SIMULATE = """Run the program of train in simulated time, on simulated devices.
@@ -65,7 +65,7 @@ def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
     return parse_over(SimulateConfig(), args, prog=prog, description=_SIMULATE)
 
 
-def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepFigures], None]], Simulation]") -> None:
+def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepSummary], None]], Simulation]") -> None:
     """Simulate with a display, print the table of results, and write the figures.
 
     ``simulate`` calls its argument after every step.
@@ -75,12 +75,12 @@ def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepFi
     with Display() as display:
         display.phase("simulating", total=config.steps)
 
-        def stepped(figures: "StepFigures") -> None:
+        def show_step(figures: "StepSummary") -> None:
             load = f"{max(figures.controller_load):.3%}"
             cells = [("simulated step", f"{figures.step_s:,.1f} s"), ("busiest controller", load)]
-            display.progressed(figures.step, cells)
+            display.show_progress(figures.step, cells)
 
-        result = simulate(stepped)
+        result = simulate(show_step)
     step_s = np.array([step.step_s for step in result.steps])
     total_s = float(step_s.sum())
     loads = np.average([step.controller_load for step in result.steps], axis=0, weights=step_s)
@@ -144,31 +144,32 @@ def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredR
     runs = [read_run(path, config.max_steps) for path in (*config.calibrate, *config.check)]
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"
     _check_writable("out", out)
-    fitted = runs[: len(config.calibrate)]
-    steps = [_steps(run, config, is_fitted=i < len(fitted)) for i, run in enumerate(runs)]
+    fitted_runs = runs[: len(config.calibrate)]
+    steps = [_steps(run, config, is_fitted=index < len(fitted_runs)) for index, run in enumerate(runs)]
     with Display() as display:
-        display.phase("calibrating", total=num_simulations(fitted) + len(runs))
+        display.phase("calibrating", total=num_simulations(fitted_runs) + len(runs))
         done = count(1)
 
-        def progressed() -> None:
-            display.progressed(next(done), [])
+        def advance() -> None:
+            display.show_progress(next(done), [])
 
-        result = fit(fitted, [used for used, _ in steps[: len(fitted)]], progressed)
+        result = fit(fitted_runs, [used for used, _ in steps[: len(fitted_runs)]], advance)
         seconds: list[NDArray[np.float64]] = []
         for run in runs:
-            seconds.append(np.stack([run.measured(), run.simulated(result.parameters)]))
-            progressed()
+            seconds.append(np.stack([run.measured_seconds(), run.simulate_seconds(result.parameters)]))
+            advance()
     rows: list[Sequence[str]] = []
-    for name, own in FITTED.items():
+    for name, fitted in FITTED.items():
         if name in result.errors:
-            numbers = (getattr(result.parameters, name), result.errors[name])
-            rows.append((own.label, *(f"{own.factor * number:,.4g} {own.unit}" for number in numbers)))
+            value = fitted.factor * getattr(result.parameters, name)
+            error = fitted.factor * result.errors[name]
+            rows.append((fitted.label, f"{value:,.4g} {fitted.unit}", f"{error:,.4g} {fitted.unit}"))
     display.console.print(_table("fitted", rows, ("", "value", "standard error")))
-    for run, pair, chosen in zip(runs, seconds, steps, strict=True):
-        for name, own in zip(("fitted to", "held out"), chosen, strict=True):
-            if own.any():
-                display.console.print(_stage_table(f"{run.name}: {own.sum()} steps {name}", pair[:, own]))
-    out.write_text(tomli_w.dumps(asdict(result.parameters.applied(runs[0].config, runs[0].workload))))
+    for run, pair, (used, held_out) in zip(runs, seconds, steps, strict=True):
+        for name, mask in (("fitted to", used), ("held out", held_out)):
+            if mask.any():
+                display.console.print(_stage_table(f"{run.name}: {mask.sum()} steps {name}", pair[:, mask]))
+    out.write_text(tomli_w.dumps(asdict(result.parameters.apply(runs[0].config, runs[0].workload))))
     display.say(f"settings: {out}, for {prog} --config {out}")
     return True
 

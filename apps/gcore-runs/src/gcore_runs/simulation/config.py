@@ -18,14 +18,15 @@ from gcore_runs.settings.bounds import (
 )
 
 
-def _check_divides(field: str, value: int, whole: str, total: int) -> None:
+def _check_divides(field: str, value: int, total_name: str, total: int) -> None:
     if total % value:
         divisor = math.gcd(total, value)
-        raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total}), such as {divisor} or {total}")
+        expected = f"expected a divisor of {total_name} ({total}), such as {divisor} or {total}"
+        raise UserError(f"{field} is {value}; {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthConfig:
+class LengthModel:
     """Log-normal lengths, in tokens."""
 
     median: Positive
@@ -122,7 +123,8 @@ class LearnerModel:
         """Tensor-, pipeline- and context-parallel ranks of a replica."""
         if self.backend == "torch":
             return 1, 1, self.devices_per_replica
-        pp, cp = self.pipeline_model_parallel_size, self.context_parallel_size
+        pp = self.pipeline_model_parallel_size
+        cp = self.context_parallel_size
         return self.devices_per_replica // (pp * cp), pp, cp
 
     @property
@@ -157,12 +159,16 @@ class BaseSimConfig:
 
     def check(self, section: str, controllers: int) -> None:
         """Raise `UserError` if the settings contradict each other; ``section`` is "sim.", or empty."""
-        reward, engine, learner = self.reward, self.engine, self.learner
+        reward = self.reward
+        engine = self.engine
+        learner = self.learner
         try:
             Device.named(learner.device)
         except PlacementError as error:
             raise UserError(f"{section}learner.{error}") from None
-        pp, cp, size = learner.pipeline_model_parallel_size, learner.context_parallel_size, learner.devices_per_replica
+        pp = learner.pipeline_model_parallel_size
+        cp = learner.context_parallel_size
+        size = learner.devices_per_replica
         if learner.backend == "torch" and (pp, cp) != (1, 1):
             raise UserError(
                 f"{section}learner.backend is 'torch'; expected megatron with pipeline_model_parallel_size {pp} and "
@@ -173,17 +179,18 @@ class BaseSimConfig:
                 f"{section}learner.devices_per_replica is {size}; expected a multiple of pipeline_model_parallel_size "
                 f"x context_parallel_size ({pp * cp})"
             )
-        name, total = f"{section}reward.devices", reward.devices
+        name = f"{section}reward.devices"
+        total = reward.devices
         if total and not reward.latency_s:
             raise UserError(f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})")
         if total >= self.devices:
             raise UserError(f"{name} is {total}; expected fewer than {section}devices ({self.devices})")
-        for model, own, whole, devices in (
-            ("reward", reward, name, total),
-            ("engine", engine, "the devices that generate", self.devices - total),
-            ("learner", learner, f"{section}devices", self.devices),
+        for model, per_replica, total_name, devices in (
+            ("reward", reward.devices_per_replica, name, total),
+            ("engine", engine.devices_per_replica, "the devices that generate", self.devices - total),
+            ("learner", learner.devices_per_replica, f"{section}devices", self.devices),
         ):
-            _check_divides(f"{section}{model}.devices_per_replica", own.devices_per_replica, whole, devices)
+            _check_divides(f"{section}{model}.devices_per_replica", per_replica, total_name, devices)
         if engine.prompts != "shared" and self.num_engine_replicas < controllers:
             raise UserError(
                 f"controllers is {controllers}; expected at most the replicas of the engine "
@@ -202,10 +209,10 @@ class BaseSimConfig:
 
     def sync_s(self, weights_bytes: float) -> float:
         """Return the seconds in which new weights reach all engines."""
-        if rate := self.learner.sync_gb_per_s * 1e9:
-            return weights_bytes / rate
-        reached = self.cluster.link_bytes_per_s(self.devices) * Efficiency().links
-        return weights_bytes / self.engine.devices_per_replica / reached
+        if self.learner.sync_gb_per_s:
+            return weights_bytes / (self.learner.sync_gb_per_s * 1e9)
+        bytes_per_s = self.cluster.link_bytes_per_s(self.devices) * Efficiency().links
+        return weights_bytes / self.engine.devices_per_replica / bytes_per_s
 
     @property
     def num_engine_replicas(self) -> int:
@@ -222,9 +229,9 @@ class SimConfig(BaseSimConfig):
 
     token_unit: Count = 1
     """Tokens per entry of the program's arrays; more save memory and time, and lengths are rounded to them."""
-    prompt_length: LengthConfig = LengthConfig(median=256, sigma=0.5)
+    prompt_length: LengthModel = LengthModel(median=256, sigma=0.5)
     """Lengths of prompts, cut at the longest prompt; where the run has prompts of its own, they have theirs."""
-    response_length: LengthConfig = LengthConfig(median=1500, sigma=0.8)
+    response_length: LengthModel = LengthModel(median=1500, sigma=0.8)
     """Lengths of responses, cut at the longest response."""
     prompt_share: Fraction = 0.0
     """Share of the variance of response lengths that is between prompts; 1: responses to a prompt are equally long."""

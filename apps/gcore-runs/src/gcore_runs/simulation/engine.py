@@ -42,10 +42,11 @@ class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
         finished: Callable[[list[_Sample[RequestT, SampleT]]], None],
     ) -> None:
         super().__init__(state.config.engine.costs)
-        self._ledger, self._devices = state.ledger, state.config.engine.devices_per_replica
-        self._finished = finished
+        self._ledger = state.ledger
+        self._devices = state.config.engine.devices_per_replica
+        self._finish = finished
 
-    def changed(self) -> None:
+    def update(self) -> None:
         """Note in the ledger whether the replica generates, and wait for the next sample to end."""
         if (self.num_running > 0) != self._is_busy:
             self._is_busy = not self._is_busy
@@ -54,14 +55,15 @@ class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (end_s := self.next_end_s) is not None:
+        end_s = self.next_end_s
+        if end_s is not None:
             self._timer = asyncio.get_running_loop().call_at(end_s, self._complete)
 
     def _complete(self) -> None:
         self._timer = None
         ended = self.complete(now_s())
-        self.changed()
-        self._finished(ended)
+        self.update()
+        self._finish(ended)
 
 
 class ModelledEngine(Generic[RequestT, SampleT]):
@@ -72,7 +74,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     def __init__(self, state: SharedState[RequestT, SampleT], num_replicas: int) -> None:
         self._state = state
-        self._replicas = [_TimedReplica(state, self._finished) for _ in range(num_replicas)]
+        self._replicas = [_TimedReplica(state, self._finish) for _ in range(num_replicas)]
         self._loads = np.zeros(num_replicas, dtype=np.intp)
         """Work of the unfinished samples of each replica."""
         self._holds: frozenset[str] = frozenset()
@@ -85,7 +87,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         call: Call[SampleT] = Call(pending=sum(len(request.sample_indices) for request in requests))
-        with self._state.meter.paused():
+        with self._state.meter.exclude():
             self._submit(requests, call)
         try:
             async with aclosing(call.completions()) as samples:
@@ -97,7 +99,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ids = None if request_ids is None else frozenset(request_ids)
-        with self._state.meter.paused():
+        with self._state.meter.exclude():
             for sample, num_steps in self._withdraw(lambda s: ids is None or s.request.request_id in ids):
                 self._hand_over(sample, num_steps, is_aborted=True)
 
@@ -125,7 +127,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         self._check_idle("update_weights")
         config = self._state.config
         await asyncio.sleep(config.overhead_s)
-        with self._state.whole("sync", 1.0):
+        with self._state.count_whole("sync", 1.0):
             await asyncio.sleep(config.sync_s(self._state.modality.weights_bytes))
         self._state.version = version
 
@@ -151,26 +153,28 @@ class ModelledEngine(Generic[RequestT, SampleT]):
             new.setdefault(replica, []).extend(self._samples(request, indices, call, replica))
         for replica, samples in new.items():
             self._replicas[replica].submit(samples, now_s())
-            self._replicas[replica].changed()
+            self._replicas[replica].update()
 
     def _samples(
         self, request: RequestT, indices: Sequence[int], call: Call[SampleT], replica: int
     ) -> Iterator[_Sample[RequestT, SampleT]]:
         """Yield the samples of a request that one replica generates; their prompt is computed once."""
-        for place, index in enumerate(indices):
-            num_steps, num_made, num_prompt = self._state.modality.size(request, index)
-            num_prefill = num_made if place else num_prompt + num_made
+        for position, index in enumerate(indices):
+            num_steps, num_before, num_prefill = self._state.modality.size(request, index)
+            if position > 0:
+                num_prefill = 0
+            num_prefill += num_before
             self._num_prompt_tokens += num_prefill
             yield _Sample(
                 call=call,
                 request=request,
                 index=index,
                 replica=replica,
-                length=num_steps - num_made,
+                length=num_steps - num_before,
                 prefill_s=num_prefill / self._state.config.engine.prefill_tokens_per_s,
             )
 
-    def _finished(self, samples: list[_Sample[RequestT, SampleT]]) -> None:
+    def _finish(self, samples: list[_Sample[RequestT, SampleT]]) -> None:
         for sample in samples:
             self._loads[sample.replica] -= sample.request.work_per_sample
         for sample in samples:
@@ -180,23 +184,24 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         self, which: Callable[[_Sample[RequestT, SampleT]], bool]
     ) -> list[tuple[_Sample[RequestT, SampleT], float]]:
         """Take samples out of the replicas, each with the steps that it has made."""
-        taken: list[tuple[_Sample[RequestT, SampleT], float]] = []
+        withdrawn: list[tuple[_Sample[RequestT, SampleT], float]] = []
         for replica in self._replicas:
-            taken += replica.withdraw(which, now_s())
-            replica.changed()
-        for sample, _ in taken:
+            withdrawn += replica.withdraw(which, now_s())
+            replica.update()
+        for sample, _ in withdrawn:
             self._loads[sample.replica] -= sample.request.work_per_sample
-        return taken
+        return withdrawn
 
     def _hand_over(self, sample: _Sample[RequestT, SampleT], num_steps: float, *, is_aborted: bool = False) -> None:
-        made = self._state.modality.sample(
+        content = self._state.modality.sample(
             sample.request, sample.index, num_steps, version=self._state.version, is_aborted=is_aborted
         )
         self._num_completion_tokens += num_steps
-        sample.call.finished.put_nowait(made)
+        sample.call.finished.put_nowait(content)
 
     def _check_idle(self, call: str) -> None:
-        if num_unfinished := sum(replica.num_running + replica.num_waiting for replica in self._replicas):
+        num_unfinished = sum(replica.num_running + replica.num_waiting for replica in self._replicas)
+        if num_unfinished:
             raise RolloutError(
                 f"{num_unfinished} samples are unfinished; expected none before {call}: abort or finish them"
             )
@@ -204,5 +209,8 @@ class ModelledEngine(Generic[RequestT, SampleT]):
     def _hold(self, holds: frozenset[str]) -> None:
         self._holds = holds
         for replica in self._replicas:
-            (replica.hold if holds else replica.release)(now_s())
-            replica.changed()
+            if holds:
+                replica.hold(now_s())
+            else:
+                replica.release(now_s())
+            replica.update()

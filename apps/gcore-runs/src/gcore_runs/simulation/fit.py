@@ -18,7 +18,7 @@ from gcore_placement import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import read_jsonl
 from gcore_runs.simulation.cluster import Simulation
-from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthModel, RewardModel, SimulateConfig
 from gcore_runs.simulation.tokens import CoarseWorkload, Replay
 
 STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
@@ -52,19 +52,21 @@ class MeasuredRun:
         num_updates = -(-config.batch_size // (config.ppo_mini_batch_size or config.batch_size))
         return bool(config.kl_loss_coef) or (config.old_log_probs == "trainer" and num_updates > 1)
 
-    def measured(self) -> NDArray[np.float64]:
+    def measured_seconds(self) -> NDArray[np.float64]:
         """Return the measured seconds: [steps, stages]."""
         return self._seconds(self.rows)
 
-    def simulated(self, parameters: "Parameters") -> NDArray[np.float64]:
+    def simulate_seconds(self, parameters: "Parameters") -> NDArray[np.float64]:
         """Simulate the run with its responses, for which all prompts have the mean length: [steps, stages]."""
-        n, rows = self.config.n, self.rows
-        kept = [round(row["sampling/acceptance"] * own.number / n) for row, own in zip(rows, self.sampled, strict=True)]
-        mean = float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
-        replay = Replay(self.sampled, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
-        config = replace(self.config, prompt_length=LengthConfig(median=mean, sigma=0.0), steps=len(rows))
-        found = self.simulate(parameters.applied(config, self.workload), replay=replay)
-        seconds = self._seconds(step.metrics for step in found.steps)
+        n = self.config.n
+        num_kept: list[int] = []
+        for row, lengths in zip(self.rows, self.sampled, strict=True):
+            num_kept.append(round(row["sampling/acceptance"] * lengths.number / n))
+        mean = float(np.mean([row["prompt_length/mean"] for row in self.rows if "prompt_length/mean" in row]))
+        replay = Replay(self.sampled, num_kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
+        config = replace(self.config, prompt_length=LengthModel(median=mean, sigma=0.0), steps=len(self.rows))
+        simulation = self.simulate(parameters.apply(config, self.workload), replay=replay)
+        seconds = self._seconds(step.metrics for step in simulation.steps)
         # The program meets the overhead where it waits for new weights.
         seconds[:, STAGES.index("sync")] -= parameters.overhead_s
         seconds[:, STAGES.index("rest")] += parameters.overhead_s
@@ -72,13 +74,14 @@ class MeasuredRun:
 
     def _seconds(self, rows: Iterable[Mapping[str, float]]) -> NDArray[np.float64]:
         """Return the seconds of each stage in steps with these metrics: [steps, stages]."""
-        found: list[list[float]] = []
+        seconds: list[list[float]] = []
         for metrics in rows:
-            own = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES[:-1]}
+            by_stage = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES[:-1]}
             if not self.is_scored:
-                own["prepare"] = 0.0
-            found.append([*own.values(), metrics["timing_s/step"] - sum(own.values())])
-        return np.array(found)
+                by_stage["prepare"] = 0.0
+            by_stage["rest"] = metrics["timing_s/step"] - sum(by_stage.values())
+            seconds.append(list(by_stage.values()))
+        return np.array(seconds)
 
 
 def measured_run(
@@ -102,12 +105,13 @@ def measured_run(
         num_ranks: training ranks, of ``num_replicas`` data-parallel replicas.
         engine: further settings of the section; ``reward`` is alike.
     """
-    n, limit = settings["n"], settings["max_response_length"]
+    n = settings["n"]
+    limit = settings["max_response_length"]
     rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row][-max_steps:]
     sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
-    if not any(own.number for own in sampled):
+    numbers = [lengths.number for lengths in sampled]
+    if not any(numbers):
         raise UserError(f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train")
-    numbers = [own.number for own in sampled]
     acceptance = float(np.average([row["sampling/acceptance"] for row in rows], weights=numbers))
     median, sigma = fit_lengths(sampled)
     devices = math.lcm(num_ranks, num_engines)
@@ -116,7 +120,7 @@ def measured_run(
         devices=devices,
         token_unit=1,
         prompt_length=_prompt_length(rows, sampled, n),
-        response_length=LengthConfig(median=median, sigma=sigma),
+        response_length=LengthModel(median=median, sigma=sigma),
         engine=EngineModel(devices_per_replica=devices // num_engines, **engine),
         # With an acceptance of 0 a simulation would have nothing to train on.
         reward=RewardModel(acceptance=max(acceptance, 1e-3), latency_sigma=0.0, **reward),
@@ -125,13 +129,16 @@ def measured_run(
     return MeasuredRun(name=name, config=config, workload=workload, rows=rows, sampled=sampled, simulate=simulate)
 
 
-def _prompt_length(rows: list[dict[str, Any]], sampled: list[SampledLengths], n: int) -> LengthConfig:
+def _prompt_length(rows: list[dict[str, Any]], sampled: list[SampledLengths], n: int) -> LengthModel:
     """Return log-normal lengths with the mean of all prompts, and a variance from that of the steps' means."""
-    own = [(row["prompt_length/mean"], s.number / n) for row, s in zip(rows, sampled, strict=True) if s.number]
-    means, groups = np.array(own).T
+    pairs: list[tuple[float, float]] = []
+    for row, lengths in zip(rows, sampled, strict=True):
+        if lengths.number:
+            pairs.append((row["prompt_length/mean"], lengths.number / n))
+    means, groups = np.array(pairs).T
     mean = float(np.average(means, weights=groups))
     sigma = math.sqrt(math.log1p(float(np.mean(groups * (means - mean) ** 2)) / mean**2))
-    return LengthConfig(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
+    return LengthModel(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
 
 
 class Fitted(NamedTuple):
@@ -180,7 +187,7 @@ class Parameters:
     sync_s: float = 0.01
     overhead_s: float = 0.01
 
-    def applied(self, config: SimulateConfig, workload: CoarseWorkload) -> SimulateConfig:
+    def apply(self, config: SimulateConfig, workload: CoarseWorkload) -> SimulateConfig:
         """Return the settings of a simulation with these parameters."""
         engine = replace(
             config.engine,
@@ -198,17 +205,18 @@ class Parameters:
         reward = replace(config.reward, latency_s=self.latency_s)
         return replace(config, overhead_s=self.overhead_s, engine=engine, reward=reward, learner=learner)
 
-    def moved(self, probe: int) -> "Parameters":
+    def move(self, probe: int) -> "Parameters":
         """Return the parameters with those of a probe changed for a derivative."""
-        return replace(self, **{n: getattr(self, n) + self.move(n) for n, own in FITTED.items() if own.probe == probe})
+        names = [name for name, fitted in FITTED.items() if fitted.probe == probe]
+        return replace(self, **{name: getattr(self, name) + self.change(name) for name in names})
 
-    def move(self, name: str) -> float:
+    def change(self, name: str) -> float:
         """Return the change of a parameter for a derivative."""
         return 0.1 * (getattr(self, name) or getattr(Parameters(), name))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class CostFit:
     """The outcome of a fit."""
 
     parameters: Parameters
@@ -216,7 +224,7 @@ class Fit:
     """Standard error of each parameter, but for those that no step depends on: these keep their values."""
 
 
-def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progressed: Callable[[], None]) -> Fit:
+def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance: Callable[[], None]) -> CostFit:
     """Fit all parameters to some steps of one or more runs.
 
     Each stage is fitted by itself, weighted by the inverse of its simulated time: that is, the variance grows with the
@@ -228,36 +236,37 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
 
     Args:
         used: which steps of each run to fit to, [steps] each.
-        progressed: called after each of `num_simulations`.
+        advance: called after each of `num_simulations`.
     """
 
     def seconds(parameters: Parameters) -> NDArray[np.float64]:
         parts: list[NDArray[np.float64]] = []
         for run, chosen in zip(runs, used, strict=True):
-            parts.append(run.simulated(parameters)[chosen])
-            progressed()
+            parts.append(run.simulate_seconds(parameters)[chosen])
+            advance()
         return np.concatenate(parts)
 
-    measured = np.concatenate([run.measured()[chosen] for run, chosen in zip(runs, used, strict=True)])
-    parameters, errors = Parameters(), dict[str, float]()
+    measured = np.concatenate([run.measured_seconds()[chosen] for run, chosen in zip(runs, used, strict=True)])
+    parameters = Parameters()
+    errors = dict[str, float]()
     for number in range(_ROUNDS):
         now = seconds(parameters)
-        moved = [seconds(parameters.moved(probe)) for probe in range(_NUM_PROBES)]
-        expected = _expected(parameters, runs[0]) if number else {}
+        moved = [seconds(parameters.move(probe)) for probe in range(_NUM_PROBES)]
+        prior = _prior(parameters, runs[0]) if number else {}
         values = asdict(parameters)
         for column, stage in enumerate(STAGES):
-            names = [name for name, own in FITTED.items() if own.stage == stage]
-            changes = [(moved[FITTED[name].probe] - now)[:, column] / parameters.move(name) for name in names]
+            names = [name for name, fitted in FITTED.items() if fitted.stage == stage]
+            changes = [(moved[FITTED[name].probe] - now)[:, column] / parameters.change(name) for name in names]
             slopes = np.stack(changes, axis=1)
             constant = now[:, column] - slopes @ [values[name] for name in names]
-            found, deviations = _least_squares(
-                slopes, measured[:, column] - constant, [expected.get(name) for name in names]
-            )
-            for name, slope, value, error in zip(names, slopes.T, found, deviations, strict=True):
+            expected = [prior.get(name) for name in names]
+            coefficients, deviations = _least_squares(slopes, measured[:, column] - constant, expected)
+            for name, slope, value, error in zip(names, slopes.T, coefficients, deviations, strict=True):
                 if slope.any():
-                    values[name], errors[name] = float(value), float(error)
+                    values[name] = float(value)
+                    errors[name] = float(error)
         parameters = Parameters(**values)
-    return Fit(parameters=parameters, errors=errors)
+    return CostFit(parameters=parameters, errors=errors)
 
 
 def num_simulations(runs: Sequence[MeasuredRun]) -> int:
@@ -265,7 +274,7 @@ def num_simulations(runs: Sequence[MeasuredRun]) -> int:
     return _ROUNDS * (1 + _NUM_PROBES) * len(runs)
 
 
-def _expected(parameters: Parameters, run: MeasuredRun) -> dict[str, float]:
+def _prior(parameters: Parameters, run: MeasuredRun) -> dict[str, float]:
     # A token's forward pass at the rate of training, on the devices of an engine replica.
     token_s = run.workload.flops_per_token / 3 * parameters.flop_s / run.config.engine.devices_per_replica
     return {"per_sample_s": token_s, "prefill_s": token_s, "micro_batch_s": 3 * parameters.base_s}
@@ -281,31 +290,38 @@ def _least_squares(
     size = x.shape[1]
     prior = np.diag([1 / e if e else 0.0 for e in expected])
     prior_y = np.array([1.0 if e else 0.0 for e in expected])
-    weight, noise = np.ones(len(y)), 0.0
-    found, errors = np.zeros(size), np.zeros(size)
+    weight = np.ones(len(y))
+    noise = 0.0
+    coefficients = np.zeros(size)
+    errors = np.zeros(size)
     for _ in range(10):
         a = np.concatenate([x * weight[:, None], noise * prior])
         b = np.concatenate([y * weight, noise * prior_y])
-        found = _non_negative(a, b)
-        fitted = x @ found
+        coefficients = _non_negative(a, b)
+        fitted = x @ coefficients
         weight = 1 / np.sqrt(np.maximum(fitted, 1e-9 + 1e-3 * fitted.max()))
         noise = float(np.sqrt(np.sum((weight * (y - fitted)) ** 2) / max(1, len(y) - size)))
         scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
         errors = noise * np.sqrt(np.diag(np.linalg.pinv((a / scale).T @ (a / scale)))) / scale
-    total = float((x @ found).sum())
-    return found * (max(float(y.sum()), 0.0) / total if total else 1.0), errors
+    total = float((x @ coefficients).sum())
+    if total:
+        coefficients = coefficients * (max(float(y.sum()), 0.0) / total)
+    return coefficients, errors
 
 
 def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the [K] least squares solution of |a v - b| over v >= 0, the best over all sets of positive ones."""
     scale = np.linalg.norm(a, axis=0)
-    best, least = np.zeros(a.shape[1]), float(b @ b)
+    best = np.zeros(a.shape[1])
+    least = float(b @ b)
     present = [int(k) for k in np.flatnonzero(scale)]
-    for chosen in map(list, chain.from_iterable(combinations(present, k) for k in range(1, len(present) + 1))):
+    subsets = chain.from_iterable(combinations(present, size) for size in range(1, len(present) + 1))
+    for chosen in map(list, subsets):
         part, _, rank, _ = np.linalg.lstsq(a[:, chosen] / scale[chosen], b)
         loss = float(np.sum((a[:, chosen] @ (part / scale[chosen]) - b) ** 2))
         # Rounding must not prefer more coefficients where fewer do as well.
         if rank == len(chosen) and (part >= 0).all() and loss < least * (1 - 1e-12):
-            best, least = np.zeros(a.shape[1]), loss
+            best = np.zeros(a.shape[1])
+            least = loss
             best[chosen] = part / scale[chosen]
     return best

@@ -46,14 +46,19 @@ def forecast_job(
     correction = Correction(most=_MOST)
     if path.exists():
         correction.load_state(Correction.load(path).state())
-    is_time_shared, num_ranks = STRATEGIES[config.strategy].is_time_shared, config.trainer.num_processes
-    in_all = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
-    num_devices = max(in_all, num_ranks)
+    is_time_shared = STRATEGIES[config.strategy].is_time_shared
+    num_ranks = config.trainer.num_processes
+    num_serving = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
+    num_devices = max(num_serving, num_ranks)
     cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
     costs = plan(cluster, job, most_num_seqs=most_num_seqs, engine_devices=1).costs
     # Ranks may be fewer than engines.
-    share, own = num_devices / num_ranks, costs.training
-    training = replace(own, per_token_s=own.per_token_s * share, per_pair_s=own.per_pair_s * share)
+    share = num_devices / num_ranks
+    training = replace(
+        costs.training,
+        per_token_s=costs.training.per_token_s * share,
+        per_pair_s=costs.training.per_pair_s * share,
+    )
     predict = partial(
         predict_step,
         replace(costs, training=training),

@@ -24,7 +24,9 @@ from gcore_runs.simulation.config import BaseSimConfig
 if TYPE_CHECKING:
     import torch
 
-_GROUP_STREAM, _SAMPLE_STREAM, _LATENCY_STREAM = 3, 4, 5
+_GROUP_STREAM = 3
+_SAMPLE_STREAM = 4
+_LATENCY_STREAM = 5
 _INDEX_BITS = 16
 _GROUP_MASK = (1 << 47) - 1
 _RANK: ContextVar[int] = ContextVar("controller")
@@ -78,7 +80,7 @@ class SimulatedModality(ABC, Generic[RequestT, SampleT]):
 class LoadMeter:
     """Adds up the real processor seconds of each controller's own code, during which simulated time stands still.
 
-    These are the steps of its program's coroutine and of every task that it starts, but for what `paused` surrounds.
+    These are the steps of its program's coroutine and of every task that it starts, but for what `exclude` surrounds.
     """
 
     def __init__(self, num_controllers: int) -> None:
@@ -92,7 +94,7 @@ class LoadMeter:
         await asyncio.create_task(program)
 
     @contextmanager
-    def paused(self) -> Generator[None]:
+    def exclude(self) -> Generator[None]:
         """Do not count the block, because a real service would run it elsewhere; blocks do not nest."""
         start_s = time.thread_time()
         try:
@@ -102,24 +104,27 @@ class LoadMeter:
 
     def cut(self) -> list[float]:
         """Return the seconds of each controller since the last call, by rank."""
-        busy_s, self._busy_s = self._busy_s, [0.0] * len(self._busy_s)
+        busy_s = self._busy_s
+        self._busy_s = [0.0] * len(self._busy_s)
         return busy_s
 
-    def _make_task(self, loop: asyncio.AbstractEventLoop, own: Any, **options: Any) -> "asyncio.Task[Any]":
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         rank = _RANK.get(None)
-        metered = own if rank is None else self._metered(rank, own)
-        return asyncio.Task(metered, loop=loop, **options)
+        if rank is not None:
+            work = self._meter(rank, work)
+        return asyncio.Task(work, loop=loop, **options)
 
-    async def _metered(self, rank: int, own: Coroutine[Any, Any, Any]) -> Any:
-        return await self._counted(rank, own)
+    async def _meter(self, rank: int, work: Coroutine[Any, Any, Any]) -> Any:
+        return await self._count_steps(rank, work)
 
     @coroutine
-    def _counted(self, rank: int, own: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _count_steps(self, rank: int, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """Run a coroutine, and count each of its steps."""
-        step: Callable[[Any], Any] = own.send
+        step: Callable[[Any], Any] = work.send
         arg: Any = None
         while True:
-            self._paused_s, start_s = 0.0, time.thread_time()
+            self._paused_s = 0.0
+            start_s = time.thread_time()
             try:
                 awaited = step(arg)
             except StopIteration as end:
@@ -127,9 +132,11 @@ class LoadMeter:
             finally:
                 self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
             try:
-                step, arg = own.send, (yield awaited)
+                step = work.send
+                arg = yield awaited
             except BaseException as error:
-                step, arg = own.throw, error
+                step = work.throw
+                arg = error
 
 
 @dataclass(kw_only=True)
@@ -145,7 +152,7 @@ class SharedState(Generic[RequestT, SampleT]):
     version: int = 0
     """Version of the weights of all engines."""
 
-    def whole(self, work: str, busy_share: float) -> AbstractContextManager[None]:
+    def count_whole(self, work: str, busy_share: float) -> AbstractContextManager[None]:
         """See `RunningLedger.whole`; without a ledger nothing is counted."""
         return self.ledger.whole(work, busy_share) if self.ledger else nullcontext()
 
@@ -162,21 +169,24 @@ class ModelledReward:
     """
 
     def __init__(self, state: SharedState[Any, Any], n: int, has_signal: Callable[[int], bool] | None = None) -> None:
-        self._state, self._n, self._has_signal = state, n, has_signal
-        self._seed, self._model = state.seed, state.config.reward
+        self._state = state
+        self._n = n
+        self._has_signal = has_signal
+        self._seed = state.seed
+        self._model = state.config.reward
         self._loads = np.zeros(max(1, self._model.num_replicas), dtype=np.intp)
 
     def runner(self) -> RewardRunner:
         """Return the service that makes the calls, as many at once as the replicas take."""
-        places = len(self._loads) * self._model.max_concurrency
+        max_concurrency = len(self._loads) * self._model.max_concurrency
         if not self._model.latency_s:
-            return RewardRunner(self.rule, RewardRunnerConfig(max_concurrency=places, sync_in_threads=False))
-        return RewardRunner(self.judge, RewardRunnerConfig(max_concurrency=places, timeout_s=math.inf))
+            return RewardRunner(self.rule, RewardRunnerConfig(max_concurrency=max_concurrency, sync_in_threads=False))
+        return RewardRunner(self.judge, RewardRunnerConfig(max_concurrency=max_concurrency, timeout_s=math.inf))
 
     def rule(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Return the score at once."""
         del prompt, row
-        with self._state.meter.paused():
+        with self._state.meter.exclude():
             group, index = group_and_index(int(completion))
             u = uniform(self._seed, _GROUP_STREAM, group)
             differs = self._has_signal(group) if self._has_signal else u < self._model.acceptance
@@ -189,7 +199,7 @@ class ModelledReward:
 
     async def judge(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Return the score after the latency, in which the replica with the fewest calls is busy."""
-        with self._state.meter.paused():
+        with self._state.meter.exclude():
             u = uniform(self._seed, _LATENCY_STREAM, int(completion))
             latency_s = log_normal(u, median=self._model.latency_s, sigma=self._model.latency_sigma)
             replica = int(self._loads.argmin())
@@ -219,7 +229,8 @@ class ModelledLearner:
     def __init__(self, state: SharedState[Any, Any]) -> None:
         self.num_replicas = state.config.num_learner_replicas
         self.num_updates = 0
-        self._state, self._model = state, state.config.learner
+        self._state = state
+        self._model = state.config.learner
         self._flops_per_s = self._model.device_flops_per_s * self._model.devices_per_replica
         modality = state.modality
         self._collectives = training_collectives(state.config, modality.weights_bytes, modality.workload)
@@ -231,11 +242,14 @@ class ModelledLearner:
         """Score samples by the modality's outputs; all experts are 0, in one layer."""
         del role
         await self._work("preparation", micro_batches, share=self._model.forward_share)
-        scores = [[self._state.modality.outputs(sample) for sample in batch] for batch in micro_batches]
-        if not with_routing:
-            return scores
-        routes = [[np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in own] for own in micro_batches]
-        return [list(zip(*own, strict=True)) for own in zip(scores, routes, strict=True)]
+        scores: list[list[Any]] = []
+        for batch in micro_batches:
+            outputs = list(map(self._state.modality.outputs, batch))
+            if with_routing:
+                routes = [np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in batch]
+                outputs = list(zip(outputs, routes, strict=True))
+            scores.append(outputs)
+        return scores
 
     async def train_step(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> dict[str, float]:
         del role
@@ -268,9 +282,10 @@ class ModelledLearner:
     async def _work(
         self, work: Literal["preparation", "training"], micro_batches: Sequence[Sequence[Any]], *, share: float
     ) -> None:
-        modality, is_training = self._state.modality, work == "training"
+        modality = self._state.modality
+        is_training = work == "training"
         update_s = self._collectives.update_s if is_training else 0.0
-        with self._state.meter.paused():
+        with self._state.meter.exclude():
             flops = np.array([modality.flops(batch) for batch in micro_batches])
             tokens = np.array([modality.num_tokens(batch) for batch in micro_batches])
             products_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)
@@ -279,5 +294,5 @@ class ModelledLearner:
             seconds = update_s + np.array([self._collectives.replica_s(each_s[part]) for part in parts])
         longest_s = float(seconds.max())
         async with self._turn:
-            with self._state.whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):
+            with self._state.count_whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):
                 await asyncio.sleep(longest_s)

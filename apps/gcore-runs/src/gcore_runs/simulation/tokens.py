@@ -13,11 +13,13 @@ from gcore_placement import SampledLengths, TransformerWorkload, blend, log_norm
 from gcore_rollout import Completion, Prompt, Request
 from gcore_runs.errors import UserError
 from gcore_runs.inputs import model_folder
-from gcore_runs.simulation.config import LengthConfig, SimConfig
+from gcore_runs.simulation.config import LengthModel, SimConfig
 from gcore_runs.simulation.services import SimulatedModality, group_and_index, sample_name
 from gcore_trainer import Sample
 
-_TRAIN_PROMPT_STREAM, _LENGTH_STREAM, _PROMPT_STREAM = 1, 2, 6
+_TRAIN_PROMPT_STREAM = 1
+_LENGTH_STREAM = 2
+_PROMPT_STREAM = 6
 _NUM_PROMPTS = 10_000
 
 _BUILT_IN = {
@@ -54,8 +56,7 @@ class CoarseWorkload(TransformerWorkload):
     def weights_bytes(self) -> float:
         """Size in bfloat16 of all matrices, the head, and an embedding that is not tied to it."""
         # Forward and backward pass take 6 FLOPs for each weight that a token meets; the embedding is looked up.
-        met = self.flops_per_token / self.token_unit / 6
-        return 2 * (met + self.hidden_size * self.vocab_size)
+        return 2 * (self.flops_per_token / self.token_unit / 6 + self.hidden_size * self.vocab_size)
 
 
 def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWorkload]) -> CoarseWorkload:
@@ -74,23 +75,29 @@ def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWor
         raise UserError(f"model is {model!r}; expected a config.json that loads ({error})") from None
 
 
-def _drawn_length(u: float, config: LengthConfig, unit: int) -> int:
+def _draw_length(u: float, config: LengthModel, unit: int) -> int:
     """Return the ``u`` quantile of the lengths in units of ``unit`` tokens, at least one."""
     return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
 
 
 def drawn_prompts(config: SimConfig, seed: int, longest: int, *, at_least: int) -> list[Prompt]:
     """Return ``at_least`` prompts or more, of drawn lengths up to ``longest`` tokens, each of one token of its own."""
-    most, unit = longest // config.token_unit, config.token_unit
-    draws = (uniform(seed, _TRAIN_PROMPT_STREAM, i) for i in range(max(_NUM_PROMPTS, at_least)))
-    sizes = [min(most, _drawn_length(u, config.prompt_length, unit)) for u in draws]
-    return [Prompt(text="", token_ids=(i,) * size, row={}) for i, size in enumerate(sizes)]
+    unit = config.token_unit
+    prompts: list[Prompt] = []
+    for index in range(max(_NUM_PROMPTS, at_least)):
+        u = uniform(seed, _TRAIN_PROMPT_STREAM, index)
+        size = min(longest // unit, _draw_length(u, config.prompt_length, unit))
+        prompts.append(Prompt(text="", token_ids=(index,) * size, row={}))
+    return prompts
 
 
 def coarse_prompts(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     """Return prompts of the same lengths, each of one token of its own for every ``unit`` tokens."""
-    sizes = [max(1, round(len(prompt.token_ids) / unit)) for prompt in prompts]
-    return [replace(prompt, token_ids=(i,) * size) for i, (prompt, size) in enumerate(zip(prompts, sizes, strict=True))]
+    coarse: list[Prompt] = []
+    for index, prompt in enumerate(prompts):
+        size = max(1, round(len(prompt.token_ids) / unit))
+        coarse.append(replace(prompt, token_ids=(index,) * size))
+    return coarse
 
 
 class SampleNames:
@@ -117,8 +124,9 @@ class Replay:
     ) -> None:
         random = np.random.default_rng(seed)
         lengths = [random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps]
-        signals = [random.permutation(np.arange(len(own)) < kept) for own, kept in zip(lengths, num_kept, strict=True)]
-        self._lengths, self._signals = np.concatenate(lengths), np.concatenate(signals)
+        signals = [random.permutation(np.arange(len(step)) < num) for step, num in zip(lengths, num_kept, strict=True)]
+        self._lengths = np.concatenate(lengths)
+        self._signals = np.concatenate(signals)
         if not len(self._lengths):
             raise ValueError("steps have 0 samples; expected at least one")
         self._rows: dict[int, int] = {}
@@ -153,32 +161,41 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         flops: Callable[[Sequence[Sample]], float],
         replay: Replay | None = None,
     ) -> None:
-        self._config, self._seed, self._flops = config, seed, flops
-        self._length = self._drawn if replay is None else replay.length
-        self.weights_bytes, self.workload = workload.weights_bytes, workload
+        self._config = config
+        self._seed = seed
+        self._flops = flops
+        self._length = self._draw if replay is None else replay.length
+        self.weights_bytes = workload.weights_bytes
+        self.workload = workload
 
     def size(self, request: Request, index: int) -> tuple[float, float, float]:
-        unit, prefix = self._config.token_unit, _prefix(request, index)
+        unit = self._config.token_unit
+        prefix = _prefix(request, index)
         length = min(self._length(request, index), request.sampling.max_tokens)
-        num_made = 0 if prefix is None else prefix.token_ids.size
-        return length * unit, num_made * unit, len(request.prompt_token_ids) * unit
+        num_before = 0 if prefix is None else prefix.token_ids.size
+        return length * unit, num_before * unit, len(request.prompt_token_ids) * unit
 
     def sample(self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool) -> Completion:
-        unit, prefix = self._config.token_unit, _prefix(request, index)
+        unit = self._config.token_unit
+        prefix = _prefix(request, index)
         num_tokens, num_before, _ = self.size(request, index)
         size = round(num_steps / unit)
         if is_aborted:
             # A response that would have ended at this very moment still lacks its last token.
             size = int(min(num_steps, num_tokens - num_before - unit) / unit + 1e-9)
-        finish_reason = "length" if num_tokens >= request.sampling.max_tokens * unit else "stop"
-        extended = partial(_extended, size=size)
+            finish_reason = "abort"
+        elif num_tokens >= request.sampling.max_tokens * unit:
+            finish_reason = "length"
+        else:
+            finish_reason = "stop"
+        extend = partial(_extend, size=size)
         return Completion(
             request_id=request.request_id,
             index=index,
-            token_ids=extended(prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))),
-            log_probs=extended(prefix and prefix.log_probs, np.float32(-1.0)),
-            weight_versions=extended(prefix and prefix.weight_versions, np.int32(version)),
-            finish_reason="abort" if is_aborted else finish_reason,
+            token_ids=extend(prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))),
+            log_probs=extend(prefix and prefix.log_probs, np.float32(-1.0)),
+            weight_versions=extend(prefix and prefix.weight_versions, np.int32(version)),
+            finish_reason=finish_reason,
         )
 
     def flops(self, micro_batch: Sequence[Sample]) -> float:
@@ -192,21 +209,23 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
     def outputs(self, sample: Sample) -> NDArray[np.float32]:
         return np.broadcast_to(np.float32(0.0), sample.response_ids.size)
 
-    def _drawn(self, request: Request, index: int) -> int:
+    def _draw(self, request: Request, index: int) -> int:
         config = self._config
         u = uniform(self._seed, _LENGTH_STREAM, request.seed, index)
         if config.prompt_share:
             # A prompt is all of one token, which no other prompt has.
-            own = uniform(self._seed, _PROMPT_STREAM, request.prompt_token_ids[0])
-            u = blend(own, u, config.prompt_share)
-        return _drawn_length(u, config.response_length, config.token_unit)
+            prompt_u = uniform(self._seed, _PROMPT_STREAM, request.prompt_token_ids[0])
+            u = blend(prompt_u, u, config.prompt_share)
+        return _draw_length(u, config.response_length, config.token_unit)
 
 
 def _prefix(request: Request, index: int) -> Completion | None:
     return next((completion for completion in request.prefixes if completion.index == index), None)
 
 
-def _extended(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
+def _extend(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
     """Return the entries that were made before, and ``size`` more of one value: [T]."""
     new: NDArray[Any] = np.ndarray((size,), value.dtype, value.tobytes(), strides=(0,))
-    return new if prefix is None else np.concatenate([prefix, new])
+    if prefix is None:
+        return new
+    return np.concatenate([prefix, new])

@@ -27,7 +27,9 @@ class Background(Tracker):
     """
 
     def __init__(self, tracker: Tracker, *, name: str, say: Callable[[str], None]) -> None:
-        self._tracker, self._name, self._say = tracker, name, say
+        self._tracker = tracker
+        self._name = name
+        self._say = say
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._has_failed = False
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -43,7 +45,7 @@ class Background(Tracker):
         self._calls.put(partial(self._tracker.write_samples, step, samples))
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        for call in iter(self._calls.get, None):
             self._try(call)
 
     def _try(self, call: Callable[[], object]) -> None:

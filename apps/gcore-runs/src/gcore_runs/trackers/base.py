@@ -9,6 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,8 +75,8 @@ class TensorBoard(Tracker):
             self._board.add_image(name, image, step, dataformats="HWC")
 
     def write_samples(self, step: int, samples: Rows) -> None:
-        for place, sample in enumerate(samples):
-            self._board.add_text(f"samples/{place}", f"<pre>{escape(as_text(sample))}</pre>", step)
+        for index, sample in enumerate(samples):
+            self._board.add_text(f"samples/{index}", f"<pre>{escape(as_text(sample))}</pre>", step)
 
     def __exit__(self, *error: object) -> None:
         self._board.close()
@@ -83,28 +84,40 @@ class TensorBoard(Tracker):
 
 def images_of(samples: Rows) -> Images:
     """Return the images that samples have, as encoded files in base64."""
-    encoded = {f"samples/{place}": sample["image"] for place, sample in enumerate(samples) if "image" in sample}
+    encoded = {f"samples/{index}": sample["image"] for index, sample in enumerate(samples) if "image" in sample}
     if not encoded:
         return {}
     from PIL import Image
 
-    opened = {name: Image.open(io.BytesIO(base64.b64decode(content))) for name, content in encoded.items()}
-    return {name: np.asarray(image.convert("RGB")) for name, image in opened.items()}
+    images: dict[str, NDArray[np.uint8]] = {}
+    for name, content in encoded.items():
+        image = Image.open(io.BytesIO(base64.b64decode(content)))
+        images[name] = np.asarray(image.convert("RGB"))
+    return images
 
 
 def as_table(samples: Rows) -> tuple[list[str], list[list[str | float | None]]]:
     """Return the columns of samples, and a row for each; what is no text or number is JSON."""
-    columns = list(dict.fromkeys(name for sample in samples for name in sample if name != "image"))
-    cells = [[sample.get(name) for name in columns] for sample in samples]
-    return columns, [[c if c is None or isinstance(c, str | float) else json.dumps(c) for c in row] for row in cells]
+    columns = [name for name in dict.fromkeys(chain.from_iterable(samples)) if name != "image"]
+    return columns, [[_as_cell(sample.get(name)) for name in columns] for sample in samples]
+
+
+def _as_cell(value: Any) -> str | float | None:
+    if value is None or isinstance(value, str | float):
+        return value
+    return json.dumps(value)
 
 
 def as_text(sample: Mapping[str, Any]) -> str:
     """Return a sample as text: its texts last, each under its name."""
-    texts = {name: value for name, value in sample.items() if isinstance(value, str) and name != "image"}
-    others = {name: json.dumps(value) for name, value in sample.items() if not isinstance(value, str)}
-    lines = [f"{name}: {value}" for name, value in others.items()]
-    return "\n".join([*lines, *(f"\n--- {name} ---\n{value}" for name, value in texts.items())])
+    lines: list[str] = []
+    texts: list[str] = []
+    for name, value in sample.items():
+        if not isinstance(value, str):
+            lines.append(f"{name}: {json.dumps(value)}")
+        elif name != "image":
+            texts.append(f"\n--- {name} ---\n{value}")
+    return "\n".join(lines + texts)
 
 
 @contextmanager

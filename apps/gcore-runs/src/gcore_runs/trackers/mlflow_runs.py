@@ -27,22 +27,22 @@ class MLflow(Tracker):
         self._metric: Any = Metric
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        found = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{run.run_id}'")
-        if found:
-            self._run_id: str = found[0].info.run_id
+        earlier = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{run.run_id}'")
+        if earlier:
+            self._run_id: str = earlier[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
         created = self._client.create_run(experiment_id, run_name=run.name, tags={_TAG: run.run_id})
         self._run_id = created.info.run_id
-        params = [Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _flat(run.config)]
-        for some in _requests(params):
-            self._client.log_batch(self._run_id, params=some)
+        params = [Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _flatten(run.config)]
+        for batch in _batches(params):
+            self._client.log_batch(self._run_id, params=batch)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
         values = [self._metric(_name(name), float(value), now_ms, step) for name, value in metrics.items()]
-        for some in _requests(values):
-            self._client.log_batch(self._run_id, metrics=some)
+        for batch in _batches(values):
+            self._client.log_batch(self._run_id, metrics=batch)
 
     def write_images(self, step: int, images: Images) -> None:
         for name, image in images.items():
@@ -52,12 +52,14 @@ class MLflow(Tracker):
         columns, data = as_table(samples)
         self._client.log_dict(self._run_id, {"columns": columns, "data": data}, f"samples/step-{step:06}.json")
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        status = "FINISHED" if kind is None else "KILLED" if issubclass(kind, KeyboardInterrupt) else "FAILED"
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        status = "FINISHED"
+        if error_type is not None:
+            status = "KILLED" if issubclass(error_type, KeyboardInterrupt) else "FAILED"
         self._client.set_terminated(self._run_id, status=status)
 
 
-def _requests(values: Sequence[Any]) -> list[Sequence[Any]]:
+def _batches(values: Sequence[Any]) -> list[Sequence[Any]]:
     return [values[start : start + _MAX_VALUES] for start in range(0, len(values), _MAX_VALUES)]
 
 
@@ -65,9 +67,9 @@ def _name(name: str) -> str:
     return re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"))
 
 
-def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{section}{name}.")
+            yield from _flatten(value, f"{section}{name}.")
         else:
             yield _name(section + name), value

@@ -15,7 +15,7 @@ class _Adapter(NamedTuple):
     """Module that has to be there; the extra that installs it has the tracker's name."""
     module: str
     """Module of this folder."""
-    kind: str
+    class_name: str
     """Class in it, made from a `TrackedRun`."""
     needs: str
     """Advice for a start that fails."""
@@ -51,7 +51,7 @@ def start_tracker(name: str, run: TrackedRun, say: Callable[[str], None]) -> Tra
     """
     adapter = _ADAPTERS[name]
     try:
-        tracker: Tracker = getattr(import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.kind)(run)
+        tracker: Tracker = getattr(import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name)(run)
     except Exception as error:
         raise UserError(
             f"trainer.trackers has {name!r}, which does not start: {one_line(error) or type(error).__name__}; "

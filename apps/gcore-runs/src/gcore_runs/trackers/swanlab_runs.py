@@ -13,11 +13,18 @@ class SwanLab(Tracker):
         import swanlab  # pyright: ignore[reportMissingImports]
 
         # What the processes print is in the run's logs, and a run cannot be asked questions.
-        kind: Any = swanlab.Settings
-        settings = kind(interactive=False, terminal=kind.Terminal(proxy_type="none"))
-        own: dict[str, Any] = {"id": run.run_id, "config": dict(run.config), "log_dir": str(run.folder / "swanlog")}
+        settings_type: Any = swanlab.Settings
+        settings = settings_type(interactive=False, terminal=settings_type.Terminal(proxy_type="none"))
         with logged_output():
-            self._run: Any = swanlab.init(project=run.project, name=run.name, resume="allow", settings=settings, **own)
+            self._run: Any = swanlab.init(
+                project=run.project,
+                name=run.name,
+                resume="allow",
+                settings=settings,
+                id=run.run_id,
+                config=dict(run.config),
+                log_dir=str(run.folder / "swanlog"),
+            )
         self._image: Any = swanlab.Image
         self._text: Any = swanlab.Text
 
@@ -30,7 +37,11 @@ class SwanLab(Tracker):
     def write_samples(self, step: int, samples: Rows) -> None:
         self._run.log({"samples": [self._text(as_text(sample)) for sample in samples]}, step=step)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, *traceback: object) -> None:
-        ends = {"state": "success"} if kind is None else {"state": "crashed", "error": f"{kind.__name__}: {error}"}
+    def __exit__(self, error_type: type[BaseException] | None, error: object, *traceback: object) -> None:
         with logged_output():
-            self._run.finish(**({"state": "aborted"} if kind and issubclass(kind, KeyboardInterrupt) else ends))
+            if error_type is None:
+                self._run.finish(state="success")
+            elif issubclass(error_type, KeyboardInterrupt):
+                self._run.finish(state="aborted")
+            else:
+                self._run.finish(state="crashed", error=f"{error_type.__name__}: {error}")

@@ -15,10 +15,16 @@ class WandB(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        # What the processes print is in the run's logs.
-        settings = wandb.Settings(silent=True, console="off")
-        own: dict[str, Any] = {"id": run.run_id, "name": run.name, "dir": str(run.folder), "config": dict(run.config)}
-        self._run: Any = wandb.init(project=run.project, resume="allow", settings=settings, **own)
+        self._run: Any = wandb.init(
+            project=run.project,
+            resume="allow",
+            # What the processes print is in the run's logs.
+            settings=wandb.Settings(silent=True, console="off"),
+            id=run.run_id,
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.config),
+        )
         self._image: Any = wandb.Image
         self._table: Any = wandb.Table
         self._run.define_metric("step")
@@ -34,5 +40,5 @@ class WandB(Tracker):
         columns, data = as_table(samples)
         self._run.log({"step": step, "samples": self._table(columns=columns, data=data)})
 
-    def __exit__(self, kind: object, *error: object) -> None:
-        self._run.finish(exit_code=int(kind is not None))
+    def __exit__(self, error_type: object, *error: object) -> None:
+        self._run.finish(exit_code=int(error_type is not None))
