@@ -82,8 +82,13 @@ _KINDS = {
         ),
         engine_options=frozenset(
             (
-                *("async_scheduling", "seed_per_sample", "enable_expert_parallel", "speculative_config"),
-                *("enforce_eager", "kv_cache_memory_bytes", "recompute_kv"),
+                "async_scheduling",
+                "seed_per_sample",
+                "enable_expert_parallel",
+                "speculative_config",
+                "enforce_eager",
+                "kv_cache_memory_bytes",
+                "recompute_kv",
             )
         ),
         library_options="engine_args",
@@ -150,10 +155,12 @@ def engine_factory(
         RequestError: there is no such engine, or it has no such option.
     """
     kind = engine_kind(name)
-    if unknown := sorted((own_options or {}).keys() - kind.own_options):
-        known = ", ".join(sorted(kind.own_options)) or "none"
-        raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {known}")
-    options |= own_options or {}
+    own_options = own_options or {}
+    unknown = sorted(own_options.keys() - kind.own_options)
+    if unknown:
+        expected = ", ".join(sorted(kind.own_options)) or "none"
+        raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {expected}")
+    options |= own_options
     options |= _engine_keywords(kind, engine_options or {})
     if kind.takes_device:
         options["device"] = device
@@ -173,19 +180,22 @@ def check_engine_options(name: str, engine_options: Mapping[str, Any], *, server
         RequestError: gcore gives an option itself, or there is none of this name; begins with ``engine_options``.
     """
     kind = engine_kind(name)
-    others = [option for option in engine_options if option not in kind.engine_options]
+    library_names = [option for option in engine_options if option not in kind.engine_options]
     reserved: Collection[str] = ()
-    known: Collection[str] | None = None
+    accepted: Collection[str] | None = None
     if kind.library_options == "engine_args":
-        reserved, known = VLLM_RESERVED, vllm_names()
+        reserved = VLLM_RESERVED
+        accepted = vllm_names()
     elif kind.library_options == "server_args":
-        reserved, known = SGLANG_RESERVED, sglang_names(server_python)
+        reserved = SGLANG_RESERVED
+        accepted = sglang_names(server_python)
     elif kind.is_own:
         reserved = ("device", "dtype", "max_num_seqs", "eos_token_ids")
-    elif others:
-        some = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
-        raise RequestError(f"engine_options has {others[0]!r}; expected some of {some} with engine {name!r}")
-    if (unfit := find_unfit_option(others, reserved=reserved, known=known)) is not None:
+    elif library_names:
+        expected = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
+        raise RequestError(f"engine_options has {library_names[0]!r}; expected some of {expected} with engine {name!r}")
+    unfit = find_unfit_option(library_names, reserved=reserved, accepted=accepted)
+    if unfit is not None:
         option, expected = unfit
         raise RequestError(f"engine_options has {option!r}; expected {expected} with engine {name!r}")
 
@@ -194,10 +204,17 @@ def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dic
     """Return the user's options as keywords of ``from_pretrained``."""
     if kind.is_own:
         return dict(engine_options)
-    keywords = {name: value for name, value in engine_options.items() if name in kind.engine_options}
-    others = {name: value for name, value in engine_options.items() if name not in kind.engine_options}
-    if others:
-        keywords[kind.library_options] = as_server_args(others) if kind.library_options == "server_args" else others
+    keywords: dict[str, Any] = {}
+    library_options: dict[str, Any] = {}
+    for name, value in engine_options.items():
+        if name in kind.engine_options:
+            keywords[name] = value
+        else:
+            library_options[name] = value
+    if library_options and kind.library_options == "server_args":
+        keywords["server_args"] = as_server_args(library_options)
+    elif library_options:
+        keywords[kind.library_options] = library_options
     return keywords
 
 

@@ -223,7 +223,7 @@ class LimitedProcess:
             channel.send((0, session.Setup.here(self._factory)))
             await asyncio.wait([made, channel.gone], return_when=asyncio.FIRST_COMPLETED)
             if not made.done():
-                raise RewardError(f"its process {await process.ended()} before it was ready")
+                raise RewardError(f"its process {await process.wait_for_end()} before it was ready")
             made.result()
             self._process = process
             self._channel = channel
@@ -233,7 +233,7 @@ class LimitedProcess:
             self._start_clock()
             try:
                 await channel.gone
-                end = await process.ended()
+                end = await process.wait_for_end()
             finally:
                 self._channel = None
                 self._process = None

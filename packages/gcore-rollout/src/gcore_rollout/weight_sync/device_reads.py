@@ -23,7 +23,8 @@ class DeviceReads:
         return lambda: convert(self._value(index))
 
     def _value(self, index: int) -> list[int]:
-        if unread := self._unread:
+        unread = self._unread
+        if unread:
             import torch
 
             self._unread = []

@@ -71,8 +71,9 @@ class Kernel(ABC):
             next_level: [B] to go to.
         """
         shape = (-1,) + (1,) * (latents.ndim - 1)
-        columns = (each.to(latents).expand(latents.shape[0]).reshape(shape) for each in (level, next_level))
-        return self._transition(output, latents, *columns)
+        level = level.to(latents).expand(latents.shape[0]).reshape(shape)
+        next_level = next_level.to(latents).expand(latents.shape[0]).reshape(shape)
+        return self._transition(output, latents, level, next_level)
 
     @abstractmethod
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
@@ -155,9 +156,12 @@ class FlowCPS(_NoisyFlow):
 
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         std = s_next * math.sin(self.noise_level * math.pi / 2)
-        clean, noise = x - s * v, x + (1 - s) * v
-        kind = Transition if self.normalized else UnnormalizedTransition
-        return kind((1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise, std)
+        clean = x - s * v
+        noise = x + (1 - s) * v
+        mean = (1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise
+        if self.normalized:
+            return Transition(mean, std)
+        return UnnormalizedTransition(mean, std)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +179,8 @@ class DDIM(Kernel):
     """x_0 is clipped to +-this, as the scheduler's ``clip_sample`` says; e is the model's all the same."""
 
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
-        a, a_next = s, s_next
+        a = s
+        a_next = s_next
         match self.prediction_type:
             case "epsilon":
                 noise = v

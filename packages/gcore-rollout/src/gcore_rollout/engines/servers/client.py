@@ -42,7 +42,9 @@ class ServerClient:
             raise MissingExtraError("aiohttp", "http")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers: dict[str, str] = {}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call_blocking(self, method: str, path: str, **arguments: Any) -> Any:
         """Call the server as `call` does, without an event loop or while one waits."""
