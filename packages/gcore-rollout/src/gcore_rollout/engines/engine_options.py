@@ -79,7 +79,7 @@ def vllm_names() -> frozenset[str] | None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
-    return _fields_of(Path(spec.origin).parent / "engine/arg_utils.py", "EngineArgs")
+    return _read_fields(Path(spec.origin).parent / "engine/arg_utils.py", "EngineArgs")
 
 
 @cache
@@ -87,11 +87,11 @@ def sglang_names(server_python: str) -> frozenset[str] | None:
     """Return the fields of `ServerArgs` of the SGLang in a Python's environment; None where there is none here."""
     environment = Path(server_python).expanduser().parent.parent
     for source in environment.glob("lib/python3*/site-packages/sglang/srt/server_args.py"):
-        return _fields_of(source, "ServerArgs")
+        return _read_fields(source, "ServerArgs")
     return None
 
 
-def _fields_of(source: Path, owner: str) -> frozenset[str] | None:
+def _read_fields(source: Path, owner: str) -> frozenset[str] | None:
     if not source.is_file():
         return None
     for node in ast.parse(source.read_text("utf-8")).body:

@@ -182,10 +182,10 @@ class TokenLimits:
         if request.images and self.vision is not None:
             self.vision.check(request.request_id, prompt, request.images)
 
-    def _check_tokens(self, name: str, kind: str, tokens: NDArray[np.int64]) -> None:
+    def _check_tokens(self, name: str, part: str, tokens: NDArray[np.int64]) -> None:
         if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise RequestError(
-                f"{name} has {kind} tokens from {tokens.min()} to {tokens.max()}; "
+                f"{name} has {part} tokens from {tokens.min()} to {tokens.max()}; "
                 f"expected 0 to {self.vocab_size - 1}, which the model knows"
             )
 

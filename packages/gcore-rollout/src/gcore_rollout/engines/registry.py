@@ -119,7 +119,7 @@ def register_engine(name: str, kind: EngineKind) -> None:
 
 def engine_names(which: Callable[[EngineKind], bool] = lambda _: True) -> list[str]:
     """Return the names of the registered kinds, or of some of them."""
-    return [name for name, kind in _KINDS.items() if which(kind)]
+    return [name for name in _KINDS if which(_KINDS[name])]
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -167,7 +167,7 @@ def engine_factory(
     if kind.takes_max_model_len and max_model_len is not None:
         options["max_model_len"] = max_model_len
     if kind.is_own:
-        return partial(_engine_of_file, str(Path(name).absolute()), model, **options)
+        return partial(_make_engine_of_file, str(Path(name).absolute()), model, **options)
     return partial(kind.load().from_pretrained, model, **options)
 
 
@@ -218,7 +218,7 @@ def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dic
     return keywords
 
 
-def _engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:
+def _make_engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:
     """Make an engine of the user's; its file is imported in the process that runs the engine."""
     return load_function(spec, setting="engine")(model, **options)
 
@@ -255,7 +255,7 @@ def check_servers(
             raise RolloutError(f"no {name} answers at {url}: {error}") from error
         root = Path(served.get("root") or "")
         theirs = root / "config.json"
-        if theirs.is_file() and _essentials(theirs) != _essentials(model / "config.json"):
+        if theirs.is_file() and _read_essentials(theirs) != _read_essentials(model / "config.json"):
             raise RolloutError(f"the server at {url} runs {root}; expected {model}")
         length = served.get("max_model_len")
         if None not in (max_length, length) and length < max_length:
@@ -284,6 +284,6 @@ def check_servers(
             )
 
 
-def _essentials(config_json: Path) -> dict[str, Any]:
+def _read_essentials(config_json: Path) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(config_json.read_text())
     return {name: value for name, value in settings.items() if name not in _NOTES}

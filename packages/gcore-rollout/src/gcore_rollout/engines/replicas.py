@@ -265,7 +265,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     # Between two attempts replacements join, which needs the other lock.
                     while not await self._broadcast_weights(source, version):
                         if not self._restarts:
-                            raise EngineDiedError(self._why_none_serves())
+                            raise EngineDiedError(self._explain_none_serves())
                         self._may_start.set()
                         await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -484,7 +484,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         if replica.serves:
             await self._share_queues(replica)
 
-    def _why_none_serves(self) -> str:
+    def _explain_none_serves(self) -> str:
         if self._replicas:
             return "no replica serves: those that are left have older weights, or are leaving"
         return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"
@@ -606,5 +606,5 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                 return home
             awaited = self._restarts | self._updates
             if not awaited:
-                raise EngineDiedError(self._why_none_serves())
+                raise EngineDiedError(self._explain_none_serves())
             await asyncio.wait(awaited | {part.aborted}, return_when=asyncio.FIRST_COMPLETED)

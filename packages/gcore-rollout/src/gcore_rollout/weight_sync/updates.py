@@ -137,7 +137,7 @@ def make_delta(
     for name, tensor in weights:
         layout[name] = TensorSpec.of(tensor)
         check_layout({name: layout[name]}, {name: base_layout[name]} if name in base_layout else {})
-        change = _change(base[name], tensor.detach().to("cpu").contiguous())
+        change = _find_change(base[name], tensor.detach().to("cpu").contiguous())
         if isinstance(change, SparseValues):
             sparse[name] = change
         elif change is not None:
@@ -190,7 +190,7 @@ def _wrong_base(
     return WrongBaseError(message, version=version)
 
 
-def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
+def _find_change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
     """Return the changed elements, or the whole tensor if most changed; None: nothing changed."""
     # NumPy compares and searches in a third of the time that torch takes.
     new_bits = bits(new)

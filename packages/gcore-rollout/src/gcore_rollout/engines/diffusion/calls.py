@@ -60,15 +60,15 @@ class ModelCall:
         """
         left_out = {"return_dict", self.latents_argument, *_TIMESTEPS}
         arguments = {name: v for name, v in self.arguments.items() if v is not None and name not in left_out}
-        return _flatten(arguments) | self._find_appended(latents)
+        return _flatten_dicts(arguments) | self._find_appended(latents)
 
     def outputs(self, like: torch.Tensor) -> torch.Tensor:
         """Return the outputs for all rows, of as many dimensions and the data type of the scheduler's input."""
-        return _as_tensor(self.output, like.ndim).to(like.dtype)
+        return _stack_rows(self.output, like.ndim).to(like.dtype)
 
     def _find_appended(self, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what the model was given after the scheduler's latents [B, ...], such as those of an image."""
-        inputs = _as_tensor(self.arguments[self.latents_argument], latents.ndim)
+        inputs = _stack_rows(self.arguments[self.latents_argument], latents.ndim)
         if inputs is latents:
             return {}
         expected = torch.cat([latents] * max(1, len(inputs) // len(latents))).to(inputs.dtype)
@@ -197,9 +197,9 @@ def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tupl
             for number, row in enumerate(rows):
                 row[f"{name}[]"] = entries[number * len(entries) // num_rows]
         elif isinstance(value, list | tuple) and _holds_tensors(value):
-            shared |= {f"{name}.{index}": _on_host(entry) for index, entry in enumerate(value)}
+            shared |= {f"{name}.{index}": _copy_to_host(entry) for index, entry in enumerate(value)}
         else:
-            shared[name] = _on_host(value)
+            shared[name] = _copy_to_host(value)
     return rows, shared
 
 
@@ -219,11 +219,11 @@ def timestep_map(times: Sequence[tuple[float, float]], num_train: int) -> tuple[
     return None
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_dicts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and _holds_tensors(value):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= _flatten_dicts(value, f"{prefix}{name}.")
             continue
         entries: Sequence[Any] = [value]
         if isinstance(value, list | tuple) and _holds_tensors(value):
@@ -265,13 +265,13 @@ def _is_same(first: Any, second: Any) -> bool:
     return first == second
 
 
-def _on_host(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return host_array(value)
     return value
 
 
-def _as_tensor(rows: torch.Tensor | Sequence[torch.Tensor], ndim: int) -> torch.Tensor:
+def _stack_rows(rows: torch.Tensor | Sequence[torch.Tensor], ndim: int) -> torch.Tensor:
     """Return rows as one tensor; those of a list have an axis of one frame after their channels (Z-Image)."""
     if isinstance(rows, torch.Tensor):
         return rows

@@ -47,7 +47,7 @@ class PipelineCall:
     def check(self, request: ImageRequest) -> None:
         """Raise `RequestError` if the pipeline has no argument for something that is requested."""
         if not self.takes_text:
-            self._class_of(request.prompt)
+            self._parse_class(request.prompt)
         if request.images and not self.takes_images:
             raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
         negative = request.sampling.negative_prompt
@@ -84,10 +84,10 @@ class PipelineCall:
                 options["use_resolution_binning"] = False
         options |= self.options
         if self.takes_text:
-            options |= self._text_of(prompts, has_images=bool(images))
+            options |= self._text_arguments(prompts, has_images=bool(images))
         else:
-            options["class_labels"] = [self._class_of(prompt) for prompt in prompts]
-        options |= self._guidance(sampling, len(options.get("prompt", ())))
+            options["class_labels"] = [self._parse_class(prompt) for prompt in prompts]
+        options |= self._guidance_arguments(sampling, len(options.get("prompt", ())))
         # The first field is called images or frames.
         output: torch.Tensor = self._pipeline(
             **options,
@@ -126,7 +126,7 @@ class PipelineCall:
                 f"finite ones: the decoder may overflow in its data type, {dtype}, or its weights are damaged"
             )
 
-    def _text_of(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
+    def _text_arguments(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
         """Return the arguments for the prompt of each image; the only prompt of a batch is encoded once."""
         names = ["num_images_per_prompt"]
         if not has_images:
@@ -138,7 +138,7 @@ class PipelineCall:
         # With a count, some pipelines order embeddings p0 p0 p1 p1, and attention masks p0 p1 p0 p1.
         return {"prompt": list(prompts)}
 
-    def _guidance(self, sampling: ImageSampling, num_prompts: int) -> dict[str, Any]:
+    def _guidance_arguments(self, sampling: ImageSampling, num_prompts: int) -> dict[str, Any]:
         """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
         config: Any = self._denoiser.config
         scale = sampling.guidance_scale
@@ -155,7 +155,7 @@ class PipelineCall:
             options["negative_prompt"] = [negative] * num_prompts
         return options
 
-    def _class_of(self, prompt: str) -> int:
+    def _parse_class(self, prompt: str) -> int:
         names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}
         if prompt in names:
             return names[prompt]

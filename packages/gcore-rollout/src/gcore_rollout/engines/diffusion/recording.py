@@ -98,7 +98,7 @@ class Tape:
                 f"the pipeline steps {len(latents)} latents for {len(self._generators)} images; expected one each "
                 "(guidance within the latents, as in DiTPipeline, needs guidance_scale=1)"
             )
-        call = self._checked_calls(output, latents)
+        call = self._take_calls(output, latents)
         timestep = call.timestep
         self.times.append((time, timestep))
         index = self._num_steps
@@ -119,7 +119,7 @@ class Tape:
             has_noise = bool((std > 0).all())
             drawn = mean
             if has_noise:
-                drawn = mean + std * self._noise(x, rows)
+                drawn = mean + std * self._draw_noise(x, rows)
             # What the model sees next is what has a density.
             drawn = drawn.to(output.dtype).float()
             if has_noise or self._samplings[0].window is not None:
@@ -167,7 +167,7 @@ class Tape:
                 arrays[name] = arrays[name].reshape(len(steps), *shape)
             yield Trajectory(**arrays, steps=steps)
 
-    def _checked_calls(self, scheduler_input: torch.Tensor, latents: torch.Tensor) -> ModelCall:
+    def _take_calls(self, scheduler_input: torch.Tensor, latents: torch.Tensor) -> ModelCall:
         """Take the calls of this step, which made the scheduler's input, and return the first."""
         calls = list(self._calls)
         self._calls.clear()
@@ -190,7 +190,7 @@ class Tape:
             )
         return calls[0]
 
-    def _noise(self, like: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def _draw_noise(self, like: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Draw noise [R, ...] for the images in ``rows`` alone."""
         noise: list[torch.Tensor] = []
         for row in rows:

@@ -43,9 +43,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         self._last_update = new_future()
         self._last_update.set_result(None)
         self._killed_because = ""
-        self._life = asyncio.create_task(self._live())
+        self._life = asyncio.create_task(self._wait_for_end())
         # A callback, because a task that is cancelled before it has started runs none of its code.
-        self._life.add_done_callback(self._part)
+        self._life.add_done_callback(self._fail_calls)
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -189,7 +189,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             self._weights_in_use.set_result(None)
         self._weights_in_use = in_use
 
-    async def _live(self) -> str:
+    async def _wait_for_end(self) -> str:
         """Wait until the process has ended, and describe why."""
         ending = asyncio.create_task(self._process.wait_for_end())
         ends = [self._channel.gone, ending]
@@ -207,7 +207,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             ending.cancel()
             await asyncio.wait([ending])
 
-    def _part(self, life: "asyncio.Task[str]") -> None:
+    def _fail_calls(self, life: "asyncio.Task[str]") -> None:
         """Fail all calls, because the process has ended or its event loop is closing."""
         end = "was left by its event loop" if life.cancelled() else life.result()
         self._death = f"engine process {self.pid} {end}{self._killed_because}"

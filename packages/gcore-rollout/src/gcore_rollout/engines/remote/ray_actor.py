@@ -131,7 +131,7 @@ class EngineActor:
         It is packed, because arrays that Ray unpickles cannot be written to, unless it has references to weights.
         """
         call = pickle.loads(message) if isinstance(message, bytes) else message
-        session = self._session(token, client)
+        session = self._find_session(token, client)
         if session is not None:
             session.arrive(number, call)
         elif client in self._sessions:
@@ -143,7 +143,7 @@ class EngineActor:
 
         It ends after a while, to be called again: the calls of a client that does not are abandoned.
         """
-        session = self._session(token, client)
+        session = self._find_session(token, client)
         if session is None:
             yield pickle.dumps([make_failure(0, EngineDiedError(self._why_dead))], protocol=5)
             return
@@ -216,16 +216,16 @@ class EngineActor:
 
         self._burial = asyncio.create_task(bury())
 
-    def _session(self, token: str, client: str) -> _ClientSession | None:
+    def _find_session(self, token: str, client: str) -> _ClientSession | None:
         """Return a client's session, new if it has none; None: the client is one of another engine."""
         if token != self._incarnation.token or self._engine is None:
             return None
         if client not in self._sessions:
             on_death = partial(self._bury, self._engine)
-            self._sessions[client] = _ClientSession(self._engine, on_death, self._engine_mirror)
+            self._sessions[client] = _ClientSession(self._engine, on_death, self._get_mirror)
         return self._sessions[client]
 
-    def _engine_mirror(self) -> "WeightMirror":
+    def _get_mirror(self) -> "WeightMirror":
         """Return the engine's copy of its weights, to which changes are applied; made for the first changes."""
         if self._mirror is None:
             from gcore_rollout.engines.instrumented import InstrumentedEngine, WeightRecord

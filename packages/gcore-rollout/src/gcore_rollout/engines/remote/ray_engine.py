@@ -131,7 +131,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         self._stats = stats
         self._client = uuid4().hex
         self._numbers = count()
-        self._life = asyncio.create_task(self._live())
+        self._life = asyncio.create_task(self._receive())
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
@@ -158,7 +158,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
                 f"the engine actor was not ready after {start_timeout_s} s: free are {ray.available_resources()}"
             ) from error
         except RayActorError as error:
-            raise EngineDiedError(f"the engine actor died before it was ready: {_reason(error)}") from error
+            raise EngineDiedError(f"the engine actor died before it was ready: {_explain_end(error)}") from error
         if isinstance(answer, CallFailed):
             raise rebuild_exception(answer, incarnation.pid)
         return cls(handle, *answer, heartbeat_timeout_s=heartbeat_timeout_s)
@@ -220,7 +220,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             self._death = f"engine actor, {self._incarnation}, died: {reason}"
         self._fail_all()
 
-    async def _live(self) -> None:
+    async def _receive(self) -> None:
         """Take the actor's messages until it is dead."""
         try:
             while True:
@@ -231,7 +231,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
                             raise rebuild_exception(message, self.pid)
                         self._take(message)
         except RayError as error:
-            self._end(_reason(error))
+            self._end(_explain_end(error))
         except EngineDiedError as death:
             self._end(death.reason)
 
@@ -242,7 +242,7 @@ def _pickle_factory(factory: Factory) -> bytes:
     return cloudpickle.dumps(factory)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _reason(error: RayError) -> str:
+def _explain_end(error: RayError) -> str:
     if isinstance(error, ActorUnavailableError):
         return "it was killed, crashed, or cannot be reached"
     last_line = str(error).strip().rpartition("\n")[2]

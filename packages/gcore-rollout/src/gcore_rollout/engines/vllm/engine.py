@@ -308,9 +308,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
 
     async def _control(self, name: Control) -> None:
         with self._noting_deaths():
-            self._do(name)
+            self._apply_control(name)
 
-    def _do(self, name: Control) -> None:
+    def _apply_control(self, name: Control) -> None:
         if name in ("pause", *_SLEEP_LEVELS):
             self._settle()
         if name in _WAKE_TAGS:

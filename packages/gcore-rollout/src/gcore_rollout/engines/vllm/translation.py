@@ -52,7 +52,7 @@ def prompt_of(sample: QueuedSample, vision: VisionProcessor | None, *, version: 
 
     pixels = vision.process(images)
     # An image token after the prompt is text: the policy wrote it.
-    places = vision.places(sample.request.prompt_token_ids)
+    spans = vision.places(sample.request.prompt_token_ids)
     grid_thw = torch.from_numpy(pixels.grid_thw)
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid_thw.prod(1)),
@@ -63,7 +63,7 @@ def prompt_of(sample: QueuedSample, vision: VisionProcessor | None, *, version: 
         list(sample.start_token_ids),
         MultiModalKwargsItems.from_hf_inputs(inputs, fields),
         {"image": [sha256(image).hexdigest() for image in images]},
-        {"image": [PlaceholderRange(offset=start, length=length) for start, length in places]},
+        {"image": [PlaceholderRange(offset=start, length=length) for start, length in spans]},
         cache_salt=str(version),
     )
 
@@ -141,18 +141,20 @@ def held_tensors(
     for name in names:
         source: str | None = name
         if is_tied and name == TIED_HEAD:
-            source = _embedding(model, shapes)
+            source = _find_embedding(model, shapes)
         if source is None:
             continue
         try:
-            tensors.append(digest_held_tensor(name, partial(_read, model, name, shapes[source]), source=source))
+            tensors.append(
+                digest_held_tensor(name, partial(_read_published, model, name, shapes[source]), source=source)
+            )
         except AttributeError:
             # There is no module or parameter of this name: vLLM has made something else of it.
             continue
     return tensors
 
 
-def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_published(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Read a published tensor from the model's own layout; an `AttributeError` if it cannot be found."""
     mapped = _map_name(model, name)
     path, _, attribute = mapped.rpartition(".")
@@ -164,10 +166,10 @@ def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         module = model.get_submodule(f"{parent}.{fused}")
         index = list(packed[fused]).index(published_leaf)
         sizes: list[int] = module.output_partition_sizes
-        tensor = _parameter(module, attribute).narrow(0, sum(sizes[:index]), sizes[index])
+        tensor = _read_parameter(module, attribute).narrow(0, sum(sizes[:index]), sizes[index])
     else:
         module = model.get_submodule(path)
-        tensor = _parameter(module, attribute)
+        tensor = _read_parameter(module, attribute)
         if tensor.dim() and tensor.shape[1:] == shape[1:]:
             # The vocabulary is padded.
             tensor = tensor[: shape[0]]
@@ -177,7 +179,7 @@ def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
-def _parameter(module: Any, name: str) -> torch.Tensor:
+def _read_parameter(module: Any, name: str) -> torch.Tensor:
     """Return a parameter as the module's forward uses it; on CPU, where vLLM packs matrices, from its packed copy."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -196,16 +198,16 @@ def _parameter(module: Any, name: str) -> torch.Tensor:
     return torch.cat(parts).t()
 
 
-def _embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def _find_embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Return the published name of the tensor that shares its memory with a tied head."""
     try:
-        head = _plain(model, TIED_HEAD)
-        return next((n for n in shapes if n.endswith("embed_tokens.weight") and _plain(model, n) is head), None)
+        head = _get_parameter(model, TIED_HEAD)
+        return next((n for n in shapes if n.endswith("embed_tokens.weight") and _get_parameter(model, n) is head), None)
     except AttributeError:
         return None
 
 
-def _plain(model: Any, name: str) -> torch.Tensor:
+def _get_parameter(model: Any, name: str) -> torch.Tensor:
     path, _, attribute = _map_name(model, name).rpartition(".")
     return getattr(model.get_submodule(path), attribute)
 
