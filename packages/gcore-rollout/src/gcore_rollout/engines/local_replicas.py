@@ -37,7 +37,7 @@ async def start_replicas(
         Exception: a process did not start; the others are closed.
     """
     pids: dict[int, int] = {}
-    """By place; a place that is being filled has none."""
+    """Process ids by the number of the replica; one that is being replaced has none."""
 
     async def start(number: int) -> Engine[Any, Any]:
         env: dict[str, str] = {}

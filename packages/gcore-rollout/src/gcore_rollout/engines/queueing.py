@@ -54,7 +54,8 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def sample_seeds(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a 64-bit seed for each sample of a request, shape [n]."""
     base = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    return splitmix64(splitmix64(base + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    start = splitmix64(base + _GOLDEN)
+    return splitmix64(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -293,10 +293,10 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             sources = [source] * len(replicas)
             if isinstance(source, SharedCudaWeights):
                 gpu = source.gpu
-                share = [share_a_gpu(gpu, getattr(replica.engine, "weights_gpu", None)) for replica in replicas]
-                if not all(share):
+                on_gpu = [share_a_gpu(gpu, getattr(replica.engine, "weights_gpu", None)) for replica in replicas]
+                if not all(on_gpu):
                     in_host = self._copy_to_host(source)
-                    sources = [source if shares else in_host for shares in share]
+                    sources = [source if is_on_gpu else in_host for is_on_gpu in on_gpu]
                     source = in_host
             updates = (r.engine.update_weights(s, version=version) for r, s in zip(replicas, sources, strict=True))
             outcomes = await asyncio.gather(*updates, return_exceptions=True)

@@ -28,7 +28,9 @@ class DeviceReads:
             import torch
 
             self._unread = []
-            self._read += torch.stack([values_K.to(unread[0].device) for values_K in unread]).tolist()
+            device = unread[0].device
+            values = torch.stack([values_K.to(device) for values_K in unread])
+            self._read += values.tolist()
         return self._read[index]
 
 

@@ -81,7 +81,8 @@ def _sums(tensor: "torch.Tensor") -> "torch.Tensor":
     total = torch.cat(totals)
     numbers = torch.arange(len(total), device=flat.device)
     # As int64, whose products and sums wrap around.
-    return torch.stack([(total * ((2 * numbers + 1) * (_GOLDEN - _MODULUS))).sum(), torch.stack(unordered).sum()])
+    ordered = (total * ((2 * numbers + 1) * (_GOLDEN - _MODULUS))).sum()
+    return torch.stack([ordered, torch.stack(unordered).sum()])
 
 
 def _words(chunk: "torch.Tensor") -> "torch.Tensor":
@@ -181,7 +182,10 @@ class DigestedWeights:
             return {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
         reads = self._reads = self._reads or DeviceReads()
         convert = partial(_digest_of, tensor.numel())
-        return Promised({dtype_name(dtype): reads.add(_sums(tensor.to(dtype)), convert) for dtype in self._dtypes})
+        digests: dict[str, Callable[[], Digest]] = {}
+        for dtype in self._dtypes:
+            digests[dtype_name(dtype)] = reads.add(_sums(tensor.to(dtype)), convert)
+        return Promised(digests)
 
 
 def digests_of(weights: Any) -> Digests:

@@ -31,7 +31,8 @@ class TensorSpec:
 
     def view(self, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the tensor whose bytes start at this place of a flat uint8 buffer, without a copy."""
-        return buffer[start : start + self.numel * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        end = start + self.numel * self.dtype.itemsize
+        return buffer[start:end].view(self.dtype).view(self.shape)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"

@@ -37,7 +37,8 @@ def write_part(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple
         for name, tensor in weights:
             start = packing.place(name, tensor)
             if not tensor.is_meta and tensor.nbytes:
-                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                flat = tensor.detach().cpu().contiguous().view(-1)
+                data = flat.view(torch.uint8).numpy().data
                 while data:
                     written = os.pwrite(file.fileno(), data, start)
                     data = data[written:]

@@ -63,7 +63,8 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
         if f"{layer}.weight" not in base:
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
+        is_product = a.dim() == 2 and b.dim() == 2 and a.shape[0] == b.shape[1]
+        if not is_product or (b.shape[0], a.shape[1]) != shape:
             raise ValueError(
                 f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; "
                 f"expected [rank, {shape[-1]}] and [{shape[0]}, rank]"

@@ -37,7 +37,8 @@ def host_tensor(array: NDArray[Any]) -> torch.Tensor:
 def host_rows(rows: torch.Tensor) -> list[NDArray[Any]]:
     """Return the rows of a tensor [R, ...]; equal neighbours are one array."""
     flat = rows.reshape(len(rows), -1)
-    is_new = [True, *(flat[1:] != flat[:-1]).any(1).tolist()]
+    differs = (flat[1:] != flat[:-1]).any(1)
+    is_new = [True, *differs.tolist()]
     arrays = list(host_array(rows[torch.tensor(is_new, device=rows.device)]))
     return [arrays[index] for index in np.cumsum(is_new) - 1]
 

@@ -71,7 +71,8 @@ class ModelCall:
         inputs = _stack_rows(self.arguments[self.latents_argument], latents.ndim)
         if inputs is latents:
             return {}
-        expected = torch.cat([latents] * max(1, len(inputs) // len(latents))).to(inputs.dtype)
+        num_copies = max(1, len(inputs) // len(latents))
+        expected = torch.cat([latents] * num_copies).to(inputs.dtype)
         if inputs.ndim == latents.ndim:
             appended: dict[str, torch.Tensor] = {}
             start = inputs

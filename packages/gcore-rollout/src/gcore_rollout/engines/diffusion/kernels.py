@@ -38,7 +38,8 @@ class Transition(NamedTuple):
         """
         self.require_noise()
         exponents = (next_latents - self.mean) ** 2 / (2 * self.std**2)
-        return -(exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+        minus_log_densities = exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)
+        return -minus_log_densities.flatten(1).mean(1)
 
     def require_noise(self) -> None:
         """Raise `ValueError` if there is no noise."""
@@ -113,8 +114,9 @@ class FlowSDE(_NoisyFlow):
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         dt = s_next - s
         g = self.noise_level * torch.sqrt(s / torch.maximum(1 - s, -dt - 3 * (1 - s)))
-        mean = x * (1 + g**2 / (2 * s) * dt) + v * (1 + g**2 * (1 - s) / (2 * s)) * dt
-        return Transition(mean, g * torch.sqrt(-dt))
+        x_term = x * (1 + g**2 / (2 * s) * dt)
+        v_term = v * (1 + g**2 * (1 - s) / (2 * s)) * dt
+        return Transition(x_term + v_term, g * torch.sqrt(-dt))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,5 +195,6 @@ class DDIM(Kernel):
                 noise = (x - torch.sqrt(a) * clean) / torch.sqrt(1 - a)
         if self.clip_sample_range is not None:
             clean = clean.clamp(-self.clip_sample_range, self.clip_sample_range)
-        std = self.eta * torch.sqrt(((1 - a_next) / (1 - a) * (1 - a / a_next)).clamp(min=0.0))
+        variance = (1 - a_next) / (1 - a) * (1 - a / a_next)
+        std = self.eta * torch.sqrt(variance.clamp(min=0.0))
         return Transition(torch.sqrt(a_next) * clean + torch.sqrt(1 - a_next - std**2) * noise, std)

@@ -100,7 +100,8 @@ class PipelineCall:
             pixels = pixels / 2 + 0.5
         self._check_size(pixels, sampling.size)
         self._check_finite(pixels)
-        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+        pixels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+        return pixels.movedim(-3, -1).cpu().numpy()
 
     def _check_size(self, pixels: torch.Tensor, size: tuple[int, int] | None) -> None:
         """Raise `RequestError` if images [B, 3, H, W] or videos [B, F, 3, H, W] are not as large as requested."""

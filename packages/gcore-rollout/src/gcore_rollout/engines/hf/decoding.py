@@ -166,8 +166,8 @@ def check_logits(
         ) from error
     finally:
         config._attn_implementation = own_attention
-    actual_P2V = torch.stack([after_prompts_PV, after_tokens_PV], dim=1)
-    differences_P2 = (actual_P2V.float().log_softmax(-1) - torch.stack(expected)).abs().mean(-1)
+    log_probs_P2V = torch.stack([after_prompts_PV, after_tokens_PV], dim=1).float().log_softmax(-1)
+    differences_P2 = (log_probs_P2V - torch.stack(expected)).abs().mean(-1)
     rounds = model.dtype not in (torch.float32, torch.float64) or "expert" in str(model.config.to_dict().keys())
     if model.device.type == "cuda":
         rounds |= torch.get_float32_matmul_precision() != "highest"
@@ -250,7 +250,9 @@ def sample_tokens(
         logits_BV = logits_BV / divisors[:, None]
     if top_p is not None and top_k is not None:
         device = logits_BV.device
-        logits_BV = truncate_logits(logits_BV, torch.from_numpy(top_p).to(device), torch.from_numpy(top_k).to(device))
+        top_p_B = torch.from_numpy(top_p).to(device)
+        top_k_B = torch.from_numpy(top_k).to(device)
+        logits_BV = truncate_logits(logits_BV, top_p_B, top_k_B)
     log_probs_BV = torch.log_softmax(logits_BV, dim=-1)
     cdf_BV = log_probs_BV.double().exp_().cumsum(dim=-1)
     threshold_B1 = torch.from_numpy(u).to(cdf_BV.device)[:, None] * cdf_BV[:, -1:]

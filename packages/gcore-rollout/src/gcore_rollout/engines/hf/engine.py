@@ -83,7 +83,8 @@ class SampleRows:
 
         slots = slice(len(self), len(self) + len(group))
         self.samples.extend(group)
-        self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
+        indices = np.array([sample.index for sample in group])
+        self.seeds[slots] = sample_seeds(group[0].request.seed, indices)
         self.temperatures[slots] = sampling.temperature
         self.top_p[slots] = 1.0
         self.top_k[slots] = ALL_TOKENS
@@ -384,7 +385,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
         """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
         rows = self._rows
         positions = rows.prompt_lengths[:batch] + rows.num_sampled[:batch] - 1
-        plan = Decode.at(self._tensor(positions), self._cache, int(positions.max()) + 1, dtype=self._model.dtype)
+        length = int(positions.max()) + 1
+        plan = Decode.at(self._tensor(positions), self._cache, length, dtype=self._model.dtype)
         tokens = self._tensor(rows.last_tokens[:batch])[None]
         return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
 
@@ -409,7 +411,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
             top_k = rows.top_k[:batch]
         temperatures = rows.temperatures[:batch]
         tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, temperatures, u, top_p=top_p, top_k=top_k)
-        return np.flatnonzero(self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()))
+        ended = self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy())
+        return np.flatnonzero(ended)
 
     def _record(
         self, slots: NDArray[np.int64], tokens: NDArray[np.int64], log_probs: NDArray[np.float32]
@@ -428,7 +431,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
         for i in np.flatnonzero(rows.has_stop[slots] & ~stopped).tolist():
             stop = rows.samples[slots[i]].request.sampling.stop
             before = rows.tokens[slots[i], : at[i]]
-            stopped[i] = self._limits.stop_strings.find_end([int(tokens[i])], stop, before=[before]) is not None
+            end = self._limits.stop_strings.find_end([int(tokens[i])], stop, before=[before])
+            stopped[i] = end is not None
         ended = stopped | full
         if rows.runs.size:
             which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.
@@ -476,7 +480,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
         del self._rows.samples[num_live:]
 
     def _move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
-        length = int((self._rows.prompt_lengths[src] + self._rows.num_sampled[src]).max()) + self._MAX_UNRECORDED
+        lengths = self._rows.prompt_lengths[src] + self._rows.num_sampled[src]
+        length = int(lengths.max()) + self._MAX_UNRECORDED
         self._rows.move(src, dst)
         self._cache.move(self._tensor(src), self._tensor(dst), length)
 

@@ -59,5 +59,7 @@ def attend(
     scores_BKGQL += mask
     lse_BKGQ = scores_BKGQL.logsumexp(-1)
     if rule.sinks is not None:
-        lse_BKGQ = torch.logaddexp(lse_BKGQ, rule.sinks.view(*q_BKGQD.shape[1:3], 1).to(lse_BKGQ.dtype))
-    return ((scores_BKGQL - lse_BKGQ[..., None]).exp() @ v_wide_BKLD[:, :, None]).to(v_BKLD.dtype)
+        sinks_KG1 = rule.sinks.view(*q_BKGQD.shape[1:3], 1)
+        lse_BKGQ = torch.logaddexp(lse_BKGQ, sinks_KG1.to(lse_BKGQ.dtype))
+    probs_BKGQL = (scores_BKGQL - lse_BKGQ[..., None]).exp()
+    return (probs_BKGQL @ v_wide_BKLD[:, :, None]).to(v_BKLD.dtype)

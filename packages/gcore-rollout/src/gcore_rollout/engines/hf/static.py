@@ -278,7 +278,8 @@ class StaticDecoder:
         batch = len(rows)
         self._upload(rows, 0, rows.num_sampled[:batch])
         last = int((rows.prompt_lengths[:batch] + rows.num_sampled[:batch]).max())
-        return self._step_logits(self._size(batch), min(round_up(last, LENGTH_STEP), self._cache.capacity))[:batch]
+        length = min(round_up(last, LENGTH_STEP), self._cache.capacity)
+        return self._step_logits(self._size(batch), length)[:batch]
 
     def _size(self, batch: int) -> int:
         """Return the number of samples, rounded up."""
@@ -291,8 +292,10 @@ class StaticDecoder:
         prompts = rows.prompt_lengths[new]
         # After its end, a sample overwrites its last place.
         last = prompts + rows.max_tokens[new] - 1
-        state = [rows.last_tokens[new], prompts + sampled[new] - 1, last, rows.seeds[new].view(np.int64), prompts]
-        self._state[:, new] = to_device(np.stack(state), self._device)
+        positions = prompts + sampled[new] - 1
+        seeds = rows.seeds[new].view(np.int64)
+        state = np.stack([rows.last_tokens[new], positions, last, seeds, prompts])
+        self._state[:, new] = to_device(state, self._device)
         self._temperatures[new] = to_device(rows.temperatures[new], self._device)
         self._top_p[new] = to_device(rows.top_p[new], self._device)
         self._top_k[new] = to_device(rows.top_k[new], self._device)

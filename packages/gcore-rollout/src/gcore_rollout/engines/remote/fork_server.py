@@ -70,7 +70,8 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
     gc.freeze()
     children: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        ready = set(select.select([control.fileno(), owner, *children], [], [])[0])
+        readable, _, _ = select.select([control.fileno(), owner, *children], [], [])
+        ready = set(readable)
         if owner in ready:
             return
         for pidfd in children.keys() & ready:

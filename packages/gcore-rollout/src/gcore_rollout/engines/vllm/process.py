@@ -203,7 +203,8 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of a Hugging Face folder's tensors, from their headers alone."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
     elif (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:
