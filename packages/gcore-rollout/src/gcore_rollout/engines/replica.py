@@ -1,7 +1,7 @@
 """The parts of a pool of engines: a replica with its outstanding work, a part of a request, and a call."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -73,6 +73,15 @@ class PoolCall(Call[SampleT], Generic[RequestT, SampleT]):
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def start_task(tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """Start a task that is among these until it is done, and whose exception need not be retrieved."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def fair_parts(

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic
 
 import torch
 
 from gcore_rollout.engines.protocol import AnySample, Digests, Engine, EngineStats, RequestT, SampleT, check_weights
-from gcore_rollout.engines.replica import PoolCall, Replica, RequestPart, fair_parts
+from gcore_rollout.engines.replica import PoolCall, Replica, RequestPart, fair_parts, start_task
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
 
@@ -252,7 +252,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         cancelled, the update still completes in all replicas.
         """
         self._check_open()
-        await asyncio.shield(self._keep(self._updates, self._update_weights(weights, version)))
+        await asyncio.shield(start_task(self._updates, self._update_weights(weights, version)))
 
     async def _update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         async with self._updating:
@@ -369,7 +369,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
     def start_replacement(self, name: str) -> None:
         """Start a replica in place of one of this name that was removed, as for one that died."""
         if self._restart is not None and not self._closed:
-            self._keep(self._restarts, self._replace(self._restart, name, is_lent=False))
+            start_task(self._restarts, self._replace(self._restart, name, is_lent=False))
 
     async def close(self) -> None:
         self._closed = True
@@ -393,14 +393,11 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             run.finished.put_nowait(error)
 
     async def _call_all(
-        self,
-        call: "Callable[[Engine[RequestT, SampleT]], Awaitable[None]]",
-        replicas: "Sequence[Replica[RequestT, SampleT]]",
+        self, call: Callable[[Engine[RequestT, SampleT]], Awaitable[None]], replicas: list[Replica[RequestT, SampleT]]
     ) -> None:
         """Call these replicas: bury those that are dead, and raise what any other call raised."""
         self._check_open()
-        # Others may join or leave meanwhile.
-        replicas = list(replicas)
+        replicas = list(replicas)  # Others may join or leave meanwhile.
         outcomes = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineDiedError):
@@ -420,21 +417,14 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         name: str = getattr(replica.engine, "name", "an engine")
         self._losses.append(reason)
         self._depart(replica)
-        self._keep(self._closing, replica.engine.close())
+        start_task(self._closing, replica.engine.close())
         hopeless = replica.is_replacement and not replica.has_finished
         then = f"not replaced, {len(self._replicas)} of its kind are left"
         if self._restart is not None and not (self._closed or replica.leaves or hopeless):
-            self._keep(self._restarts, self._replace(self._restart, name, is_lent=replica.is_lent))
+            start_task(self._restarts, self._replace(self._restart, name, is_lent=replica.is_lent))
             then = "a replacement is being started"
         if not self._closed:
             self._announce(f"{name} is gone: {reason}; {then}")
-
-    def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
 
     async def _replace(
         self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str, *, is_lent: bool
