@@ -270,23 +270,23 @@ def test_weights_in_host_memory_are_copied_once_a_version() -> None:
     def are_same() -> bool:
         return all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
 
-    hosted.come()
+    hosted.onload()
     assert are_same()
-    hosted.leave(version=0)
+    hosted.offload(version=0)
     places = [tensor.data_ptr() for tensor in tensors]
     assert are_same()
     assert max(places) - min(places) < 64 * len(tensors), "one block"
-    hosted.come()
+    hosted.onload()
     assert {*places}.isdisjoint(tensor.data_ptr() for tensor in tensors)
     for tensor, value in zip(tensors, values, strict=True):
         tensor.data.add_(1)
         value.add_(1)
-    hosted.leave(version=1)
+    hosted.offload(version=1)
     assert are_same()
     assert [tensor.data_ptr() for tensor in tensors] == places, "the same memory"
-    hosted.come()
+    hosted.onload()
     one.weight.data.add_(1)
-    hosted.leave(version=1)
+    hosted.offload(version=1)
     assert are_same(), "of the same version, and not copied"
 
 

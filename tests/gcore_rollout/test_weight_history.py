@@ -23,7 +23,7 @@ from gcore_rollout import (
     WrongWeightsError,
     divide_weights,
 )
-from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.digests import digest_held_tensor
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights
 from gcore_trainer import LoRAConfig, merge_lora
 
@@ -137,7 +137,9 @@ class WrongSink(Sink):
 
     async def held_weights(self, names: object) -> HeldWeights:
         del names
-        return HeldWeights(version=self.weight_version, tensors=[held(n, (t + 1).clone) for n, t in self.own.items()])
+        return HeldWeights(
+            version=self.weight_version, tensors=[digest_held_tensor(n, (t + 1).clone) for n, t in self.own.items()]
+        )
 
 
 async def test_merged_weights_are_compared_where_they_are_merged() -> None:

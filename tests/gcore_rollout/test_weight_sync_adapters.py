@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
 from gcore_rollout import DiffusersEngine, FlowSDE, HFEngine, ImageRequest, ImageSampling, WeightMirror
-from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, check_adapters, merged
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, check_adapters, merge_adapters
 from gcore_trainer import Denoiser, DiffusionSample, TorchTrainer, score_steps
 
 SCALING = LORA.alpha / LORA.rank
@@ -34,7 +34,7 @@ def test_merged_as_the_trainer_does(tied: TinyModel, dtype: torch.dtype) -> None
         train(trainer, seed=seed)
     adapters = sent_by(trainer, version=1)
     check_adapters(base, adapters)
-    ours, expected = dict(merged(base, adapters)), dict(trainer.export_weights())
+    ours, expected = dict(merge_adapters(base, adapters)), dict(trainer.export_weights())
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6)
@@ -56,7 +56,7 @@ def test_merged_as_peft_does(tied: TinyModel) -> None:
     found = adapted.load_state_dict({f"base_model.model.{n}": t for n, t in adapters.tensors.items()}, strict=False)
     assert not found.unexpected_keys
     expected = dict(adapted.merge_and_unload().named_parameters())
-    ours = dict(merged(base, adapters))
+    ours = dict(merge_adapters(base, adapters))
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor.detach(), rtol=0, atol=1e-6)
@@ -67,7 +67,7 @@ def test_bfloat16_weights_are_merged_to_the_nearest() -> None:
     weight, a, b = (torch.randn(*shape, generator=generator) for shape in ((64, 96), (4, 96), (64, 4)))
     base = {f"{LAYER}.weight": weight.bfloat16()}
     tensors = {LAYER + A_OF: 0.1 * a, LAYER + B_OF: 0.1 * b}
-    found = dict(merged(base, AdapterWeights(base_version=0, version=1, scaling=2.0, tensors=tensors)))
+    found = dict(merge_adapters(base, AdapterWeights(base_version=0, version=1, scaling=2.0, tensors=tensors)))
     expected = base[f"{LAYER}.weight"].double() + 2.0 * (
         tensors[LAYER + B_OF].double() @ tensors[LAYER + A_OF].double()
     )

@@ -17,7 +17,7 @@ from weight_sync_ipc_receiver import GPU, EngineOnTheGPU, WeightsInFiles, receiv
 from gcore_rollout import EngineProcess, EngineReplicas, HFEngine, SharedCudaWeights, SharedWeights, open_weights
 from gcore_rollout.engines import replicas as pool_module
 from gcore_rollout.weight_sync import shared_weights
-from gcore_rollout.weight_sync.layout import TensorSpec, unpacked
+from gcore_rollout.weight_sync.layout import TensorSpec, unpack
 from gcore_rollout.weight_sync.shared_weights import (
     allocator_settings,
     plain_segments,
@@ -65,7 +65,7 @@ def test_buckets_of_a_gpu() -> None:
         bucket.add("a", torch.empty(7, 3, dtype=torch.bfloat16, device="cuda"))
         bucket.add("b", torch.empty(5, device="cuda").expand(2, 5))
         assert not bucket.fits(torch.empty(1000, dtype=torch.uint8, device="cuda"))
-        found = dict(unpacked(bucket.whole, bucket.layout))
+        found = dict(unpack(bucket.whole, bucket.layout))
         assert {name: (t.dtype, list(t.shape), t.device.type) for name, t in found.items()} == {
             "a": (torch.bfloat16, [7, 3], "cuda"),
             "b": (torch.float32, [2, 5], "cuda"),

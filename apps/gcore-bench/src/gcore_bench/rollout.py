@@ -429,7 +429,7 @@ async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) ->
     import torch
 
     from gcore_rollout import AdapterWeights, FullWeights, make_delta
-    from gcore_rollout.weight_sync.updates import A_OF, B_OF, merged
+    from gcore_rollout.weight_sync.updates import A_OF, B_OF, merge_adapters
 
     del folder
     torch.set_num_threads(options.threads)
@@ -468,7 +468,7 @@ async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) ->
         encoded_s = time.perf_counter()
         await sink.mirror.apply(update)
         end_s = time.perf_counter()
-        expected = dict(merged(state, update)) if isinstance(update, AdapterWeights) else state
+        expected = dict(merge_adapters(state, update)) if isinstance(update, AdapterWeights) else state
         for key, tensor in expected.items():
             if not torch.equal(sink.weights[key], tensor):
                 raise BenchError(f"sync: {name}: an engine has other weights than those that were sent")

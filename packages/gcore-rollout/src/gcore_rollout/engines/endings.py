@@ -63,7 +63,7 @@ class StopStrings:
         for part in reversed(before):
             num_missing = window - len(tokens)
             if num_missing > 0:
-                tokens = [*part[-num_missing:], *tokens]
+                tokens = list(part[-num_missing:]) + tokens
         num_before = len(tokens)
         tokens += new_ids
         for end in range(1, len(new_ids) + 1):
@@ -96,7 +96,7 @@ def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64
     runs_P = np.zeros(num_sizes, np.int64)
     for size in range(1, min(num_sizes, len(tokens_T) - 1) + 1):
         differs = np.flatnonzero(tokens_T[:-size] != tokens_T[size:])
-        runs_P[size - 1] = len(tokens_T) - size - (differs[-1] + 1 if len(differs) else 0)
+        runs_P[size - 1] = len(tokens_T) - size - 1 - differs.max(initial=-1)
     return runs_P
 
 

@@ -12,22 +12,63 @@ from pathlib import Path
 from typing import Any
 
 VLLM_RESERVED = frozenset(
-    {
-        *("model", "model_weights", "load_format", "weight_transfer_config", "tokenizer", "skip_tokenizer_init"),
-        *("dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-        *("runner", "convert", "generation_config", "logprobs_mode", "enable_return_routed_experts"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes", "node_rank", "device_ids"),
-        *("distributed_executor_backend", "worker_cls", "enable_sleep_mode", "sleep_preserve_parameter_names"),
-    }
+    [
+        "model",
+        "model_weights",
+        "load_format",
+        "weight_transfer_config",
+        "tokenizer",
+        "skip_tokenizer_init",
+        "dtype",
+        "seed",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "runner",
+        "convert",
+        "generation_config",
+        "logprobs_mode",
+        "enable_return_routed_experts",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "nnodes",
+        "node_rank",
+        "device_ids",
+        "distributed_executor_backend",
+        "worker_cls",
+        "enable_sleep_mode",
+        "sleep_preserve_parameter_names",
+    ]
 )
 """Arguments of vLLM that gcore gives itself, some of them by settings of their own."""
 SGLANG_RESERVED = frozenset(
-    {
-        *("model_path", "load_format", "tokenizer_path", "skip_tokenizer_init", "dtype", "random_seed", "device"),
-        *("host", "port", "context_length", "max_running_requests", "mem_fraction_static", "base_gpu_id"),
-        *("tp_size", "pp_size", "dp_size", "nnodes", "node_rank", "is_embedding", "incremental_streaming_output"),
-        *("disable_overlap_schedule", "enable_memory_saver", "enable_weights_cpu_backup"),
-    }
+    [
+        "model_path",
+        "load_format",
+        "tokenizer_path",
+        "skip_tokenizer_init",
+        "dtype",
+        "random_seed",
+        "device",
+        "host",
+        "port",
+        "context_length",
+        "max_running_requests",
+        "mem_fraction_static",
+        "base_gpu_id",
+        "tp_size",
+        "pp_size",
+        "dp_size",
+        "nnodes",
+        "node_rank",
+        "is_embedding",
+        "incremental_streaming_output",
+        "disable_overlap_schedule",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+    ]
 )
 """Arguments of SGLang that gcore gives itself, some of them by settings of their own."""
 
@@ -38,7 +79,7 @@ def vllm_names() -> frozenset[str] | None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
-    return _fields_of(Path(spec.origin).parent / "engine/arg_utils.py", "EngineArgs")
+    return _read_fields(Path(spec.origin).parent / "engine/arg_utils.py", "EngineArgs")
 
 
 @cache
@@ -46,33 +87,38 @@ def sglang_names(server_python: str) -> frozenset[str] | None:
     """Return the fields of `ServerArgs` of the SGLang in a Python's environment; None where there is none here."""
     environment = Path(server_python).expanduser().parent.parent
     for source in environment.glob("lib/python3*/site-packages/sglang/srt/server_args.py"):
-        return _fields_of(source, "ServerArgs")
+        return _read_fields(source, "ServerArgs")
     return None
 
 
-def _fields_of(source: Path, owner: str) -> frozenset[str] | None:
+def _read_fields(source: Path, owner: str) -> frozenset[str] | None:
     if not source.is_file():
         return None
     for node in ast.parse(source.read_text("utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == owner:
-            fields = [entry.target for entry in node.body if isinstance(entry, ast.AnnAssign)]
-            return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+            names: set[str] = set()
+            for entry in node.body:
+                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+                    names.add(entry.target.id)
+            return frozenset(names)
     return None
 
 
 def find_unfit_option(
-    options: Collection[str], *, reserved: Collection[str], known: Collection[str] | None
+    options: Collection[str], *, reserved: Collection[str], accepted: Collection[str] | None
 ) -> tuple[str, str] | None:
     """Return the first option that cannot be passed on, and what is expected instead; None if all can."""
     for name in options:
         if name in reserved:
             return name, f"none of {', '.join(sorted(reserved))}, which gcore gives"
-        if known is not None and name not in known:
+        if accepted is not None and name not in accepted:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, known, n=3, cutoff=0.6)
-            hint = f", such as {', '.join(near)}" if near else ""
-            return name, f"options that the engine has{hint}"
+            expected = "options that the engine has"
+            near = get_close_matches(name, accepted, n=3, cutoff=0.6)
+            if near:
+                expected += f", such as {', '.join(near)}"
+            return name, expected
     return None
 
 

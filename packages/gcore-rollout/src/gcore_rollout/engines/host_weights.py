@@ -18,7 +18,7 @@ class HostWeights:
 
     The host memory is one block, which is kept for the next time: its pages are taken once, and pinned once where the
     device is CUDA, exactly as many as are needed (torch's own pinned memory takes up to twice that). Weights that have
-    not changed since are not copied again: to leave then takes no time.
+    not changed since are not copied again: offloading then takes no time.
     """
 
     modules: Sequence[torch.nn.Module]
@@ -36,7 +36,7 @@ class HostWeights:
     )
 
     @torch.no_grad()
-    def leave(self, version: int) -> None:
+    def offload(self, version: int) -> None:
         """Free the device's memory. While they are in host memory, tensors have their values there.
 
         Args:
@@ -44,10 +44,12 @@ class HostWeights:
         """
         if version != self._version:
             self._version = None
-            tensors = list(self._tensors())
+            tensors = self._list_tensors()
             needed = sum(_padded_bytes(tensor) for tensor in tensors)
             if self._block is None or len(self._block) != needed:
-                self._copies, self._block = [], None  # freed before as much is taken again
+                # Free it before as much is taken again.
+                self._copies = []
+                self._block = None
                 self._block = _Block(needed, is_pinned=self.device.type == "cuda")
             self._copies = list(zip(tensors, self._block.split(tensors), strict=True))
             for tensor, copy in self._copies:
@@ -59,29 +61,32 @@ class HostWeights:
         self._are_away = True
 
     @torch.no_grad()
-    def come(self) -> None:
+    def onload(self) -> None:
         """Copy the tensors back to the device, if they have left it; parameters that were dropped get memory again."""
         for parameter, shape in self._dropped.items():
             parameter.data = parameter.data.new_empty(shape)
         self._dropped = {}
-        for tensor, copy in self._copies if self._are_away else ():
-            tensor.data = copy.to(self.device, non_blocking=True, copy=True)
+        if self._are_away:
+            for tensor, copy in self._copies:
+                tensor.data = copy.to(self.device, non_blocking=True, copy=True)
         self._are_away = False
         # An update on another stream may follow.
         self._synchronize()
 
     def drop(self) -> None:
-        """Free the memory of the parameters, and their values, which an update sets after `come`."""
-        self._dropped = {parameter: parameter.shape for module in self.modules for parameter in module.parameters()}
+        """Free the memory of the parameters, and their values, which an update sets after `onload`."""
+        self._dropped = {}
+        for module in self.modules:
+            self._dropped |= {parameter: parameter.shape for parameter in module.parameters()}
         for parameter in self._dropped:
             parameter.data = parameter.data.new_empty(0)
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+    def _list_tensors(self) -> list[torch.Tensor]:
+        by_id: dict[int, torch.Tensor] = {}
         for module in self.modules:
             for tensor in chain(module.parameters(), module.buffers()):
-                found.setdefault(id(tensor), tensor)
-        return iter(found.values())
+                by_id.setdefault(id(tensor), tensor)
+        return list(by_id.values())
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -95,8 +100,9 @@ class _Block:
         self._pages = mmap.mmap(-1, max(1, size_bytes))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes, self._size = torch.frombuffer(self._pages, dtype=torch.uint8), size_bytes
-        # Where CUDA cannot pin as much, copies are slower, and right.
+        self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self._size = size_bytes
+        # If pinning fails, copies still work but are slower.
         self._is_pinned = is_pinned and not int(_cudart().cudaHostRegister(self._bytes.data_ptr(), size_bytes, 0))
 
     def __len__(self) -> int:

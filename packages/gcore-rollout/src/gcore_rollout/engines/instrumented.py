@@ -82,13 +82,13 @@ class WeightRecord:
 
     def explanation(self, tensor: HeldTensor, version: int) -> str:
         """Describe the weights of a tensor that differs from its source at ``version``."""
-        for other, digests in sorted(self._versions.items(), reverse=True):
-            if other != version and _digest(digests, tensor.source, tensor.dtype) == tensor.digest:
-                return f"has the values of version {other}"
+        for recorded_version, digests in sorted(self._versions.items(), reverse=True):
+            if recorded_version != version and _digest(digests, tensor.source, tensor.dtype) == tensor.digest:
+                return f"has the values of version {recorded_version}"
         present = self._versions[version]
-        for other in present:
-            if other != tensor.source and _digest(present, other, tensor.dtype) == tensor.digest:
-                return f"has the values of {other!r}"
+        for name in present:
+            if name != tensor.source and _digest(present, name, tensor.dtype) == tensor.digest:
+                return f"has the values of {name!r}"
         expected = _digest(present, tensor.source, tensor.dtype)
         if expected is not None and expected.unordered == tensor.digest.unordered:
             return "has its values in another order"
@@ -114,9 +114,11 @@ class Rotation:
         By the times of their last checks they take 1 % of the step, or they are 8 MiB, or 4 tensors, whichever is more.
         """
         names: list[str] = []
-        num_bytes, seconds = 0, 0.0
+        num_bytes = 0
+        seconds = 0.0
         for name, (size_bytes, cost_s) in self._costs.items():
-            num_bytes, seconds = num_bytes + size_bytes, seconds + cost_s
+            num_bytes += size_bytes
+            seconds += cost_s
             if num_bytes > _MIN_BYTES and seconds > _TIME_SHARE * step_s and len(names) >= _MIN_TENSORS:
                 return names
             names.append(name)
@@ -173,7 +175,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         async with self._sharing.sampling(self._engine):
-            with self._timed(self._stage):
+            with self._time_stage(self._stage):
                 async with aclosing(cast(AsyncGenerator[SampleT], self._engine.generate(requests))) as samples:
                     async for sample in samples:
                         if self._timers is not None:
@@ -190,11 +192,11 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         await self._engine.resume()
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        with self._timed("swap"):
+        with self._time_stage("swap"):
             await self._sharing.sleep(self._engine, keep_weights=keep_weights)
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        with self._timed("swap"):
+        with self._time_stage("swap"):
             await self._sharing.wake(self._engine, weights=weights, cache=cache)
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
@@ -202,7 +204,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         # Taken before the update: during it, a `SharedWeights` may be given the next version. Digests of weights that
         # are made one by one are filled in during the update.
         digests = digests_of(weights)
-        with self._timed("sync"):
+        with self._time_stage("sync"):
             async with self._sharing.with_weights(self._engine):
                 await self._engine.update_weights(weights, version=version)
             if digests and self._record is not None:
@@ -225,7 +227,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
     async def close(self) -> None:
         await self._sharing.close(self._engine)
 
-    def _timed(self, stage: str) -> AbstractContextManager[Any]:
+    def _time_stage(self, stage: str) -> AbstractContextManager[Any]:
         if self._timers is None:
             return nullcontext()
         return self._timers.stage(stage, self.name)
@@ -233,24 +235,29 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
     async def _compare(self, record: WeightRecord, digests: Digests, version: int, names: Sequence[str] | None) -> None:
         """Compare the engine's tensors of these names, None: all, with the digests of a version."""
         record.note(version, digests)
-        held = await report_weights(self._engine, names)
-        if held is None:
+        report = await report_weights(self._engine, names)
+        if report is None:
             return
-        if held.version != version:
-            raise WrongWeightsError(f"{self.name} has weights of version {held.version}; expected version {version}")
-        self._rotation.note(held.tensors)
-        compared = [t for t in held.tensors if _digest(digests, t.source, t.dtype) is not None]
-        if wrong := [t for t in compared if _digest(digests, t.source, t.dtype) != t.digest]:
-            named = [f"{t.name!r} {record.explanation(t, version)}" for t in wrong[:_MAX_NAMED]]
-            more = f" and {len(wrong) - len(named)} more differ" if len(wrong) > len(named) else ""
+        if report.version != version:
+            raise WrongWeightsError(f"{self.name} has weights of version {report.version}; expected version {version}")
+        self._rotation.note(report.tensors)
+        compared = [t for t in report.tensors if _digest(digests, t.source, t.dtype) is not None]
+        wrong = [t for t in compared if _digest(digests, t.source, t.dtype) != t.digest]
+        if wrong:
+            faults = "; ".join(f"{t.name!r} {record.explanation(t, version)}" for t in wrong[:_MAX_NAMED])
+            if len(wrong) > _MAX_NAMED:
+                faults += f" and {len(wrong) - _MAX_NAMED} more differ"
             raise WrongWeightsError(
-                f"{self.name} does not have the trainer's weights of version {version}: {'; '.join(named)}{more} "
+                f"{self.name} does not have the trainer's weights of version {version}: {faults} "
                 f"({len(wrong)} of {len(compared)} compared tensors are wrong)",
                 tensors=tuple(tensor.name for tensor in wrong),
             )
-        if names is None and (left := sorted(digests.keys() - {t.source for t in compared})):
+        if names is not None:
+            return
+        missing = sorted(digests.keys() - {t.source for t in compared})
+        if missing:
             message = "%s: %d of %d tensors cannot be compared with the trainer's, among them %s"
-            _logger.warning(message, self.name, len(left), len(digests), left[0])
+            _logger.warning(message, self.name, len(missing), len(digests), missing[0])
 
 
 def _digest(digests: Digests, name: str, dtype: str) -> Digest | None:

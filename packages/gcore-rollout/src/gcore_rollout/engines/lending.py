@@ -80,13 +80,15 @@ class LendingEngines(DeviceSharing):
         ]
         """The engines of each model as one; the pools themselves must not be called any more."""
         self._pools = list(pools)
-        self._lend, self._rule, self._announce = lend, rule, announce
+        self._lend = lend
+        self._rule = rule
+        self._announce = announce
         self._num_calls = 0
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
         """Moves that are in progress; they are not cancelled, which would leave engines half-way."""
         self._arriving = [0] * len(pools)
-        self._wanted: Sequence[int] | None = None
+        self._arranged_counts: Sequence[int] | None = None
         """Engines that each model is to have once all are awake; None: as many as it has."""
         self._has_failed = False
 
@@ -131,14 +133,14 @@ class LendingEngines(DeviceSharing):
 
         Engines change their model as by a loan. What one that has work leaves unfinished is continued by others.
         """
-        self._wanted = counts
+        self._arranged_counts = counts
         self._arrange_if_awake()
 
     def _arrange_if_awake(self) -> None:
         """Do what `arrange` has been asked for and could not do while engines were asleep."""
-        if self._wanted is not None and not any(pool.is_asleep for pool in self._pools):
-            self._start(self._arrange(self._wanted, set(self._moves)))
-            self._wanted = None
+        if self._arranged_counts is not None and not any(pool.is_asleep for pool in self._pools):
+            self._start(self._arrange(self._arranged_counts, set(self._moves)))
+            self._arranged_counts = None
 
     def _start(self, move: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(move)
@@ -148,22 +150,27 @@ class LendingEngines(DeviceSharing):
     async def _arrange(self, counts: Sequence[int], earlier: set[asyncio.Task[None]]) -> None:
         if earlier:
             await asyncio.wait(earlier)
-        surplus = [pool.num_serving - count for pool, count in zip(self._pools, counts, strict=True)]
-        moved: list[tuple[int, Engine[Any, Any]]] = []
-        for giver, (source, count) in enumerate(zip(self._pools, surplus, strict=True)):
-            idle = source.idle
-            busy_first = [*(engine for engine in source.engines if engine not in idle), *idle]
-            moved += [(giver, engine) for engine in busy_first[len(busy_first) - max(0, count) :]]
-        takers = [taker for taker, count in enumerate(surplus) for _ in range(-count)]
+        givers: list[int] = []
+        moved: list[Engine[Any, Any]] = []
+        takers: list[int] = []
+        for model, (pool, count) in enumerate(zip(self._pools, counts, strict=True)):
+            surplus = pool.num_serving - count
+            if surplus > 0:
+                idle = pool.idle
+                busy_first = [engine for engine in pool.engines if engine not in idle] + idle
+                movable = busy_first[len(busy_first) - surplus :]
+                moved += movable
+                givers += [model] * len(movable)
+            else:
+                takers += [model] * -surplus
         if not self._has_failed:
-            # Counts that were wanted of engines of which one has died meanwhile leave one of these lists longer.
-            pairs = zip(moved, takers, strict=False)
-            await asyncio.gather(*(self._move(own, giver, taker) for (giver, own), taker in pairs))
+            # If an engine died after the counts were set, these lists differ in length.
+            await asyncio.gather(*map(self._move, moved, givers, takers))
 
     def _stop(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
     async def _watch_queues(self) -> None:
         while True:
@@ -192,7 +199,9 @@ class LendingEngines(DeviceSharing):
             self._arriving[taker] -= 1
 
     async def _move_to(self, engine: Engine[Any, Any], giver: int, taker: int) -> None:
-        source, target, start_s = self._pools[giver], self._pools[taker], time.monotonic()
+        source = self._pools[giver]
+        target = self._pools[taker]
+        start_s = time.monotonic()
         name: str = getattr(engine, "name", "an engine")
         try:
             await source.remove(engine, drain=False)
@@ -211,5 +220,6 @@ class LendingEngines(DeviceSharing):
             self._announce(f"{name} could not be lent, and no more engines are: {error!r}")
             owner.start_replacement(name)
             return
-        self._rule.lent(seconds := time.monotonic() - start_s)
+        seconds = time.monotonic() - start_s
+        self._rule.lent(seconds)
         _logger.info("%s has changed its model within the step, in %.2f s", name, seconds)

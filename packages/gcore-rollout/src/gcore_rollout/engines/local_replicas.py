@@ -37,24 +37,26 @@ async def start_replicas(
         Exception: a process did not start; the others are closed.
     """
     pids: dict[int, int] = {}
-    """By place; a place that is being filled has none."""
+    """Process ids by the number of the replica; one that is being replaced has none."""
 
-    async def start(place: int) -> Engine[Any, Any]:
-        env = {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else None
+    async def start(number: int) -> Engine[Any, Any]:
+        env: dict[str, str] = {}
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         engine: EngineProcess[Any, Any] = await EngineProcess.start(
-            factory(place), num_threads=num_threads, env=env, preload=preload
+            factory(number), num_threads=num_threads, env=env, preload=preload
         )
-        pids[place] = engine.pid
-        return wrap(engine, place)
+        pids[number] = engine.pid
+        return wrap(engine, number)
 
     async def restart() -> Engine[Any, Any]:
         # Of several dead ones, one that is not lent: the replacements of these do not wait.
-        place = min(pids, key=lambda place: (Path(f"/proc/{pids[place]}").exists(), place))
-        dead = pids.pop(place)
+        number = min(pids, key=lambda number: (Path(f"/proc/{pids[number]}").exists(), number))
+        dead = pids.pop(number)
         try:
-            return await start(place)
+            return await start(number)
         except BaseException:
-            pids[place] = dead
+            pids[number] = dead
             raise
 
     outcomes = await asyncio.gather(*map(start, range(num_replicas)), return_exceptions=True)
@@ -63,8 +65,8 @@ async def start_replicas(
         if isinstance(error, BaseException):
             await asyncio.gather(*(engine.close() for engine in engines))
             raise error
-    lent = engines[num_replicas - num_lent :] if num_lent else None
-    return EngineReplicas(engines, restart=restart, announce=announce, lent=lent)
+    lent = engines[num_replicas - num_lent :]
+    return EngineReplicas(engines, restart=restart, announce=announce, lent=lent or None)
 
 
 def visible_gpus(device: str) -> list[str]:
@@ -74,4 +76,6 @@ def visible_gpus(device: str) -> list[str]:
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if visible:
+        return visible.split(",")
+    return [str(i) for i in range(torch.cuda.device_count())]

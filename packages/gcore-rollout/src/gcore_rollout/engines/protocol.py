@@ -103,20 +103,22 @@ class AnyRequest(ABC):
     def __post_init__(self) -> None:
         if self.n < 1:
             raise RequestError(f"n of request {self.request_id!r} is {self.n}; expected at least 1")
-        wanted = self.sample_indices
-        if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < self.n:
+        indices = self.sample_indices
+        if not indices or len(set(indices)) < len(indices) or not 0 <= min(indices) <= max(indices) < self.n:
             raise RequestError(
-                f"indices of request {self.request_id!r} are {wanted}; expected one or more of 0 to {self.n - 1}, "
+                f"indices of request {self.request_id!r} are {indices}; expected one or more of 0 to {self.n - 1}, "
                 "each once"
             )
 
     @property
     def sample_indices(self) -> tuple[int, ...]:
         """Indices of the samples that are wanted."""
-        return tuple(range(self.n)) if self.indices is None else self.indices
+        if self.indices is None:
+            return tuple(range(self.n))
+        return self.indices
 
     @property
-    def continued(self) -> tuple[int, ...]:
+    def continued_indices(self) -> tuple[int, ...]:
         """Indices of the samples of which there is a part already."""
         return ()
 
@@ -173,18 +175,20 @@ class Request(AnyRequest):
     can_continue = True
 
     @property
-    def continued(self) -> tuple[int, ...]:
+    def continued_indices(self) -> tuple[int, ...]:
         return tuple(prefix.index for prefix in self.prefixes if prefix.token_ids.size)
 
     @property
     def work_per_sample(self) -> int:
-        expected, most = self.expected_tokens, self.sampling.max_tokens
-        return most if expected is None else min(expected, most)
+        max_tokens = self.sampling.max_tokens
+        return min(self.expected_tokens or max_tokens, max_tokens)
 
     def aborted(self, index: int) -> "Completion":
         """Return the prefix of this index, or an empty completion."""
-        prefix = next((prefix for prefix in self.prefixes if prefix.index == index), None)
-        return prefix or Completion(
+        for prefix in self.prefixes:
+            if prefix.index == index:
+                return prefix
+        return Completion(
             request_id=self.request_id,
             index=index,
             token_ids=np.zeros(0, np.int64),
@@ -197,8 +201,11 @@ class Request(AnyRequest):
         return replace(self, indices=tuple(indices), prefixes=tuple(c for c in self.prefixes if c.index in indices))
 
     def continuing(self, prefixes: Sequence[AnySample]) -> Self:
-        more = [c for c in prefixes if isinstance(c, Completion)]
-        return replace(self, prefixes=tuple({c.index: c for c in (*self.prefixes, *more)}.values()))
+        by_index = {prefix.index: prefix for prefix in self.prefixes}
+        for prefix in prefixes:
+            if isinstance(prefix, Completion):
+                by_index[prefix.index] = prefix
+        return replace(self, prefixes=tuple(by_index.values()))
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -207,15 +214,15 @@ class Request(AnyRequest):
             fault = f"expected_tokens of request {self.request_id!r} is {self.expected_tokens}"
             raise RequestError(f"{fault}; expected at least 1, or None")
         super().__post_init__()
-        wanted, max_tokens = self.sample_indices, self.sampling.max_tokens
+        max_tokens = self.sampling.max_tokens
         indices = [prefix.index for prefix in self.prefixes]
         for prefix in self.prefixes:
             size = prefix.token_ids.size
             shapes = [prefix.token_ids.shape, prefix.log_probs.shape, prefix.weight_versions.shape]
             if prefix.request_id != self.request_id:
                 fault = f"has request_id {prefix.request_id!r}; expected its own"
-            elif prefix.index not in wanted:
-                fault = f"has index {prefix.index}; expected one of those wanted, {wanted}"
+            elif prefix.index not in self.sample_indices:
+                fault = f"has index {prefix.index}; expected one of those wanted, {self.sample_indices}"
             elif prefix.finish_reason != "abort":
                 fault = f"has finish_reason {prefix.finish_reason!r}; expected 'abort'"
             elif shapes != [(size,)] * 3:
@@ -271,7 +278,9 @@ class Completion(AnySample):
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
         """Versions of the weights that made the tokens which the policy sampled."""
-        return self.weight_versions if self.mask is None else self.weight_versions[self.mask]
+        if self.mask is None:
+            return self.weight_versions
+        return self.weight_versions[self.mask]
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays, texts and numbers for a checkpoint, without the texts of an episode's turns."""
@@ -304,6 +313,14 @@ class EngineStats:
     num_running: int
     num_waiting: int
     weight_version: int
+
+
+def sample_keys(requests: Sequence[AnyRequest]) -> tuple[tuple[str, int], ...]:
+    """Return (request id, index) of every sample of these requests."""
+    keys: list[tuple[str, int]] = []
+    for request in requests:
+        keys += [(request.request_id, index) for index in request.sample_indices]
+    return tuple(keys)
 
 
 class Engine(Protocol[RequestT_contra, SampleT_co]):
@@ -444,7 +461,9 @@ async def report_weights(engine: Any, names: Sequence[str] | None = None) -> Hel
         The answer of the engine's method ``held_weights(names)``; None if it has none, or wraps one that has none.
     """
     report = getattr(engine, "held_weights", None)
-    return await report(names) if report else None
+    if report is None:
+        return None
+    return await report(names)
 
 
 async def check_weights(engine: Any, digests: Digests) -> None:

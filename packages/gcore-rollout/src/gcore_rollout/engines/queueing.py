@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from gcore_rollout.engines.protocol import (
     RequestT,
     SampleT,
     check_open,
+    sample_keys,
 )
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
@@ -52,7 +54,8 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def sample_seeds(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a 64-bit seed for each sample of a request, shape [n]."""
     base = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    return splitmix64(splitmix64(base + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    start = splitmix64(base + _GOLDEN)
+    return splitmix64(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -83,7 +86,7 @@ class Call(Generic[SampleT]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sample(Generic[RequestT, SampleT]):
+class QueuedSample(Generic[RequestT, SampleT]):
     """One of a request's samples, from the queue to its completion."""
 
     call: Call[SampleT]
@@ -97,32 +100,32 @@ class Sample(Generic[RequestT, SampleT]):
         self.call.finished.put_nowait(self.request.aborted(self.index))
 
     @cached_property
-    def prefix(self: "Sample") -> Completion:
+    def prefix(self: "QueuedSample") -> Completion:
         """The completion that it continues, which may be empty."""
         return self.request.aborted(self.index)
 
     @property
-    def start_token_ids(self: "Sample") -> tuple[int, ...]:
+    def start_token_ids(self: "QueuedSample") -> tuple[int, ...]:
         return (*self.request.prompt_token_ids, *self.prefix.token_ids.tolist())
 
     @property
-    def prefix_length(self: "Sample") -> int:
+    def prefix_length(self: "QueuedSample") -> int:
         return self.prefix.token_ids.size
 
     @property
-    def generator_seed(self: "Sample") -> int:
+    def generator_seed(self: "QueuedSample") -> int:
         """The seed, from 0 to 2**63 - 1, for engines whose generators start with every request.
 
         It depends on the length of the prefix, because with the first seed the next token would be drawn with the
         random numbers of the first one.
         """
-        own = int(sample_seeds(self.request.seed, np.array([self.index]))[0])
+        seed = int(sample_seeds(self.request.seed, np.array([self.index]))[0])
         if self.prefix_length:
-            own = int(sample_seeds(own, np.array([self.prefix_length]))[0])
-        return own >> 1
+            seed = int(sample_seeds(seed, np.array([self.prefix_length]))[0])
+        return seed >> 1
 
     def finish(
-        self: "Sample",
+        self: "QueuedSample",
         token_ids: NDArray[np.int64],
         log_probs: NDArray[np.float32],
         weight_versions: NDArray[np.int32],
@@ -142,7 +145,7 @@ class Sample(Generic[RequestT, SampleT]):
         )
 
 
-SampleFilter = Callable[[Sample[RequestT, SampleT]], bool]
+SampleFilter = Callable[[QueuedSample[RequestT, SampleT]], bool]
 
 
 @dataclass(kw_only=True)
@@ -180,10 +183,10 @@ class TokenLimits:
         if request.images and self.vision is not None:
             self.vision.check(request.request_id, prompt, request.images)
 
-    def _check_tokens(self, name: str, kind: str, tokens: NDArray[np.int64]) -> None:
+    def _check_tokens(self, name: str, part: str, tokens: NDArray[np.int64]) -> None:
         if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise RequestError(
-                f"{name} has {kind} tokens from {tokens.min()} to {tokens.max()}; "
+                f"{name} has {part} tokens from {tokens.min()} to {tokens.max()}; "
                 f"expected 0 to {self.vocab_size - 1}, which the model knows"
             )
 
@@ -204,7 +207,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
     def __init__(self, *, max_num_seqs: int) -> None:
         check_max_num_seqs(max_num_seqs)
         self._max_num_seqs = max_num_seqs
-        self._waiting: deque[Sample[RequestT, SampleT]] = deque()
+        self._waiting: deque[QueuedSample[RequestT, SampleT]] = deque()
         self._driver: asyncio.Task[None] | None = None
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -232,7 +235,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         )
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        self._check_open(tuple((r.request_id, i) for r in requests for i in r.sample_indices))
+        self._check_open(sample_keys(requests))
         for request in requests:
             self._check_request(request)
         call = self._enqueue(requests)
@@ -248,10 +251,10 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._check_open()
-        ids = None if request_ids is None else frozenset(request_ids)
+        ids = frozenset(request_ids or ())
 
-        def is_meant(sample: Sample[RequestT, SampleT]) -> bool:
-            return ids is None or sample.request.request_id in ids
+        def is_meant(sample: QueuedSample[RequestT, SampleT]) -> bool:
+            return request_ids is None or sample.request.request_id in ids
 
         for sample in self._remove_waiting(is_meant):
             sample.abort()
@@ -353,15 +356,15 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         """Append the samples of a new call; of each request, those that continue others come first."""
         call: Call[SampleT] = Call(pending=sum(len(r.sample_indices) for r in requests))
         for request in requests:
-            new = [index for index in request.sample_indices if index not in request.continued]
-            for index in (*request.continued, *new):
+            new = [index for index in request.sample_indices if index not in request.continued_indices]
+            for index in chain(request.continued_indices, new):
                 shares = index in new[1:]
-                self._waiting.append(Sample(call=call, request=request, index=index, shares_prompt=shares))
+                self._waiting.append(QueuedSample(call=call, request=request, index=index, shares_prompt=shares))
         return call
 
-    def _pop_groups(self) -> list[list[Sample[RequestT, SampleT]]]:
+    def _pop_groups(self) -> list[list[QueuedSample[RequestT, SampleT]]]:
         """Remove from the queue what can start now, in lists of samples that start from the same tokens."""
-        groups: list[list[Sample[RequestT, SampleT]]] = []
+        groups: list[list[QueuedSample[RequestT, SampleT]]] = []
         for _ in range(min(self._max_num_seqs - self._num_running(), len(self._waiting))):
             sample = self._waiting.popleft()
             if groups and sample.shares_prompt:
@@ -370,7 +373,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
                 groups.append([sample])
         return groups
 
-    def _remove_waiting(self, which: SampleFilter[RequestT, SampleT]) -> list[Sample[RequestT, SampleT]]:
+    def _remove_waiting(self, which: SampleFilter[RequestT, SampleT]) -> list[QueuedSample[RequestT, SampleT]]:
         removed = [sample for sample in self._waiting if which(sample)]
         self._waiting = deque(sample for sample in self._waiting if not which(sample))
         return removed
@@ -426,7 +429,7 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
     @abstractmethod
     def _remove_running(
         self, which: SampleFilter[RequestT, SampleT], *, as_aborted: bool
-    ) -> list[Sample[RequestT, SampleT]]:
+    ) -> list[QueuedSample[RequestT, SampleT]]:
         """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
 
 
@@ -459,21 +462,25 @@ def check_weights(
 
 
 def checked_weights(
-    own: "Mapping[str, torch.Tensor]", weights: "Iterable[tuple[str, torch.Tensor]]", *, at_once: bool
+    current: "Mapping[str, torch.Tensor]", weights: "Iterable[tuple[str, torch.Tensor]]", *, at_once: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield weights that match the engine's own, by `check_weights`; of tied tensors any one will do.
+    """Yield weights that match the engine's current ones, by `check_weights`; of tied tensors any one will do.
 
     Args:
         at_once: check all before the first is yielded, so that all are in memory together; otherwise one by one.
     """
-    shapes, new = {name: tuple(tensor.shape) for name, tensor in own.items()}, dict[str, Any]()
+    shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+    names: set[str] = set()
+    unchecked: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
-        new[name] = tensor if at_once else None
-        if not at_once:
+        names.add(name)
+        if at_once:
+            unchecked[name] = tensor
+        else:
             check_weights({n: shapes[n] for n in shapes.keys() & {name}}, {name: tensor}, optional=frozenset())
             yield name, tensor
-    pointers = {own[name].data_ptr() for name in new.keys() & own.keys()}
-    tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in pointers)
-    held = {name: tensor for name, tensor in new.items() if tensor is not None}
-    check_weights({n: shape for n, shape in shapes.items() if at_once or n not in new}, held, optional=tied)
-    yield from held.items()
+    pointers = {current[name].data_ptr() for name in names & current.keys()}
+    tied = frozenset(name for name, tensor in current.items() if name not in names and tensor.data_ptr() in pointers)
+    unchecked_shapes = {name: shape for name, shape in shapes.items() if at_once or name not in names}
+    check_weights(unchecked_shapes, unchecked, optional=tied)
+    yield from unchecked.items()

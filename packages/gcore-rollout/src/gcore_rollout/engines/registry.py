@@ -82,8 +82,13 @@ _KINDS = {
         ),
         engine_options=frozenset(
             (
-                *("async_scheduling", "seed_per_sample", "enable_expert_parallel", "speculative_config"),
-                *("enforce_eager", "kv_cache_memory_bytes", "recompute_kv"),
+                "async_scheduling",
+                "seed_per_sample",
+                "enable_expert_parallel",
+                "speculative_config",
+                "enforce_eager",
+                "kv_cache_memory_bytes",
+                "recompute_kv",
             )
         ),
         library_options="engine_args",
@@ -114,7 +119,7 @@ def register_engine(name: str, kind: EngineKind) -> None:
 
 def engine_names(which: Callable[[EngineKind], bool] = lambda _: True) -> list[str]:
     """Return the names of the registered kinds, or of some of them."""
-    return [name for name, kind in _KINDS.items() if which(kind)]
+    return [name for name in _KINDS if which(_KINDS[name])]
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -150,17 +155,19 @@ def engine_factory(
         RequestError: there is no such engine, or it has no such option.
     """
     kind = engine_kind(name)
-    if unknown := sorted((own_options or {}).keys() - kind.own_options):
-        known = ", ".join(sorted(kind.own_options)) or "none"
-        raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {known}")
-    options |= own_options or {}
+    own_options = own_options or {}
+    unknown = sorted(own_options.keys() - kind.own_options)
+    if unknown:
+        expected = ", ".join(sorted(kind.own_options)) or "none"
+        raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {expected}")
+    options |= own_options
     options |= _engine_keywords(kind, engine_options or {})
     if kind.takes_device:
         options["device"] = device
     if kind.takes_max_model_len and max_model_len is not None:
         options["max_model_len"] = max_model_len
     if kind.is_own:
-        return partial(_engine_of_file, str(Path(name).absolute()), model, **options)
+        return partial(_make_engine_of_file, str(Path(name).absolute()), model, **options)
     return partial(kind.load().from_pretrained, model, **options)
 
 
@@ -173,19 +180,22 @@ def check_engine_options(name: str, engine_options: Mapping[str, Any], *, server
         RequestError: gcore gives an option itself, or there is none of this name; begins with ``engine_options``.
     """
     kind = engine_kind(name)
-    others = [option for option in engine_options if option not in kind.engine_options]
+    library_names = [option for option in engine_options if option not in kind.engine_options]
     reserved: Collection[str] = ()
-    known: Collection[str] | None = None
+    accepted: Collection[str] | None = None
     if kind.library_options == "engine_args":
-        reserved, known = VLLM_RESERVED, vllm_names()
+        reserved = VLLM_RESERVED
+        accepted = vllm_names()
     elif kind.library_options == "server_args":
-        reserved, known = SGLANG_RESERVED, sglang_names(server_python)
+        reserved = SGLANG_RESERVED
+        accepted = sglang_names(server_python)
     elif kind.is_own:
         reserved = ("device", "dtype", "max_num_seqs", "eos_token_ids")
-    elif others:
-        some = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
-        raise RequestError(f"engine_options has {others[0]!r}; expected some of {some} with engine {name!r}")
-    if (unfit := find_unfit_option(others, reserved=reserved, known=known)) is not None:
+    elif library_names:
+        expected = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
+        raise RequestError(f"engine_options has {library_names[0]!r}; expected some of {expected} with engine {name!r}")
+    unfit = find_unfit_option(library_names, reserved=reserved, accepted=accepted)
+    if unfit is not None:
         option, expected = unfit
         raise RequestError(f"engine_options has {option!r}; expected {expected} with engine {name!r}")
 
@@ -194,14 +204,21 @@ def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dic
     """Return the user's options as keywords of ``from_pretrained``."""
     if kind.is_own:
         return dict(engine_options)
-    keywords = {name: value for name, value in engine_options.items() if name in kind.engine_options}
-    others = {name: value for name, value in engine_options.items() if name not in kind.engine_options}
-    if others:
-        keywords[kind.library_options] = as_server_args(others) if kind.library_options == "server_args" else others
+    keywords: dict[str, Any] = {}
+    library_options: dict[str, Any] = {}
+    for name, value in engine_options.items():
+        if name in kind.engine_options:
+            keywords[name] = value
+        else:
+            library_options[name] = value
+    if library_options and kind.library_options == "server_args":
+        keywords["server_args"] = as_server_args(library_options)
+    elif library_options:
+        keywords[kind.library_options] = library_options
     return keywords
 
 
-def _engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:
+def _make_engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:
     """Make an engine of the user's; its file is imported in the process that runs the engine."""
     return load_function(spec, setting="engine")(model, **options)
 
@@ -238,7 +255,7 @@ def check_servers(
             raise RolloutError(f"no {name} answers at {url}: {error}") from error
         root = Path(served.get("root") or "")
         theirs = root / "config.json"
-        if theirs.is_file() and _essentials(theirs) != _essentials(model / "config.json"):
+        if theirs.is_file() and _read_essentials(theirs) != _read_essentials(model / "config.json"):
             raise RolloutError(f"the server at {url} runs {root}; expected {model}")
         length = served.get("max_model_len")
         if None not in (max_length, length) and length < max_length:
@@ -267,6 +284,6 @@ def check_servers(
             )
 
 
-def _essentials(config_json: Path) -> dict[str, Any]:
+def _read_essentials(config_json: Path) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(config_json.read_text())
     return {name: value for name, value in settings.items() if name not in _NOTES}

@@ -1,9 +1,8 @@
 """The parts of a pool of engines: a replica with its outstanding work, a part of a request, and a call."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Generic
 
 from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
@@ -25,8 +24,8 @@ class Replica(Generic[RequestT, SampleT]):
     leaves: bool = False
     has_finished: bool = False
     work: int = 0
-    places: int = 0
-    """Most samples that it was seen to run at once."""
+    capacity: int = 0
+    """Largest number of samples that it was seen to run at once."""
     tasks: dict[asyncio.Task[None], Any] = field(default_factory=dict[asyncio.Task[None], Any])
     """Tasks that wait for its samples, each with the part of a request that it waits for, in order of submission."""
 
@@ -39,8 +38,8 @@ class Replica(Generic[RequestT, SampleT]):
 
     def tokens(self) -> tuple[int, int]:
         """Return the numbers of prompt and completion tokens since it joined the pool."""
-        now, before = self.engine.stats(), self.before
-        return now.prompt_tokens - before.prompt_tokens, now.completion_tokens - before.completion_tokens
+        now = self.engine.stats()
+        return now.prompt_tokens - self.before.prompt_tokens, now.completion_tokens - self.before.completion_tokens
 
 
 @dataclass(eq=False)
@@ -76,6 +75,15 @@ class PoolCall(Call[SampleT], Generic[RequestT, SampleT]):
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+def start_task(tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """Start a task that is among these until it is done, and whose exception need not be retrieved."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
 def fair_parts(
     requests: Sequence[RequestT], *, outstanding: float, num_replicas: int
 ) -> Iterator[tuple[RequestT, Sequence[int]]]:
@@ -90,5 +98,8 @@ def fair_parts(
         largest = max(1, int(fair_share / request.work_per_sample))
         indices = request.sample_indices
         num_parts = min(num_replicas, -(-len(indices) // largest))
-        for start, stop in pairwise(len(indices) * i // num_parts for i in range(num_parts + 1)):
-            yield request, indices[start:stop]
+        start = 0
+        for number in range(1, num_parts + 1):
+            end = len(indices) * number // num_parts
+            yield request, indices[start:end]
+            start = end

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Generic
 
 import torch
 
 from gcore_rollout.engines.protocol import AnySample, Digests, Engine, EngineStats, RequestT, SampleT, check_weights
-from gcore_rollout.engines.replica import PoolCall, Replica, RequestPart, fair_parts
+from gcore_rollout.engines.replica import PoolCall, Replica, RequestPart, fair_parts, start_task
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
 
@@ -60,7 +60,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         versions = {engine.weight_version for engine in engines}
         if len(versions) != 1:
             raise ValueError(f"weight versions of engines are {sorted(versions)}; expected one version of one or more")
-        (self._version,) = versions
+        self._version = versions.pop()
         self._replicas = [Replica(engine, is_lent=engine in (lent or ())) for engine in engines]
         self._all_sleep = lent is None
         self._restart = restart
@@ -106,10 +106,13 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         except EngineDiedError as death:
             await run.stop()
             while not run.finished.empty():
-                if isinstance(late := run.finished.get_nowait(), AnySample):
+                late = run.finished.get_nowait()
+                if isinstance(late, AnySample):
                     yield late
-            unfinished = tuple((p.request.request_id, i) for p in run.parts for i in sorted(p.unfinished))
-            raise EngineDiedError(death.reason, unfinished=unfinished) from death
+            unfinished: list[tuple[str, int]] = []
+            for part in run.parts:
+                unfinished += [(part.request.request_id, index) for index in sorted(part.unfinished)]
+            raise EngineDiedError(death.reason, unfinished=tuple(unfinished)) from death
         finally:
             self._runs.discard(run)
             await run.stop()
@@ -126,26 +129,26 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         num_waiting = 0
         for replica in reversed(serving):
             stats = replica.engine.stats()
-            replica.places = max(replica.places, stats.num_running)
+            replica.capacity = max(replica.capacity, stats.num_running)
             num_waiting += stats.num_waiting
             samples[replica] = sum(len(part.unfinished) for part in replica.tasks.values())
-        num_free = sum(replica.places - count for replica, count in samples.items())
-        found: list[Engine[RequestT, SampleT]] = []
+        num_free = sum(replica.capacity - count for replica, count in samples.items())
+        spare: list[Engine[RequestT, SampleT]] = []
         for replica in sorted(samples, key=lambda r: samples[r])[: len(serving) - 1]:
-            num_free -= replica.places
+            num_free -= replica.capacity
             can_move = not num_waiting and all(part.request.can_continue for part in replica.tasks.values())
             if replica.tasks and not (can_move and num_free >= 0):
                 break
-            found.append(replica.engine)
-        return found
+            spare.append(replica.engine)
+        return spare
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        wanted = None if request_ids is None else set(request_ids)
+        ids = frozenset(request_ids or ())
         for run in self._runs:
             for part in run.parts:
-                if (wanted is None or part.request.request_id in wanted) and not part.aborted.done():
+                if (request_ids is None or part.request.request_id in ids) and not part.aborted.done():
                     part.aborted.set_result(None)
-        await self._all(lambda engine: engine.abort(request_ids))
+        await self._call_all(lambda engine: engine.abort(request_ids), self._replicas)
 
     @property
     def engines(self) -> list[Engine[RequestT, SampleT]]:
@@ -172,7 +175,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
 
     def stats(self) -> EngineStats:
         """Sum the counters of all replicas, dead and removed ones included, over their time in the pool."""
-        tokens = [*self._gone, *(replica.tokens() for replica in self._replicas)]
+        tokens = self._gone + [replica.tokens() for replica in self._replicas]
         stats = [engine.stats() for engine in self.engines]
         return EngineStats(
             prompt_tokens=sum(prompt for prompt, _ in tokens),
@@ -184,11 +187,11 @@ class EngineReplicas(Generic[RequestT, SampleT]):
 
     async def pause(self) -> None:
         self._is_paused = True
-        await self._all(lambda engine: engine.pause())
+        await self._call_all(lambda engine: engine.pause(), self._replicas)
 
     async def resume(self) -> None:
         self._is_paused = False
-        await self._all(lambda engine: engine.resume())
+        await self._call_all(lambda engine: engine.resume(), self._replicas)
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Put all replicas to sleep, and replacements that are being started; those of later deaths start after `wake`.
@@ -202,7 +205,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         # First, because a replica that joins meanwhile is not called.
         self._set_asleep(cache=True, weights=True)
         try:
-            await self._all(lambda engine: engine.sleep(keep_weights=keep_weights), self._sleepers)
+            await self._call_all(lambda engine: engine.sleep(keep_weights=keep_weights), self._sleepers)
         except Exception:
             self._set_asleep(*before)
             if not self._is_asleep:
@@ -214,7 +217,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         # First, because a replica that joins meanwhile is not called.
         self._set_asleep(self._is_asleep and not cache, self._are_weights_asleep and not weights)
         try:
-            await self._all(lambda engine: engine.wake(weights=weights, cache=cache), self._sleepers)
+            await self._call_all(lambda engine: engine.wake(weights=weights, cache=cache), self._sleepers)
         except Exception:
             self._set_asleep(*before)
             raise
@@ -222,7 +225,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             self._may_start.set()
 
     def _set_asleep(self, cache: bool, weights: bool) -> None:
-        self._is_asleep, self._are_weights_asleep = cache, weights
+        self._is_asleep = cache
+        self._are_weights_asleep = weights
         for replica in self._replicas:
             replica.is_asleep = replica.is_lent and cache
 
@@ -248,68 +252,72 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         cancelled, the update still completes in all replicas.
         """
         self._check_open()
-        await asyncio.shield(self._keep(self._updates, self._update_weights(weights, version)))
+        await asyncio.shield(start_task(self._updates, self._update_weights(weights, version)))
 
     async def _update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         async with self._updating:
             if version <= self._version:
                 raise ValueError(f"version is {version}; expected a version above the current {self._version}")
             # Weights that any number of readers can iterate over, also later, count how often they were written.
-            kept: Any = weights if hasattr(weights, "num_writes") else self._copy(weights)
+            source: Any = weights if hasattr(weights, "num_writes") else self._copy(weights)
             try:
-                with kept.reading():
+                with source.reading():
                     # Between two attempts replacements join, which needs the other lock.
-                    while not await self._broadcast_weights(kept, version):
+                    while not await self._broadcast_weights(source, version):
                         if not self._restarts:
-                            raise EngineDiedError(self._why_none_serves())
+                            raise EngineDiedError(self._explain_none_serves())
                         self._may_start.set()
                         await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                if isinstance(kept, SharedCudaWeights) and kept is not weights:
-                    kept.close()
+                if isinstance(source, SharedCudaWeights) and source is not weights:
+                    source.close()
 
     def _copy(self, weights: Iterable[tuple[str, torch.Tensor]]) -> "SharedCudaWeights | SharedWeights":
         """Copy weights once for all: on their GPU if a replica is there, too, until all have them; or in the host."""
-        found = FirstSeen(weights)
-        if any(share_a_gpu(found.gpu, getattr(engine, "weights_gpu", None)) for engine in self.engines):
-            return SharedCudaWeights(found)
-        return self._in_host(found)
+        first_seen = FirstSeen(weights)
+        if any(share_a_gpu(first_seen.gpu, getattr(engine, "weights_gpu", None)) for engine in self.engines):
+            return SharedCudaWeights(first_seen)
+        return self._copy_to_host(first_seen)
 
-    def _in_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
-        kept = self._own_weights = self._own_weights or SharedWeights()
-        kept.write(weights)
-        return kept
+    def _copy_to_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
+        if self._own_weights is None:
+            self._own_weights = SharedWeights()
+        self._own_weights.write(weights)
+        return self._own_weights
 
-    async def _broadcast_weights(self, kept: Any, version: int) -> bool:
+    async def _broadcast_weights(self, source: Any, version: int) -> bool:
         """Update all replicas, and return whether any of them has the weights now."""
         self._homes.clear()
         async with self._changing:
             replicas = self._with_weights
-            sources = [kept] * len(replicas)
-            if isinstance(kept, SharedCudaWeights):
-                gpus = [getattr(replica.engine, "weights_gpu", None) for replica in replicas]
-                if not all(share_a_gpu(kept.gpu, gpu) for gpu in gpus):
-                    host = self._in_host(kept)
-                    sources = [kept if share_a_gpu(kept.gpu, gpu) else host for gpu in gpus]
-                    kept = host
+            sources = [source] * len(replicas)
+            if isinstance(source, SharedCudaWeights):
+                gpu = source.gpu
+                on_gpu = [share_a_gpu(gpu, getattr(replica.engine, "weights_gpu", None)) for replica in replicas]
+                if not all(on_gpu):
+                    in_host = self._copy_to_host(source)
+                    sources = [source if is_on_gpu else in_host for is_on_gpu in on_gpu]
+                    source = in_host
             updates = (r.engine.update_weights(s, version=version) for r, s in zip(replicas, sources, strict=True))
             outcomes = await asyncio.gather(*updates, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, WrongWeightsError):
                     raise outcome
             refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
-            agreed = any(outcome is None for outcome in outcomes)
+            agreed = None in outcomes
             for replica, outcome in zip(replicas, outcomes, strict=True):
                 if outcome is None:
                     replica.has_weights = True
-                elif agreed or isinstance(outcome, EngineDiedError):
-                    self._bury(replica, outcome.reason if isinstance(outcome, EngineDiedError) else str(outcome))
+                elif isinstance(outcome, EngineDiedError):
+                    self._bury(replica, outcome.reason)
+                elif agreed:
+                    self._bury(replica, str(outcome))
             if agreed:
                 for replica in self._replicas:
                     # Lent ones that are asleep miss this update, and serve after a later one.
                     replica.has_weights &= replica in replicas
                 self._version = version
-                self._current = (kept, kept.num_writes)
+                self._current = (source, source.num_writes)
             elif refusals:
                 raise refusals[0]
             return agreed
@@ -317,7 +325,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
     async def check_weights(self, digests: Digests) -> None:
         """Compare the weights of all replicas, and those of replacements until the next update, with digests."""
         self._expected = self._version, digests
-        await self._all(lambda engine: check_weights(engine, digests), self._with_weights)
+        await self._call_all(lambda engine: check_weights(engine, digests), self._with_weights)
 
     async def add(self, engine: Engine[RequestT, SampleT], *, is_lent: bool = False) -> None:
         """Add a replica; its weights must not be newer than those of the others (`ValueError`).
@@ -361,7 +369,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
     def start_replacement(self, name: str) -> None:
         """Start a replica in place of one of this name that was removed, as for one that died."""
         if self._restart is not None and not self._closed:
-            self._keep(self._restarts, self._replace(self._restart, name, is_lent=False))
+            start_task(self._restarts, self._replace(self._restart, name, is_lent=False))
 
     async def close(self) -> None:
         self._closed = True
@@ -384,14 +392,12 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         for run in self._runs:
             run.finished.put_nowait(error)
 
-    async def _all(
-        self,
-        call: "Callable[[Engine[RequestT, SampleT]], Awaitable[None]]",
-        called: "Sequence[Replica[RequestT, SampleT]] | None" = None,
+    async def _call_all(
+        self, call: Callable[[Engine[RequestT, SampleT]], Awaitable[None]], replicas: list[Replica[RequestT, SampleT]]
     ) -> None:
-        """Call replicas, by default all: bury those that are dead, and raise what any other call raised."""
+        """Call these replicas: bury those that are dead, and raise what any other call raised."""
         self._check_open()
-        replicas = list(self._replicas if called is None else called)
+        replicas = list(replicas)  # Others may join or leave meanwhile.
         outcomes = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineDiedError):
@@ -411,21 +417,14 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         name: str = getattr(replica.engine, "name", "an engine")
         self._losses.append(reason)
         self._depart(replica)
-        self._keep(self._closing, replica.engine.close())
+        start_task(self._closing, replica.engine.close())
         hopeless = replica.is_replacement and not replica.has_finished
         then = f"not replaced, {len(self._replicas)} of its kind are left"
         if self._restart is not None and not (self._closed or replica.leaves or hopeless):
-            self._keep(self._restarts, self._replace(self._restart, name, is_lent=replica.is_lent))
+            start_task(self._restarts, self._replace(self._restart, name, is_lent=replica.is_lent))
             then = "a replacement is being started"
         if not self._closed:
             self._announce(f"{name} is gone: {reason}; {then}")
-
-    def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
 
     async def _replace(
         self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str, *, is_lent: bool
@@ -457,10 +456,10 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     "which the others have"
                 )
             if engine.weight_version < self._version and self._current is not None:
-                kept, num_writes = self._current
-                if kept.num_writes == num_writes and kept.is_whole:
-                    with kept.reading():
-                        await engine.update_weights(kept, version=self._version)
+                weights, num_writes = self._current
+                if weights.num_writes == num_writes and weights.is_whole:
+                    with weights.reading():
+                        await engine.update_weights(weights, version=self._version)
             if self._expected is not None and self._expected[0] == engine.weight_version:
                 await check_weights(engine, self._expected[1])
             if self._is_paused:
@@ -475,7 +474,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         if replica.serves:
             await self._share_queues(replica)
 
-    def _why_none_serves(self) -> str:
+    def _explain_none_serves(self) -> str:
         if self._replicas:
             return "no replica serves: those that are left have older weights, or are leaving"
         return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"
@@ -489,8 +488,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         for replica in sorted(load.keys() - {new}, key=lambda r: -r.work):
             num_waiting = replica.engine.stats().num_waiting
             by_id: dict[str, list[RequestPart[RequestT]]] = {}
-            for part in reversed([part for part in replica.tasks.values() if not part.moves]):
-                by_id.setdefault(part.request.request_id, []).append(part)
+            for part in reversed(replica.tasks.values()):
+                if not part.moves:
+                    by_id.setdefault(part.request.request_id, []).append(part)
             moved: list[str] = []
             for request_id, parts in by_id.items():
                 work = sum(part.work for part in parts)
@@ -511,8 +511,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
 
     def _split(self, requests: Sequence[RequestT]) -> Iterator[RequestPart[RequestT]]:
         """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
-        num_replicas = max(1, sum(r.serves for r in self._replicas))
         outstanding = sum(r.work for r in self._replicas)
+        num_replicas = max(1, self.num_serving)
         for request, indices in fair_parts(requests, outstanding=outstanding, num_replicas=num_replicas):
             yield RequestPart(request.part(indices), asyncio.get_running_loop().create_future())
 
@@ -586,14 +586,15 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             ready = [r for r in self._replicas if r.serves]
             if ready:
                 least = min(ready, key=lambda r: r.work)
-                if not (session := part.request.session):
+                session = part.request.session
+                if not session:
                     return least
                 home = self._homes.get(session, least)
                 if home not in ready or home.work > least.work + part.work:
                     home = least
                 self._homes[session] = home
                 return home
-            awaited = {*self._restarts, *self._updates}
+            awaited = self._restarts | self._updates
             if not awaited:
-                raise EngineDiedError(self._why_none_serves())
-            await asyncio.wait({*awaited, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
+                raise EngineDiedError(self._explain_none_serves())
+            await asyncio.wait(awaited | {part.aborted}, return_when=asyncio.FIRST_COMPLETED)

@@ -27,8 +27,10 @@ class TimeSharedEngines(DeviceSharing):
         ]
         """The same engines, wrapped to wait for the devices; the originals must not be called any more."""
         self._all = list(engines)
-        self._awake: Engine[Any, Any] | None = engines[0] if first_is_awake else None
+        self._awake: Engine[Any, Any] | None = None
         """None: all are asleep, or a swap has failed half-way."""
+        if first_is_awake:
+            self._awake = engines[0]
         self._with_weights: set[int] = set()
         """Ids of the engines whose weights are awake alone."""
         self._num_calls = 0
@@ -45,11 +47,11 @@ class TimeSharedEngines(DeviceSharing):
             await self._changed.wait_for(lambda: engine is self._awake or not self._num_calls)
             if engine is not self._awake:
                 self._awake = None
-                for other in self._all:
-                    if other is not engine:
+                for neighbour in self._all:
+                    if neighbour is not engine:
                         # Abandoned samples may still be running.
-                        await other.abort()
-                        await other.sleep()
+                        await neighbour.abort()
+                        await neighbour.sleep()
                 await engine.wake()
                 self._awake = engine
             self._num_calls += 1

@@ -224,7 +224,7 @@ class LimitedProcess:
             channel.send((0, session.Setup.here(self._factory)))
             await asyncio.wait([is_ready, channel.gone], return_when=asyncio.FIRST_COMPLETED)
             if not is_ready.done():
-                raise RewardError(f"its process {await process.ended()} before it was ready")
+                raise RewardError(f"its process {await process.wait_for_end()} before it was ready")
             is_ready.result()
             self._process = process
             self._channel = channel
@@ -234,7 +234,7 @@ class LimitedProcess:
             self._start_clock()
             try:
                 await channel.gone
-                end = await process.ended()
+                end = await process.wait_for_end()
             finally:
                 self._channel = None
                 self._process = None

@@ -23,11 +23,14 @@ class DeviceReads:
         return lambda: convert(self._value(index))
 
     def _value(self, index: int) -> list[int]:
-        if unread := self._unread:
+        unread = self._unread
+        if unread:
             import torch
 
             self._unread = []
-            self._read += torch.stack([values_K.to(unread[0].device) for values_K in unread]).tolist()
+            device = unread[0].device
+            values = torch.stack([values_K.to(device) for values_K in unread])
+            self._read += values.tolist()
         return self._read[index]
 
 

@@ -32,7 +32,8 @@ _MULTIPLIERS = (splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.
     np.int64
 )
 """Odd int64 multipliers [BLOCK_WORDS]: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
-_BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE_ON_DEVICE = 1, 128
+_BLOCKS_AT_ONCE = 1
+_BLOCKS_AT_ONCE_ON_DEVICE = 128
 """Blocks computed together: one, which fits a core's cache; elsewhere 64 MiB, as launches cost more than memory."""
 
 
@@ -69,7 +70,8 @@ def _sums(tensor: "torch.Tensor") -> "torch.Tensor":
 
     flat = tensor.detach().contiguous().view(-1)
     weights = _multipliers(flat.device)
-    totals, unordered = list[torch.Tensor](), list[torch.Tensor]()
+    totals: list[torch.Tensor] = []
+    unordered: list[torch.Tensor] = []
     at_once = _BLOCKS_AT_ONCE if flat.device.type == "cpu" else _BLOCKS_AT_ONCE_ON_DEVICE
     for chunk in flat.split(at_once * _BLOCK_WORDS * _WORD_BYTES // flat.itemsize):
         words = _words(chunk)
@@ -79,7 +81,8 @@ def _sums(tensor: "torch.Tensor") -> "torch.Tensor":
     total = torch.cat(totals)
     numbers = torch.arange(len(total), device=flat.device)
     # As int64, whose products and sums wrap around.
-    return torch.stack([(total * ((2 * numbers + 1) * (_GOLDEN - _MODULUS))).sum(), torch.stack(unordered).sum()])
+    ordered = (total * ((2 * numbers + 1) * (_GOLDEN - _MODULUS))).sum()
+    return torch.stack([ordered, torch.stack(unordered).sum()])
 
 
 def _words(chunk: "torch.Tensor") -> "torch.Tensor":
@@ -89,9 +92,11 @@ def _words(chunk: "torch.Tensor") -> "torch.Tensor":
     # -0.0 + 0.0 is 0.0: an engine that keeps weights packed gives them back as sums.
     values = chunk + 0.0 if chunk.is_floating_point() else chunk.clone()
     size = _WORD_BYTES // values.itemsize
-    size *= _BLOCK_WORDS if values.numel() > size * _BLOCK_WORDS else 1
-    if missing := -values.numel() % size:
-        values = torch.cat([values, values.new_zeros(missing)])
+    if values.numel() > size * _BLOCK_WORDS:
+        size *= _BLOCK_WORDS
+    num_missing = -values.numel() % size
+    if num_missing:
+        values = torch.cat([values, values.new_zeros(num_missing)])
     words = values.view(torch.int64)
     return words.bitwise_xor_(words >> 32)
 
@@ -108,7 +113,7 @@ def dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = None) -> HeldTensor:
+def digest_held_tensor(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = None) -> HeldTensor:
     """Digest a tensor that an engine computes with; ``read`` returns it as it was published."""
     start_s = time.perf_counter()
     tensor = read()
@@ -177,7 +182,10 @@ class DigestedWeights:
             return {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
         reads = self._reads = self._reads or DeviceReads()
         convert = partial(_digest_of, tensor.numel())
-        return Promised({dtype_name(dtype): reads.add(_sums(tensor.to(dtype)), convert) for dtype in self._dtypes})
+        digests: dict[str, Callable[[], Digest]] = {}
+        for dtype in self._dtypes:
+            digests[dtype_name(dtype)] = reads.add(_sums(tensor.to(dtype)), convert)
+        return Promised(digests)
 
 
 def digests_of(weights: Any) -> Digests:

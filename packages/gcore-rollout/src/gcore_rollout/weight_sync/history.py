@@ -29,7 +29,8 @@ from gcore_rollout.weight_sync.updates import (
 )
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
-_INDICES, _VALUES = "/indices", "/values"
+_INDICES = "/indices"
+_VALUES = "/values"
 """Ends of the names of what a sparse tensor is sent as; Hugging Face names have no slash."""
 _MOST_UPDATES = 16
 _MOST_BYTES = 0.5
@@ -53,24 +54,25 @@ class _Update:
 
     async def fetch(self) -> WeightUpdate:
         """Return the update once it is on this node."""
-        found = dict(await self.tensors.fetch())
-        adapters = None
+        tensors = dict(await self.tensors.fetch())
+        adapters: AdapterWeights | None = None
         if self.scaling is not None:
             base_version = self.version if self.base_version is None else self.base_version
-            tensors = {name: found.pop(name) for name in [*found] if name.endswith((A_OF, B_OF))}
+            factors = {name: tensors.pop(name) for name in list(tensors) if name.endswith((A_OF, B_OF))}
             adapters = AdapterWeights(
-                base_version=base_version, version=self.version, scaling=self.scaling, tensors=tensors
+                base_version=base_version, version=self.version, scaling=self.scaling, tensors=factors
             )
         if self.base_version is None:
-            return FullWeights(version=self.version, tensors=found.items(), adapters=adapters)
+            return FullWeights(version=self.version, tensors=tensors.items(), adapters=adapters)
         if adapters is not None:
             return adapters
-        sparse = {
-            name: SparseValues(indices=found[name + _INDICES], values=found[name + _VALUES])
-            for name in self.layout
-            if name + _INDICES in found
-        }
-        dense = {name: tensor for name, tensor in found.items() if name in self.layout}
+        sparse: dict[str, SparseValues] = {}
+        dense: dict[str, torch.Tensor] = {}
+        for name in self.layout:
+            if name + _INDICES in tensors:
+                sparse[name] = SparseValues(indices=tensors[name + _INDICES], values=tensors[name + _VALUES])
+            if name in tensors:
+                dense[name] = tensors[name]
         return WeightDelta(
             base_version=self.base_version, version=self.version, layout=self.layout, sparse=sparse, dense=dense
         )
@@ -98,19 +100,22 @@ class WeightHistory:
     @property
     def next_base(self) -> int | None:
         """The version that the next changes should be made to; None: the next weights should be whole."""
-        first, *changes = self.updates
-        is_short = len(changes) < _MOST_UPDATES
-        return (
-            self.version if is_short and sum(c.size_bytes for c in changes) < _MOST_BYTES * first.size_bytes else None
-        )
+        changes = self.updates[1:]
+        most_bytes = _MOST_BYTES * self.updates[0].size_bytes
+        if len(changes) < _MOST_UPDATES and sum(change.size_bytes for change in changes) < most_bytes:
+            return self.version
+        return None
 
     @staticmethod
     def joined(parts: "Iterable[WeightHistory]") -> "WeightHistory":
         """Return the last version of which each of several ranks has sent a part."""
         lasts = [part.updates[-1] for part in parts]
+        layout: dict[str, TensorSpec] = {}
+        for last in lasts:
+            layout.update(last.layout)
         update = replace(
             lasts[0],
-            layout={name: spec for last in lasts for name, spec in last.layout.items()},
+            layout=layout,
             tensors=WeightReferences.joined(last.tensors for last in lasts),
             size_bytes=sum(last.size_bytes for last in lasts),
         )
@@ -121,16 +126,20 @@ class WeightHistory:
         if self.updates[0].base_version is None:
             return self
         assert before is not None
-        # Adapters replace those of before.
-        kept = before.updates if self.updates[0].scaling is None else before.updates[:1]
-        return replace(self, updates=[*kept, *self.updates])
+        earlier = before.updates
+        if self.updates[0].scaling is not None:
+            # Adapters replace those of before.
+            earlier = before.updates[:1]
+        return replace(self, updates=[*earlier, *self.updates])
 
     async def apply_to(self, mirror: WeightMirror) -> None:
         """Give the engine of a mirror these weights; what it has already is not sent again."""
         here = mirror.version, mirror.base_version
-        known = [place for place, update in enumerate(self.updates) if update.version in here]
-        missing = self.updates[known[-1] + 1 :] if known else self.updates
-        await mirror.apply(*[await update.fetch() for update in missing])
+        num_known = 0
+        for number, update in enumerate(self.updates, start=1):
+            if update.version in here:
+                num_known = number
+        await mirror.apply(*[await update.fetch() for update in self.updates[num_known:]])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise TypeError("a WeightHistory can only be given to a RayEngine")
@@ -168,16 +177,16 @@ class DeltaSender:
         unmerged: UnmergedWeights | None = getattr(weights, "unmerged", None)
         if unmerged is not None:
             return self._put_unmerged(unmerged, version=version, base_version=base_version)
-        own = ((name, tensor) for name, tensor in weights if not tensor.is_meta)
         if base_version is None:
             self._sent = {}
-            tensors = WeightReferences.put(self._copied(own))
+            tensors = WeightReferences.put(self._copy_each(weights))
             sent = self._sent
         else:
-            changes = make_delta(self._sent, self._copied(own), base_version=base_version, version=version)
+            changes = make_delta(self._sent, self._copy_each(weights), base_version=base_version, version=version)
             sent = dict(changes.dense)
             for name, part in changes.sparse.items():
-                sent |= {name + _INDICES: part.indices, name + _VALUES: part.values}
+                sent[name + _INDICES] = part.indices
+                sent[name + _VALUES] = part.values
             tensors = WeightReferences.put(sent.items())
         self._version = version
         tensors.digests = digests_of(weights)
@@ -197,13 +206,14 @@ class DeltaSender:
             base_version = self._frozen_version
         size_bytes = 0
 
-        def own() -> Iterator[tuple[str, torch.Tensor]]:
+        def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal size_bytes
             for name, tensor in chain(weights.frozen() if base_version is None else (), weights.adapters()):
-                size_bytes += 0 if tensor.is_meta else tensor.nbytes
+                if not tensor.is_meta:
+                    size_bytes += tensor.nbytes
                 yield name, tensor
 
-        tensors = WeightReferences.put(own())
+        tensors = WeightReferences.put(count_bytes())
         self._version = version
         update = _Update(
             version=version,
@@ -215,9 +225,11 @@ class DeltaSender:
         )
         return WeightHistory([update])
 
-    def _copied(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors, and keep a copy of each once it has been compared with the one before."""
-        for name, tensor in own:
+    def _copy_each(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's tensors, and keep a copy of each once it has been compared with the one before."""
+        for name, tensor in weights:
+            if tensor.is_meta:
+                continue
             yield name, tensor
             if name in self._sent:
                 self._sent[name].copy_(tensor.detach())

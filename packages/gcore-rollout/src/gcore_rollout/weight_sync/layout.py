@@ -31,7 +31,8 @@ class TensorSpec:
 
     def view(self, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the tensor whose bytes start at this place of a flat uint8 buffer, without a copy."""
-        return buffer[start : start + self.numel * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        end = start + self.numel * self.dtype.itemsize
+        return buffer[start:end].view(self.dtype).view(self.shape)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
@@ -44,13 +45,13 @@ def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
 
 
-def aligned(end_bytes: int) -> int:
+def align(end_bytes: int) -> int:
     """Return the place in a buffer at which the next tensor starts."""
     return -(-end_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class Packing:
-    """The places of tensors that follow each other in a flat buffer; `unpacked` finds them again."""
+    """The places of tensors that follow each other in a flat buffer; `unpack` finds them again."""
 
     def __init__(self) -> None:
         self.layout: dict[str, TensorSpec] = {}
@@ -58,7 +59,7 @@ class Packing:
 
     def place(self, name: str, tensor: torch.Tensor) -> int:
         """Return the place of the next tensor, which may be on the meta device."""
-        start = aligned(self.size_bytes)
+        start = align(self.size_bytes)
         self.size_bytes = start + tensor.nbytes
         self.layout[name] = TensorSpec.of(tensor)
         return start
@@ -76,24 +77,25 @@ class PackedTensors(Packing, ABC):
         self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
 
 
-def unpacked(buffer: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(buffer: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and views of the tensors that `PackedTensors` copied to a buffer."""
     end = 0
     for name, spec in layout.items():
-        start = aligned(end)
+        start = align(end)
         tensor = spec.view(buffer, start)
         end = start + tensor.nbytes
         yield name, tensor
 
 
-def check_layout(given: Layout, own: Layout) -> None:
+def check_layout(layout: Layout, expected: Layout) -> None:
     """Refuse weights of another layout by a `ValueError`: unknown or missing names, another shape or data type."""
-    unknown, missing = sorted(given.keys() - own.keys()), sorted(own.keys() - given.keys())
+    unknown = sorted(layout.keys() - expected.keys())
+    missing = sorted(expected.keys() - layout.keys())
     if unknown or missing:
         raise ValueError(f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}")
-    for name, spec in given.items():
-        if spec != own[name]:
-            raise ValueError(f"weight {name!r} is {spec}; expected {own[name]}")
+    for name, spec in layout.items():
+        if spec != expected[name]:
+            raise ValueError(f"weight {name!r} is {spec}; expected {expected[name]}")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

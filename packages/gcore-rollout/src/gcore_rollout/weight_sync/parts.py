@@ -21,7 +21,9 @@ def divide_weights(
     for name, tensor in weights:
         sender = min(range(num_ranks), key=sent_bytes.__getitem__)
         sent_bytes[sender] += tensor.nbytes
-        yield name, tensor if sender == rank else tensor.to("meta")
+        if sender != rank:
+            tensor = tensor.to("meta")
+        yield name, tensor
 
 
 def write_part(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple[Layout, int]:
@@ -35,8 +37,10 @@ def write_part(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple
         for name, tensor in weights:
             start = packing.place(name, tensor)
             if not tensor.is_meta and tensor.nbytes:
-                data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                flat = tensor.detach().cpu().contiguous().view(-1)
+                data = flat.view(torch.uint8).numpy().data
                 while data:
                     written = os.pwrite(file.fileno(), data, start)
-                    data, start = data[written:], start + written
+                    data = data[written:]
+                    start += written
     return packing.layout, packing.size_bytes

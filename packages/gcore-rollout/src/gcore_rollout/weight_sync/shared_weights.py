@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.weight_sync.digests import digests_of
-from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, unpacked
+from gcore_rollout.weight_sync.layout import Layout, PackedTensors, align, unpack
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name
 
@@ -72,7 +72,7 @@ class SharedWeights:
     @property
     def layout(self) -> Layout:
         """The specs of the tensors, in order; a `RolloutError` if nothing has been written, or not completely."""
-        return self._whole().layout
+        return self._require_memory().layout
 
     @property
     def is_whole(self) -> bool:
@@ -81,12 +81,12 @@ class SharedWeights:
 
     def fileno(self) -> int:
         """The file descriptor of the memory that holds the weights; another write may make it another."""
-        return self._whole().fd
+        return self._require_memory().fd
 
     @property
     def path(self) -> Path:
         """The path by which processes of this machine open that memory, as long as this one keeps it."""
-        return self._whole().path
+        return self._require_memory().path
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights, one at a time, to memory without readers, so that the weights in use stay as they are.
@@ -98,14 +98,17 @@ class SharedWeights:
             raise RolloutError("the shared weights are closed")
         self._present = None
         # Memory of an earlier write, or new; other memories without readers are freed.
-        memory, *others = [memory for memory in self._memories if not memory.readers] or [_Memory()]
-        for other in others:
-            os.close(other.fd)
-        self._memories = [memory, *(memory for memory in self._memories if memory.readers)]
+        unused = [memory for memory in self._memories if not memory.readers] or [_Memory()]
+        memory = unused[0]
+        for superfluous in unused[1:]:
+            os.close(superfluous.fd)
+        self._memories = [memory] + [in_use for in_use in self._memories if in_use.readers]
         self.num_writes += 1
-        memory.layout, memory.size_bytes = {}, 0
+        memory.layout = {}
+        memory.size_bytes = 0
         memory.buffer(0)
-        if (write_to := getattr(weights, "write_to", None)) is not None:
+        write_to = getattr(weights, "write_to", None)
+        if write_to is not None:
             memory.layout, memory.size_bytes = write_to(memory.path)
             memory.buffer(memory.size_bytes)
         else:
@@ -115,8 +118,8 @@ class SharedWeights:
         self.digests = dict(digests_of(weights))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        memory = self._whole()
-        return unpacked(memory.buffer(0), memory.layout)
+        memory = self._require_memory()
+        return unpack(memory.buffer(0), memory.layout)
 
     @contextmanager
     def reading(self) -> Generator[None]:
@@ -130,7 +133,7 @@ class SharedWeights:
 
     def read_until(self, reader: "asyncio.Future[None]") -> None:
         """Prevent writes over the current weights until this future is done."""
-        readers = self._whole().readers
+        readers = self._require_memory().readers
         readers.add(reader)
         reader.add_done_callback(readers.discard)
 
@@ -142,7 +145,7 @@ class SharedWeights:
         self._present = None
         self._is_closed = True
 
-    def _whole(self) -> _Memory:
+    def _require_memory(self) -> _Memory:
         if self._present is None:
             raise RolloutError("there are no weights: nothing was written, writing failed, or the memory was closed")
         return self._present
@@ -170,7 +173,7 @@ class SharedWeightsReader:
         self._mappings[now.st_ino] = mapping
         while len(self._mappings) > _MAX_MAPPINGS:
             del self._mappings[next(iter(self._mappings))]
-        return unpacked(mapping, layout)
+        return unpack(mapping, layout)
 
 
 class Bucket(PackedTensors):
@@ -184,7 +187,7 @@ class Bucket(PackedTensors):
         return self.whole
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        return aligned(self.size_bytes) + tensor.nbytes <= self.whole.numel()
+        return align(self.size_bytes) + tensor.nbytes <= self.whole.numel()
 
 
 class SharedCudaWeights:
@@ -225,7 +228,9 @@ class SharedCudaWeights:
     def gpu(self) -> str | None:
         """The UUID of the GPU; None: there are no weights, or on several GPUs."""
         gpus = {_uuid(device) for device in self._pools}
-        return gpus.pop() if len(gpus) == 1 else None
+        if len(gpus) != 1:
+            return None
+        return gpus.pop()
 
     @property
     def is_whole(self) -> bool:
@@ -234,7 +239,7 @@ class SharedCudaWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self._buckets:
-            yield from unpacked(bucket.whole, bucket.layout)
+            yield from unpack(bucket.whole, bucket.layout)
 
     def reading(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are never overwritten."""
@@ -297,15 +302,15 @@ def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
     wait for the copies (``torch.cuda.synchronize``), drop the views, and notify the sender, which must be trusted, as
     with every pickle. `ValueError` if this process does not see the sender's GPU.
     """
-    own = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    devices = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     opened: list[tuple[str, torch.Tensor]] = []
-    for uuid, rebuild, arguments, layout in pickle.loads(handles):
-        given: list[Any] = list(arguments)
+    for uuid, rebuild, shared_arguments, layout in pickle.loads(handles):
+        arguments: list[Any] = list(shared_arguments)
         if rebuild is rebuild_cuda_tensor:
-            if uuid not in own:
-                raise ValueError(f"weight {next(iter(layout))!r} is on GPU {uuid}: this process sees {sorted(own)}")
-            given[_DEVICE_ARGUMENT] = own[uuid]
-        opened += unpacked(rebuild(*given), layout)
+            if uuid not in devices:
+                raise ValueError(f"weight {next(iter(layout))!r} is on GPU {uuid}: this process sees {sorted(devices)}")
+            arguments[_DEVICE_ARGUMENT] = devices[uuid]
+        opened += unpack(rebuild(*arguments), layout)
     return opened
 
 
@@ -316,12 +321,13 @@ class FirstSeen:
         self._weights = weights
         self.gpu: str | None = None
         """The UUID of the first tensor's GPU; None: it is on none."""
-        if (write_to := getattr(weights, "write_to", None)) is not None:
+        write_to = getattr(weights, "write_to", None)
+        if write_to is not None:
             # They are in the host's memory once they are written.
             self.write_to = write_to
             return
         self._rest = iter(weights)
-        self._first = [item for item in [next(self._rest, None)] if item is not None]
+        self._first = list(islice(self._rest, 1))
         if self._first:
             self.gpu = gpu_of(self._first[0][1].device)
 
@@ -366,21 +372,24 @@ def plain_segments() -> Generator[None]:
 def without_expandable_segments(settings: str) -> str:
     """Return torch's allocator settings (``NAME:VALUE,...``) with expandable segments turned off if they are on."""
     options = [option.strip() for option in settings.split(",")]
-    is_on = [
-        option.replace(" ", "").lower() in ("expandable_segments:true", "expandable_segments:1") for option in options
-    ]
-    if not any(is_on):
+    plain: list[str] = []
+    for option in options:
+        is_on = option.replace(" ", "").lower() in ("expandable_segments:true", "expandable_segments:1")
+        plain.append("expandable_segments:False" if is_on else option)
+    if plain == options:
         return settings
-    return ",".join("expandable_segments:False" if o else option for o, option in zip(is_on, options, strict=True))
+    return ",".join(plain)
 
 
 def allocator_settings() -> str:
     """Return torch's settings of the CUDA allocator: those that were set, or of the environment."""
+    settings = ""
     get = getattr(_native, "_accelerator_getAllocatorSettings", None)
-    variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    of_environment = next((os.environ[name] for name in variables if os.environ.get(name)), "")
-    found = get() if get is not None else _settings[0] if _settings else ""
-    return found or of_environment
+    if get is not None:
+        settings = get()
+    elif _settings:
+        settings = _settings[0]
+    return settings or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def set_allocator_settings(settings: str) -> None:

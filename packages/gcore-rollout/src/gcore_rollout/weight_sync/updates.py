@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from gcore_rollout.weight_sync.layout import Layout, TensorSpec, bits, check_lay
 
 _MOST_INT32 = 2**31 - 1
 
-A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
+A_OF = ".lora_A.default.weight"
+B_OF = ".lora_B.default.weight"
 """Suffixes that peft adds to a layer's name for its A [rank, in] and its B [out, rank]."""
 
 
@@ -54,18 +56,22 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
         if not name.endswith((A_OF, B_OF)):
             raise ValueError(f"{name!r} is no name of an adapter; expected one that ends in {A_OF} or {B_OF}")
     for layer in sorted(adapters.layers):
-        a, b = adapters.tensors.get(layer + A_OF), adapters.tensors.get(layer + B_OF)
+        a = adapters.tensors.get(layer + A_OF)
+        b = adapters.tensors.get(layer + B_OF)
         if a is None or b is None:
             raise ValueError(f"the adapter of {layer!r} has no {'A' if a is None else 'B'}; expected both")
         if f"{layer}.weight" not in base:
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
-            found, expected = f"A {list(a.shape)} and B {list(b.shape)}", f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
-            raise ValueError(f"the adapter of {layer!r} has {found}; expected {expected}")
+        is_product = a.dim() == 2 and b.dim() == 2 and a.shape[0] == b.shape[1]
+        if not is_product or (b.shape[0], a.shape[1]) != shape:
+            raise ValueError(
+                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; "
+                f"expected [rank, {shape[-1]}] and [{shape[0]}, rank]"
+            )
 
 
-def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
+def merge_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield Hugging Face names and merged weights, one at a time.
 
     The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end, as in a
@@ -76,7 +82,8 @@ def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterat
         layer = name.removesuffix(".weight")
         if layer in layers:
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            a, b = (adapters.tensors[layer + end].to(tensor.device, wide) for end in (A_OF, B_OF))
+            a = adapters.tensors[layer + A_OF].to(tensor.device, wide)
+            b = adapters.tensors[layer + B_OF].to(tensor.device, wide)
             yield name, (tensor.to(wide) + adapters.scaling * (b @ a)).to(tensor.dtype)
         else:
             yield name, tensor
@@ -124,18 +131,19 @@ def make_delta(
     Raises:
         ValueError: other names, shapes or data types, or elements of more than 8 bytes.
     """
-    layout, own = dict[str, TensorSpec](), layout_of(base)
+    base_layout = layout_of(base)
+    layout: dict[str, TensorSpec] = {}
     sparse: dict[str, SparseValues] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         layout[name] = TensorSpec.of(tensor)
-        check_layout({name: layout[name]}, {name: own[name]} if name in own else {})
-        change = _change(base[name], tensor.detach().to("cpu").contiguous())
+        check_layout({name: layout[name]}, {name: base_layout[name]} if name in base_layout else {})
+        change = _find_change(base[name], tensor.detach().to("cpu").contiguous())
         if isinstance(change, SparseValues):
             sparse[name] = change
         elif change is not None:
             dense[name] = change
-    check_layout(layout, own)
+    check_layout(layout, base_layout)
     return WeightDelta(base_version=base_version, version=version, layout=layout, sparse=sparse, dense=dense)
 
 
@@ -153,8 +161,9 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
         raise _wrong_base(delta, version=version)
     check_layout(delta.layout, layout_of(weights))
     _check_whole(delta)
-    if strided := [name for name in delta.sparse if not weights[name].is_contiguous()]:
-        raise ValueError(f"weight {strided[0]!r} is not contiguous: it cannot be changed in place")
+    for name in delta.sparse:
+        if not weights[name].is_contiguous():
+            raise ValueError(f"weight {name!r} is not contiguous: it cannot be changed in place")
     sparse: dict[str, SparseValues] = {}
     for name, part in delta.sparse.items():
         flat = bits(weights[name])
@@ -170,15 +179,19 @@ def _wrong_base(
     update: WeightDelta | AdapterWeights, *, version: int | None, adapters: AdapterWeights | None = None
 ) -> WrongBaseError:
     """Return the error of an update that does not build on this version, or on these adapters."""
-    needs = "delta to version {} changes" if isinstance(update, WeightDelta) else "adapters of version {} belong to"
-    here = "nothing is" if version is None else f"version {version} is"
+    needs = f"adapters of version {update.version} belong to"
+    if isinstance(update, WeightDelta):
+        needs = f"delta to version {update.version} changes"
+    here = "nothing is"
     if adapters is not None:
         here = f"adapters of version {adapters.version} are"
-    message = f"the {needs.format(update.version)} version {update.base_version}, but {here} here: send a full update"
+    elif version is not None:
+        here = f"version {version} is"
+    message = f"the {needs} version {update.base_version}, but {here} here: send a full update"
     return WrongBaseError(message, version=version)
 
 
-def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
+def _find_change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
     """Return the changed elements, or the whole tensor if most changed; None: nothing changed."""
     # NumPy compares and searches in a third of the time that torch takes.
     new_bits = bits(new)
@@ -195,15 +208,19 @@ def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor
 
 def _check_whole(delta: WeightDelta) -> None:
     """Check that all parts fit the delta's own layout."""
-    for name in (*delta.dense, *delta.sparse):
+    for name in chain(delta.dense, delta.sparse):
         if name not in delta.layout:
             raise ValueError(f"the delta changes {name!r}, which its layout does not have")
     check_layout(layout_of(delta.dense), {name: delta.layout[name] for name in delta.dense})
     for name, part in delta.sparse.items():
-        spec, indices, values = delta.layout[name], part.indices, part.values
+        spec = delta.layout[name]
+        indices = part.indices
+        values = part.values
         if indices.dim() != 1 or indices.shape != values.shape or values.dtype != spec.dtype:
-            found = f"indices {list(indices.shape)} and values {TensorSpec.of(values)}"
-            raise ValueError(f"the delta of {name!r} has {found}; expected as many of both, of {spec.dtype}")
+            raise ValueError(
+                f"the delta of {name!r} has indices {list(indices.shape)} and values {TensorSpec.of(values)}; "
+                f"expected as many of both, of {spec.dtype}"
+            )
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < spec.numel:
             raise ValueError(f"the delta of {name!r} has an index outside its {spec.numel} elements")
 
@@ -246,7 +263,9 @@ class WeightMirror:
     @property
     def version(self) -> int | None:
         """Version of the weights that are here; None: there are none."""
-        return self._base_version if self._adapters is None else self._adapters.version
+        if self._adapters is None:
+            return self._base_version
+        return self._adapters.version
 
     @property
     def base_version(self) -> int | None:
@@ -255,7 +274,9 @@ class WeightMirror:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over names and full tensors of the current version, read-only and valid until the next update."""
-        return iter(self._base.items()) if self._adapters is None else merged(self._base, self._adapters)
+        if self._adapters is None:
+            return iter(self._base.items())
+        return merge_adapters(self._base, self._adapters)
 
     async def apply(self, *updates: WeightUpdate) -> None:
         """Apply updates in order, and then give the engine the resulting weights once, even if the caller is cancelled.
@@ -273,12 +294,13 @@ class WeightMirror:
 
     async def _apply(self, updates: Sequence[WeightUpdate]) -> None:
         async with self._lock:
-            before, version_before = (self._base, self._base_version, self._adapters), self._engine.weight_version
+            before = (self._base, self._base_version, self._adapters)
+            version_before = self._engine.weight_version
             changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]] = []
             try:
                 for update in updates:
                     self._take(update, changes_back)
-                weights = iter(self) if self._adapters is None else self._digested(self._adapters)
+                weights = iter(self) if self._adapters is None else self._add_digests(self._adapters)
                 await self._engine.update_weights(weights, version=updates[-1].version)
             except BaseException:
                 # Otherwise it failed after it had taken the weights.
@@ -295,7 +317,8 @@ class WeightMirror:
         match update:
             case FullWeights():
                 self._base = {name: host_copy(tensor) for name, tensor in update.tensors}
-                self._base_version, self._adapters = update.version, None
+                self._base_version = update.version
+                self._adapters = None
                 if update.adapters is not None:
                     self._take_adapters(update.adapters)
             case WeightDelta():
@@ -314,9 +337,11 @@ class WeightMirror:
         copies = {name: host_copy(tensor) for name, tensor in update.tensors.items()}
         self._adapters = replace(update, tensors=copies)
 
-    def _digested(self, adapters: AdapterWeights) -> DigestedWeights:
+    def _add_digests(self, adapters: AdapterWeights) -> DigestedWeights:
+        """Return the merged weights, with digests that are made when they are asked for."""
+
         def merge(name: str) -> torch.Tensor:
-            return dict(merged({name: self._base[name]}, adapters))[name]
+            return dict(merge_adapters({name: self._base[name]}, adapters))[name]
 
         return DigestedWeights(self, digests={name: _DigestsOnDemand(partial(merge, name)) for name in self._base})
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from gcore_rollout.engines.protocol import Digests
+from gcore_rollout.engines.protocol import Digest, Digests
 from gcore_rollout.errors import MissingExtraError, require
 from gcore_rollout.weight_sync.digests import digests_of
 from gcore_rollout.weight_sync.layout import Layout, layout_of
@@ -82,7 +82,8 @@ class WeightReferences:
                 continue
             if filled and tensor.nbytes > left_bytes:
                 buckets.append(_Bucket.put(filled))
-                filled, left_bytes = {}, bucket_size_bytes
+                filled = {}
+                left_bytes = bucket_size_bytes
             filled[name] = tensor.detach()
             left_bytes -= tensor.nbytes
         if filled:
@@ -92,9 +93,12 @@ class WeightReferences:
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
         """Return the weights of which each of several processes has put a part."""
-        parts = list(parts)
-        digests = {name: digest for part in parts for name, digest in part.digests.items()}
-        return cls([bucket for part in parts for bucket in part._buckets], digests=digests)
+        buckets: list[_Bucket] = []
+        digests: dict[str, Mapping[str, Digest]] = {}
+        for part in parts:
+            buckets += part._buckets
+            digests.update(part.digests)
+        return cls(buckets, digests=digests)
 
     def after(self, before: Self | None) -> Self:
         """Return these weights: they need none from before."""
@@ -108,7 +112,10 @@ class WeightReferences:
     async def fetch(self) -> list[tuple[str, torch.Tensor]]:
         """Return all weights once they are on this node."""
         contents = await asyncio.gather(*(bucket.reference for bucket in self._buckets))
-        return [item for bucket, arrays in zip(self._buckets, contents, strict=True) for item in bucket.tensors(arrays)]
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for bucket, arrays in zip(self._buckets, contents, strict=True):
+            tensors += bucket.tensors(arrays)
+        return tensors
 
     def reading(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are never overwritten."""

@@ -37,28 +37,33 @@ def host_tensor(array: NDArray[Any]) -> torch.Tensor:
 def host_rows(rows: torch.Tensor) -> list[NDArray[Any]]:
     """Return the rows of a tensor [R, ...]; equal neighbours are one array."""
     flat = rows.reshape(len(rows), -1)
-    is_new = [True, *(flat[1:] != flat[:-1]).any(1).tolist()]
+    differs = (flat[1:] != flat[:-1]).any(1)
+    is_new = [True, *differs.tolist()]
     arrays = list(host_array(rows[torch.tensor(is_new, device=rows.device)]))
-    return [arrays[place] for place in np.cumsum(is_new) - 1]
+    return [arrays[index] for index in np.cumsum(is_new) - 1]
 
 
 def host_entries(entries: Sequence[Any]) -> list[Any]:
     """Return tensors, as arrays, and plain values; equal neighbours are one object."""
-    found: list[Any] = []
-    for place, entry in enumerate(entries):
-        before = entries[place - 1] if place else None
+    on_host: list[Any] = []
+    before: Any = None
+    for entry in entries:
         if isinstance(entry, torch.Tensor):
             is_same = isinstance(before, torch.Tensor) and torch.equal(entry, before)
-            found.append(found[-1] if is_same else host_array(entry))
+            on_host.append(on_host[-1] if is_same else host_array(entry))
         else:
-            found.append(entry)
-    return found
+            on_host.append(entry)
+        before = entry
+    return on_host
 
 
 def in_dtype(trajectory: "Trajectory", dtype: torch.dtype) -> "Trajectory":
     """Return a trajectory with its latents in the data type of a model, if that changes none."""
-    wide = {name: torch.from_numpy(getattr(trajectory, name)) for name in ("latents", "next_latents")}
-    narrow = {name: latents.to(dtype) for name, latents in wide.items()}
-    if not all(torch.equal(narrow[name].float(), latents) for name, latents in wide.items()):
-        return trajectory
-    return replace(trajectory, **{name: host_array(latents) for name, latents in narrow.items()})
+    narrow: dict[str, Any] = {}
+    for name in ("latents", "next_latents"):
+        wide = torch.from_numpy(getattr(trajectory, name))
+        latents = wide.to(dtype)
+        if not torch.equal(latents.float(), wide):
+            return trajectory
+        narrow[name] = host_array(latents)
+    return replace(trajectory, **narrow)

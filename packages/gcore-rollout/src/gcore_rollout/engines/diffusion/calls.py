@@ -35,14 +35,19 @@ class ModelCall:
     @property
     def timestep(self) -> float:
         """The timestep, which all images share."""
-        value = next((self.arguments[name] for name in _TIMESTEPS if self.arguments.get(name) is not None), None)
-        if value is None:
-            raise UnsupportedModelError(
-                f"arguments of the pipeline's model are {sorted(self.arguments)}; expected a timestep among them"
-            )
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            raise UnsupportedModelError(f"the model's timestep has shape {tuple(value.shape)}; expected one an image")
-        return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)
+        for name in _TIMESTEPS:
+            value = self.arguments.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                return float(value)
+            if value.ndim > 1:
+                shape = tuple(value.shape)
+                raise UnsupportedModelError(f"the model's timestep has shape {shape}; expected one an image")
+            return float(value.reshape(-1)[0])
+        raise UnsupportedModelError(
+            f"arguments of the pipeline's model are {sorted(self.arguments)}; expected a timestep among them"
+        )
 
     def conditions(self, latents: torch.Tensor) -> dict[str, Any]:
         """Return what the model was given besides the scheduler's latents [B, ...] and the timestep.
@@ -54,29 +59,34 @@ class ModelCall:
             UnsupportedModelError: other latents, or something else that training could not give again.
         """
         left_out = {"return_dict", self.latents_argument, *_TIMESTEPS}
-        found = _flat({name: v for name, v in self.arguments.items() if v is not None and name not in left_out})
-        return found | self._appended(latents)
+        arguments = {name: v for name, v in self.arguments.items() if v is not None and name not in left_out}
+        return _flatten_dicts(arguments) | self._find_appended(latents)
 
     def outputs(self, like: torch.Tensor) -> torch.Tensor:
         """Return the outputs for all rows, of as many dimensions and the data type of the scheduler's input."""
-        return _as_tensor(self.output, like.ndim).to(like.dtype)
+        return _stack_rows(self.output, like.ndim).to(like.dtype)
 
-    def _appended(self, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _find_appended(self, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what the model was given after the scheduler's latents [B, ...], such as those of an image."""
-        given = _as_tensor(self.arguments[self.latents_argument], latents.ndim)
-        if given is latents:
+        inputs = _stack_rows(self.arguments[self.latents_argument], latents.ndim)
+        if inputs is latents:
             return {}
-        expected = torch.cat([latents] * max(1, len(given) // len(latents))).to(given.dtype)
-        if given.ndim == latents.ndim:
-            longer = [axis for axis in range(1, given.ndim) if given.shape[axis] > expected.shape[axis]]
-            length = expected.shape[longer[0]] if longer else 0
-            own = given.narrow(longer[0], 0, length) if longer else given
-            if own.shape == expected.shape and torch.equal(own, expected):
-                return {
-                    f"{self.latents_argument}+{i}": given.narrow(i, length, given.shape[i] - length) for i in longer
-                }
+        num_copies = max(1, len(inputs) // len(latents))
+        expected = torch.cat([latents] * num_copies).to(inputs.dtype)
+        if inputs.ndim == latents.ndim:
+            appended: dict[str, torch.Tensor] = {}
+            start = inputs
+            for axis in range(1, inputs.ndim):
+                length = expected.shape[axis]
+                num_more = inputs.shape[axis] - length
+                if num_more > 0:
+                    appended[f"{self.latents_argument}+{axis}"] = inputs.narrow(axis, length, num_more)
+                    start = inputs.narrow(axis, 0, length)
+            # With more along two axes, the shapes differ.
+            if start.shape == expected.shape and torch.equal(start, expected):
+                return appended
         raise UnsupportedModelError(
-            f"the pipeline gives its model latents of shape {tuple(given.shape)} for its scheduler's "
+            f"the pipeline gives its model latents of shape {tuple(inputs.shape)} for its scheduler's "
             f"{tuple(latents.shape)}; expected the same latents, once or twice, with or without others after them"
         )
 
@@ -108,51 +118,56 @@ class AnswerForm:
             with_prompt, without = self.halves(outputs, len(outputs) // 2)
             combined = without + self.guidance_scale * (with_prompt - without)
         if self.keeps_norm:
-            norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (with_prompt, combined))
-            combined = combined * (next(norms) / next(norms))
-        return -combined if self.is_negated else combined
+            norm_with_prompt = torch.linalg.vector_norm(with_prompt, dim=-1, keepdim=True)
+            combined = combined * (norm_with_prompt / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
+        if self.is_negated:
+            return -combined
+        return combined
 
     def halves(self, rows: Any, count: int) -> tuple[Any, Any]:
         """Return the rows with and those without the prompt, ``count`` of each."""
-        first, second = rows[:count], rows[count:]
-        return (first, second) if self.is_prompt_first else (second, first)
+        if self.is_prompt_first:
+            return rows[:count], rows[count:]
+        return rows[count:], rows[:count]
 
     @classmethod
-    def found(cls, calls: Sequence[ModelCall], given: torch.Tensor, guidance_scale: float) -> "AnswerForm":
+    def find(cls, calls: Sequence[ModelCall], scheduler_input: torch.Tensor, guidance_scale: float) -> "AnswerForm":
         """Return the form by which the scheduler was given a tensor [B, ...]; `UnsupportedModelError` if there is none.
 
         A call of 2B rows has the prompt in its second half, or in the first (Z-Image); of two calls the first has it.
         """
-        outputs = stacked_outputs(calls, given)
+        outputs = stacked_outputs(calls, scheduler_input)
         forms = [cls(is_negated=is_negated) for is_negated in (False, True)]
-        if len(outputs) == 2 * len(given):
+        if len(outputs) == 2 * len(scheduler_input):
             orders = (True,) if len(calls) == 2 else (False, True)
             forms = [
                 cls(guidance_scale=guidance_scale, is_prompt_first=first, keeps_norm=keeps_norm, is_negated=is_negated)
                 for first, keeps_norm, is_negated in product(orders, (False, True), (False, True))
             ]
-        best = min(forms, key=lambda form: form.error(outputs, given))
-        if best.holds(calls, given):
+        best = min(forms, key=lambda form: form.error(outputs, scheduler_input))
+        if best.holds(calls, scheduler_input):
             return best
         raise UnsupportedModelError(
-            f"the pipeline gives its scheduler {tuple(given.shape)} for its model's outputs of shape "
+            f"the pipeline gives its scheduler {tuple(scheduler_input.shape)} for its model's outputs of shape "
             f"{tuple(outputs.shape)} in {len(calls)} calls; expected the output itself, or u + guidance_scale (c - u) "
             "of the ones without and with the prompt, which training can compute again"
         )
 
-    def holds(self, calls: Sequence[ModelCall], given: torch.Tensor) -> bool:
+    def holds(self, calls: Sequence[ModelCall], scheduler_input: torch.Tensor) -> bool:
         """Return whether the scheduler was given what this form makes of the calls' outputs, up to rounding."""
         # To compare values the host would wait for the device.
-        if self == AnswerForm() and len(calls) == 1 and calls[0].output is given:
+        if self == AnswerForm() and len(calls) == 1 and calls[0].output is scheduler_input:
             return True
-        return self.error(stacked_outputs(calls, given), given) <= max(_TOLERANCE, 4 * torch.finfo(given.dtype).eps)
+        error = self.error(stacked_outputs(calls, scheduler_input), scheduler_input)
+        return error <= max(_TOLERANCE, 4 * torch.finfo(scheduler_input.dtype).eps)
 
-    def error(self, outputs: torch.Tensor, given: torch.Tensor) -> float:
+    def error(self, outputs: torch.Tensor, scheduler_input: torch.Tensor) -> float:
         """Return the largest difference, relative to the largest entry of what the scheduler was given."""
-        own = self(outputs, given.shape[1:])
-        if own.shape != given.shape:
+        answer = self(outputs, scheduler_input.shape[1:])
+        if answer.shape != scheduler_input.shape:
             return math.inf
-        return float((own - given).abs().max() / given.abs().max().clamp(min=torch.finfo(given.dtype).tiny))
+        largest = scheduler_input.abs().max().clamp(min=torch.finfo(scheduler_input.dtype).tiny)
+        return float((answer - scheduler_input).abs().max() / largest)
 
 
 def stacked_outputs(calls: Sequence[ModelCall], like: torch.Tensor) -> torch.Tensor:
@@ -160,9 +175,9 @@ def stacked_outputs(calls: Sequence[ModelCall], like: torch.Tensor) -> torch.Ten
     return torch.cat([call.outputs(like) for call in calls])
 
 
-def same_conditions(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_conditions(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two steps gave the model the same conditions."""
-    return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    return first.keys() == second.keys() and all(_is_same(value, second[name]) for name, value in first.items())
 
 
 def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tuple[list[Any], dict[str, Condition]]:
@@ -180,12 +195,12 @@ def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tupl
                 row[name] = entry
         elif name in per_image:
             entries = host_entries(value)
-            for place, row in enumerate(rows):
-                row[f"{name}[]"] = entries[place * len(entries) // num_rows]
+            for number, row in enumerate(rows):
+                row[f"{name}[]"] = entries[number * len(entries) // num_rows]
         elif isinstance(value, list | tuple) and _holds_tensors(value):
-            shared |= {f"{name}.{index}": _on_host(entry) for index, entry in enumerate(value)}
+            shared |= {f"{name}.{index}": _copy_to_host(entry) for index, entry in enumerate(value)}
         else:
-            shared[name] = _on_host(value)
+            shared[name] = _copy_to_host(value)
     return rows, shared
 
 
@@ -196,7 +211,8 @@ def timestep_map(times: Sequence[tuple[float, float]], num_train: int) -> tuple[
     """
     largest = max(abs(passed) for _, passed in times)
     (first, passed_first), (last, passed_last) = times[0], times[-1]
-    ratio, inverse = passed_first / first, passed_last / (num_train - last)
+    ratio = passed_first / first
+    inverse = passed_last / (num_train - last)
     for scale, shift in ((ratio, 0.0), (-inverse, inverse * num_train)):
         errors = (abs(scale * time + shift - passed) for time, passed in times)
         if scale and max(errors) <= _TIMESTEP_TOLERANCE * largest:
@@ -204,54 +220,63 @@ def timestep_map(times: Sequence[tuple[float, float]], num_train: int) -> tuple[
     return None
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten_dicts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and _holds_tensors(value):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten_dicts(value, f"{prefix}{name}.")
             continue
-        entries = value if isinstance(value, list | tuple) and _holds_tensors(value) else [value]
+        entries: Sequence[Any] = [value]
+        if isinstance(value, list | tuple) and _holds_tensors(value):
+            entries = value
         for entry in entries:
             if not isinstance(entry, torch.Tensor) and not _is_plain(entry):
                 raise UnsupportedModelError(
                     f"the pipeline gives its model {prefix}{name} of type {type(entry).__name__}; expected tensors, "
                     "plain values, and dicts and lists of them"
                 )
-        found[prefix + name] = value
-    return found
+        flat[prefix + name] = value
+    return flat
 
 
 def _holds_tensors(value: Any) -> bool:
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, torch.Tensor) or any(_holds_tensors(entry) for entry in entries)
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(entry) for key, entry in value.items())
     if isinstance(value, list | tuple):
-        return all(_is_plain(entry) for entry in value)
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
+def _is_same(first: Any, second: Any) -> bool:
+    if first is second:
         return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return are_tensors and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return one == other
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        are_tensors = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+        return are_tensors and first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return first == second
 
 
-def _on_host(value: Any) -> Any:
-    return host_array(value) if isinstance(value, torch.Tensor) else value
+def _copy_to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return host_array(value)
+    return value
 
 
-def _as_tensor(rows: torch.Tensor | Sequence[torch.Tensor], ndim: int) -> torch.Tensor:
+def _stack_rows(rows: torch.Tensor | Sequence[torch.Tensor], ndim: int) -> torch.Tensor:
     """Return rows as one tensor; those of a list have an axis of one frame after their channels (Z-Image)."""
     if isinstance(rows, torch.Tensor):
         return rows
     stacked = torch.stack(list(rows))
-    return stacked.squeeze(2) if stacked.ndim == ndim + 1 else stacked
+    if stacked.ndim == ndim + 1:
+        return stacked.squeeze(2)
+    return stacked

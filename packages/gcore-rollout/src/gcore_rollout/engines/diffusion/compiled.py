@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,5 +23,7 @@ def compile_blocks(denoiser: torch.nn.Module) -> None:
         raise RolloutError("compile is True; expected a C++ compiler on CPU, such as g++")
     dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
-    for block in chain(*(part for part in denoiser.children() if isinstance(part, torch.nn.ModuleList))):
-        block.forward = torch.compile(block.forward, dynamic=True)
+    for part in denoiser.children():
+        if isinstance(part, torch.nn.ModuleList):
+            for block in part:
+                block.forward = torch.compile(block.forward, dynamic=True)

@@ -20,11 +20,18 @@ from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
 from gcore_rollout.engines.diffusion.types import Conditions, ImageRequest, ImageSample, ImageSampling
 from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import HeldWeights
-from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
+from gcore_rollout.engines.queueing import (
+    Control,
+    QueuedSample,
+    QueueingEngine,
+    SampleFilter,
+    check_weights,
+    sample_seeds,
+)
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.digests import digest_held_tensor
 
-_Image = Sample[ImageRequest, ImageSample]
+_Image = QueuedSample[ImageRequest, ImageSample]
 
 _PROBED = (1, 2)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
@@ -92,10 +99,14 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._recorded = Recorded(pipeline, component)
         self.pipeline = pipeline
         self._device: torch.device = pipeline.device if device is None else torch.device(device)
-        hosted = HostedEncoders(pipeline, self._device).modules if offload_text_encoders else []
-        parts = [own for own in pipeline.components.values() if isinstance(own, torch.nn.Module) and own not in hosted]
-        for part in parts:
-            part.to(self._device)
+        hosted: list[torch.nn.Module] = []
+        if offload_text_encoders:
+            hosted = HostedEncoders(pipeline, self._device).modules
+        parts: list[torch.nn.Module] = []
+        for part in pipeline.components.values():
+            if isinstance(part, torch.nn.Module) and part not in hosted:
+                part.to(self._device)
+                parts.append(part)
         self._hosted = HostWeights(parts, self._device)
         if compiles:
             compile_blocks(self._recorded.denoiser)
@@ -127,20 +138,22 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
         async with self._controlling():
             self._check_update(version)
-            own = dict(self._recorded.denoiser.state_dict(keep_vars=True))
+            state = self._recorded.denoiser.state_dict(keep_vars=True)
             new = dict(weights)
             shapes = {name: tuple(p.shape) for name, p in self._recorded.denoiser.named_parameters()}
-            check_weights(shapes, new, optional=frozenset(own.keys() - shapes.keys()))
+            check_weights(shapes, new, optional=frozenset(state.keys() - shapes.keys()))
             with torch.no_grad():
                 for name, tensor in new.items():
-                    own[name].copy_(tensor)
+                    state[name].copy_(tensor)
             self._has_taken(version)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
-        own: dict[str, torch.Tensor] = dict(self._recorded.denoiser.named_parameters())
-        wanted = own if names is None else names
-        return HeldWeights(version=self._version, tensors=[held(name, own[name].detach) for name in wanted])
+        parameters: dict[str, torch.Tensor] = dict(self._recorded.denoiser.named_parameters())
+        if names is None:
+            names = list(parameters)
+        tensors = [digest_held_tensor(name, parameters[name].detach) for name in names]
+        return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -159,14 +172,16 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     async def _control(self, name: Control) -> None:
         if name in ("sleep", "discard") and self._device.type != "cpu":
-            self._hosted.leave(self._version)
+            self._hosted.offload(self._version)
             # Other processes on the device need it.
             torch.accelerator.empty_cache()
         elif name in ("wake", "wake_weights"):
-            self._hosted.come()
+            self._hosted.onload()
 
     def _num_running(self) -> int:
-        return len(self._running[1]) if self._running else 0
+        if self._running is None:
+            return 0
+        return len(self._running[1])
 
     def _remove_running(self, which: SampleFilter[ImageRequest, ImageSample], *, as_aborted: bool) -> list[_Image]:
         """End the batch if none of its images is wanted any more; its images then come as aborted."""
@@ -181,8 +196,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         if not isinstance(request.sampling.kernel, FlowODE):
             self._recorded.kernel(request.sampling.kernel)
         if self._needs_image and not request.images:
-            kind = self._call.kind
-            raise RequestError(f"images is empty; expected an image, because {kind} makes none of a text alone")
+            raise RequestError(
+                f"images is empty; expected an image, because {self._call.kind} makes none of a text alone"
+            )
 
     async def _drive(self) -> None:
         while self._waiting and not (self._is_paused or self._is_asleep):
@@ -209,7 +225,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             self._running = tape, batch
             version = self._version
             requests = [image.request for image in batch]
-            thread = asyncio.create_task(asyncio.to_thread(self._tried_and_called, requests, starts))
+            thread = asyncio.create_task(asyncio.to_thread(self._probe_and_call, requests, starts))
             try:
                 pixels = await asyncio.shield(thread)
                 self._hand_over(batch, tape, pixels, version)
@@ -243,8 +259,11 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 "with the prompt"
             )
         final = tape.final.cpu().numpy()
-        form, (rows, shared) = tape.form, self._split(tape, len(batch[0].request.images))
-        with_prompt, without = form.halves(rows, len(batch)) if form.guidance_scale is not None else (rows, None)
+        form = tape.form
+        with_prompt, shared = self._split(tape, len(batch[0].request.images))
+        without: Sequence[Conditions | None] = [None] * len(batch)
+        if form.guidance_scale is not None:
+            with_prompt, without = form.halves(with_prompt, len(batch))
         for row, (image, trajectory) in enumerate(zip(batch, tape.trajectories(), strict=True)):
             sample = ImageSample(
                 request_id=image.request.request_id,
@@ -253,7 +272,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 latents=final[row],
                 trajectory=in_dtype(trajectory, self._dtype),
                 conditions=with_prompt[row],
-                negative_conditions=without[row] if without is not None else None,
+                negative_conditions=without[row],
                 shared_conditions=shared,
                 guidance_scale=form.guidance_scale,
                 keeps_norm=form.keeps_norm,
@@ -267,15 +286,19 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     def _split(self, tape: Tape, num_images: int) -> tuple[list[Conditions], Conditions]:
         """Return the conditions of each row of a step's calls, and those that all share."""
         per_image = self._per_image[num_images]
-        first, *others = ({n: v for n, v in c.items() if n not in per_image} for c in tape.conditions)
-        if not all(same_conditions(first, other) for other in others):
-            raise UnsupportedModelError(
-                f"the pipeline's two calls of its model have other {sorted(first)}; expected the same in both"
-            )
-        parts = [image_conditions(conditions, per_image) for conditions in tape.conditions]
-        return [row for rows, _ in parts for row in rows], parts[0][1]
+        common = {name: value for name, value in tape.conditions[0].items() if name not in per_image}
+        for conditions in tape.conditions[1:]:
+            of_call = {name: value for name, value in conditions.items() if name not in per_image}
+            if not same_conditions(common, of_call):
+                raise UnsupportedModelError(
+                    f"the pipeline's two calls of its model have other {sorted(common)}; expected the same in both"
+                )
+        rows, shared = image_conditions(tape.conditions[0], per_image)
+        for conditions in tape.conditions[1:]:
+            rows += image_conditions(conditions, per_image)[0]
+        return rows, shared
 
-    def _tried_and_called(
+    def _probe_and_call(
         self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
         """Run the pipeline as `_call`, after it was tried with so many images in the prompt."""
@@ -289,8 +312,11 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         It notes which of the model's arguments have a row for each image that is made.
         """
         has_rows: dict[str, bool] = {}
-        prompts = ("probe", "another probe") if self._call.takes_text else ("0", "0")
-        prompts = prompts[:1] * 2 if num_images else prompts
+        prompts = ("probe", "another probe")
+        if not self._call.takes_text:
+            prompts = ("0", "0")
+        elif num_images:
+            prompts = ("probe", "probe")
         grey = (np.full((*_PROBED_SIZE, 3), 128, np.uint8),) * num_images
         sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
         requests = [ImageRequest(request_id="probe", prompt=p, images=grey, sampling=sampling) for p in prompts]
@@ -303,11 +329,15 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 except (AttributeError, IndexError, NameError, RuntimeError, TypeError, ValueError) as error:
                     if isinstance(error, RolloutError | torch.OutOfMemoryError):
                         raise
-                    kind, options = self._call.kind, self._call.options
-                    given = f"and {num_images} image{'s' * (num_images > 1)}" if num_images else "alone"
-                    settings = f"size {size} and {options}" if options else f"size {size}"
+                    images = "alone"
+                    if num_images:
+                        images = f"and {num_images} image{'s' * (num_images > 1)}"
+                    settings = f"size {size}"
+                    if self._call.options:
+                        settings += f" and {self._call.options}"
                     raise UnsupportedModelError(
-                        f"{kind} makes no image of a prompt {given} with {settings}: {' '.join(str(error).split())}"
+                        f"{self._call.kind} makes no image of a prompt {images} with {settings}: "
+                        f"{' '.join(str(error).split())}"
                     ) from error
             if not tape.conditions:
                 raise UnsupportedModelError("the pipeline makes no step: its model was never called")
@@ -322,5 +352,5 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
 def image_generator(seed: int, index: int) -> torch.Generator:
     """Return the generator of an image's initial noise and of the noise of its steps; always on the CPU."""
-    (own,) = sample_seeds(seed, np.array([index]))
-    return torch.Generator().manual_seed(int(own) >> 1)
+    image_seed = int(sample_seeds(seed, np.array([index]))[0])
+    return torch.Generator().manual_seed(image_seed >> 1)

@@ -38,7 +38,8 @@ class Transition(NamedTuple):
         """
         self.require_noise()
         exponents = (next_latents - self.mean) ** 2 / (2 * self.std**2)
-        return -(exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+        minus_log_densities = exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)
+        return -minus_log_densities.flatten(1).mean(1)
 
     def require_noise(self) -> None:
         """Raise `ValueError` if there is no noise."""
@@ -71,8 +72,9 @@ class Kernel(ABC):
             next_level: [B] to go to.
         """
         shape = (-1,) + (1,) * (latents.ndim - 1)
-        columns = (each.to(latents).expand(latents.shape[0]).reshape(shape) for each in (level, next_level))
-        return self._transition(output, latents, *columns)
+        level = level.to(latents).expand(latents.shape[0]).reshape(shape)
+        next_level = next_level.to(latents).expand(latents.shape[0]).reshape(shape)
+        return self._transition(output, latents, level, next_level)
 
     @abstractmethod
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
@@ -112,8 +114,9 @@ class FlowSDE(_NoisyFlow):
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         dt = s_next - s
         g = self.noise_level * torch.sqrt(s / torch.maximum(1 - s, -dt - 3 * (1 - s)))
-        mean = x * (1 + g**2 / (2 * s) * dt) + v * (1 + g**2 * (1 - s) / (2 * s)) * dt
-        return Transition(mean, g * torch.sqrt(-dt))
+        x_term = x * (1 + g**2 / (2 * s) * dt)
+        v_term = v * (1 + g**2 * (1 - s) / (2 * s)) * dt
+        return Transition(x_term + v_term, g * torch.sqrt(-dt))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +158,12 @@ class FlowCPS(_NoisyFlow):
 
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         std = s_next * math.sin(self.noise_level * math.pi / 2)
-        clean, noise = x - s * v, x + (1 - s) * v
-        kind = Transition if self.normalized else UnnormalizedTransition
-        return kind((1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise, std)
+        clean = x - s * v
+        noise = x + (1 - s) * v
+        mean = (1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise
+        if self.normalized:
+            return Transition(mean, std)
+        return UnnormalizedTransition(mean, std)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +181,8 @@ class DDIM(Kernel):
     """x_0 is clipped to +-this, as the scheduler's ``clip_sample`` says; e is the model's all the same."""
 
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
-        a, a_next = s, s_next
+        a = s
+        a_next = s_next
         match self.prediction_type:
             case "epsilon":
                 noise = v
@@ -188,5 +195,6 @@ class DDIM(Kernel):
                 noise = (x - torch.sqrt(a) * clean) / torch.sqrt(1 - a)
         if self.clip_sample_range is not None:
             clean = clean.clamp(-self.clip_sample_range, self.clip_sample_range)
-        std = self.eta * torch.sqrt(((1 - a_next) / (1 - a) * (1 - a / a_next)).clamp(min=0.0))
+        variance = (1 - a_next) / (1 - a) * (1 - a / a_next)
+        std = self.eta * torch.sqrt(variance.clamp(min=0.0))
         return Transition(torch.sqrt(a_next) * clean + torch.sqrt(1 - a_next - std**2) * noise, std)

@@ -33,18 +33,21 @@ class PipelineCall:
     """
 
     def __init__(self, pipeline: Any, denoiser: Any, options: Mapping[str, Any]) -> None:
-        self._pipeline, self._denoiser, self.options = pipeline, denoiser, dict(options)
+        self._pipeline = pipeline
+        self._denoiser = denoiser
+        self.options = dict(options)
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
         self.kind = type(pipeline).__name__
         self.takes_images = "image" in self._accepted
         self.takes_text = "prompt" in self._accepted
-        if unknown := sorted(self.options.keys() - self._accepted):
+        unknown = sorted(self.options.keys() - self._accepted)
+        if unknown:
             raise UnsupportedModelError(f"{self.kind} has no {unknown[0]}: it takes {sorted(self._accepted)}")
 
     def check(self, request: ImageRequest) -> None:
         """Raise `RequestError` if the pipeline has no argument for something that is requested."""
         if not self.takes_text:
-            self._class_of(request.prompt)
+            self._parse_class(request.prompt)
         if request.images and not self.takes_images:
             raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
         negative = request.sampling.negative_prompt
@@ -56,7 +59,9 @@ class PipelineCall:
     @torch.no_grad()
     def __call__(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
         """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
-        prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
+        prompts = [request.prompt for request in requests]
+        images = requests[0].images
+        sampling = requests[0].sampling
         has_decoder = getattr(self._pipeline, "vae", None) is not None
         options: dict[str, Any] = {}
         if images:
@@ -64,42 +69,46 @@ class PipelineCall:
             if sampling.size is not None and "height" not in self._accepted:
                 # InstructPix2Pix makes its images as large as those of the prompt.
                 pictures = [picture.resize(sampling.size[::-1]) for picture in pictures]
-            options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
+            options["image"] = pictures if len(pictures) > 1 else pictures[0]
         if sampling.size is not None and "height" in self._accepted:
             # Without a decoder latents are the images, and the pipeline counts as if there were one.
             factor = 1 if has_decoder else getattr(self._pipeline, "vae_scale_factor", 1)
             height, width = sampling.size
-            options |= {"height": height * factor, "width": width * factor}
+            options["height"] = height * factor
+            options["width"] = width * factor
             if "max_area" in self._accepted:
                 # FLUX.1 Kontext makes its images as large as this.
-                options |= {"max_area": math.prod(sampling.size)}
+                options["max_area"] = math.prod(sampling.size)
             if "use_resolution_binning" in self._accepted:
                 # Sana and PixArt would make an image of a size that they were trained on, and resize it.
-                options |= {"use_resolution_binning": False}
+                options["use_resolution_binning"] = False
         options |= self.options
         if self.takes_text:
-            options |= self._text_of(prompts, has_images=bool(images))
+            options |= self._text_arguments(prompts, has_images=bool(images))
         else:
-            options |= {"class_labels": [self._class_of(p) for p in prompts]}
-        options |= self._guidance(sampling, len(options.get("prompt", ())))
+            options["class_labels"] = [self._parse_class(prompt) for prompt in prompts]
+        options |= self._guidance_arguments(sampling, len(options.get("prompt", ())))
         # The first field is called images or frames.
-        made: torch.Tensor = self._pipeline(
+        output: torch.Tensor = self._pipeline(
             **options,
             generator=list(generators),
             num_inference_steps=sampling.num_inference_steps,
             output_type="pt" if has_decoder else "latent",
         )[0]
-        pixels = made.float() if has_decoder else made.float() / 2 + 0.5
+        pixels = output.float()
+        if not has_decoder:
+            pixels = pixels / 2 + 0.5
         self._check_size(pixels, sampling.size)
         self._check_finite(pixels)
-        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+        pixels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+        return pixels.movedim(-3, -1).cpu().numpy()
 
     def _check_size(self, pixels: torch.Tensor, size: tuple[int, int] | None) -> None:
         """Raise `RequestError` if images [B, 3, H, W] or videos [B, F, 3, H, W] are not as large as requested."""
-        made = tuple(pixels.shape[-2:])
-        if size is not None and made != size:
+        size_made = tuple(pixels.shape[-2:])
+        if size is not None and size_made != size:
             raise RequestError(
-                f"size is {size}; expected one that {self.kind} makes as it is: it makes {made} of this one"
+                f"size is {size}; expected one that {self.kind} makes as it is: it makes {size_made} of this one"
             )
         num_frames = self.options.get("num_frames")
         if num_frames is not None and pixels.shape[1] != num_frames:
@@ -118,7 +127,7 @@ class PipelineCall:
                 f"finite ones: the decoder may overflow in its data type, {dtype}, or its weights are damaged"
             )
 
-    def _text_of(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
+    def _text_arguments(self, prompts: Sequence[str], *, has_images: bool) -> dict[str, Any]:
         """Return the arguments for the prompt of each image; the only prompt of a batch is encoded once."""
         names = ["num_images_per_prompt"]
         if not has_images:
@@ -130,7 +139,7 @@ class PipelineCall:
         # With a count, some pipelines order embeddings p0 p0 p1 p1, and attention masks p0 p1 p0 p1.
         return {"prompt": list(prompts)}
 
-    def _guidance(self, sampling: ImageSampling, num_prompts: int) -> dict[str, Any]:
+    def _guidance_arguments(self, sampling: ImageSampling, num_prompts: int) -> dict[str, Any]:
         """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
         config: Any = self._denoiser.config
         scale = sampling.guidance_scale
@@ -147,13 +156,13 @@ class PipelineCall:
             options["negative_prompt"] = [negative] * num_prompts
         return options
 
-    def _class_of(self, prompt: str) -> int:
+    def _parse_class(self, prompt: str) -> int:
         names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}
         if prompt in names:
             return names[prompt]
         if not prompt.isdecimal():
-            known = ", ".join(list(names)[:5])
-            raise RequestError(
-                f"prompt is {prompt!r}; expected the number of a class{f', or a name: {known}' if known else ''}"
-            )
+            expected = "the number of a class"
+            if names:
+                expected += f", or a name: {', '.join(list(names)[:5])}"
+            raise RequestError(f"prompt is {prompt!r}; expected {expected}")
         return int(prompt)

@@ -7,6 +7,7 @@ denoiser.
 import inspect
 import json
 import re
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,13 +98,18 @@ class Tape:
                 f"the pipeline steps {len(latents)} latents for {len(self._generators)} images; expected one each "
                 "(guidance within the latents, as in DiTPipeline, needs guidance_scale=1)"
             )
-        call = self._checked_calls(output, latents)
+        call = self._take_calls(output, latents)
         timestep = call.timestep
         self.times.append((time, timestep))
-        index, self._num_steps = self._num_steps, self._num_steps + 1
-        windows = [sampling.window or (0, sampling.num_inference_steps) for sampling in self._samplings]
-        rows = [row for row, (first, end) in enumerate(windows) if first <= index < end]
-        all_outputs, all_latents = output.float(), latents.float()
+        index = self._num_steps
+        self._num_steps += 1
+        rows: list[int] = []
+        for row, sampling in enumerate(self._samplings):
+            first, end = sampling.window or (0, sampling.num_inference_steps)
+            if first <= index < end:
+                rows.append(row)
+        all_outputs = output.float()
+        all_latents = latents.float()
         # Without an index all rows stay where they are.
         inside = slice(None) if len(rows) == len(latents) else rows
         following = self._plain(all_outputs, all_latents, level, next_level).mean.to(output.dtype).float()
@@ -111,15 +117,17 @@ class Tape:
             x = all_latents[inside]
             mean, std = transition = self._kernel(all_outputs[inside], x, level, next_level)
             has_noise = bool((std > 0).all())
-            drawn = mean + std * self._noise(x, rows) if has_noise else mean
+            drawn = mean
+            if has_noise:
+                drawn = mean + std * self._draw_noise(x, rows)
             # What the model sees next is what has a density.
             drawn = drawn.to(output.dtype).float()
             if has_noise or self._samplings[0].window is not None:
                 if not call.is_of_trained:
-                    own = self._samplings[rows[0]]
+                    sampling = self._samplings[rows[0]]
                     raise UnsupportedModelError(
-                        f"window is {own.window} and step {index} is not made by the model that is trained; expected a "
-                        f"window of its steps among {own.num_inference_steps}"
+                        f"window is {sampling.window} and step {index} is not made by the model that is trained; "
+                        f"expected a window of its steps among {sampling.num_inference_steps}"
                     )
                 self.steps.append(
                     {
@@ -141,37 +149,40 @@ class Tape:
     def trajectories(self) -> Iterator[Trajectory]:
         """Yield the trajectory of each image, after the last step."""
         assert self.final is not None
-        arrays = [{name: step[name].cpu().numpy() for name in STACKED} for step in self.steps]
+        # The values of each field at each step, for each image.
+        values_by_image = [defaultdict[str, list[Any]](list) for _ in range(len(self.final))]
+        for step in self.steps:
+            stacked = {name: step[name].cpu().numpy() for name in STACKED}
+            for index, row in enumerate(step["rows"]):
+                values = values_by_image[row]
+                for name in STACKED:
+                    values[name].append(stacked[name][index])
+                for name in (*SCALARS, "steps"):
+                    values[name].append(step[name])
         shapes = dict.fromkeys(STACKED, tuple(self.final.shape[1:])) | {"log_probs": ()}
-        found: list[list[tuple[int, int]]] = [[] for _ in self.final]
-        for index, step in enumerate(self.steps):
-            for place, row in enumerate(step["rows"]):
-                found[row].append((index, place))
-        for places in found:
-            own = [self.steps[index] for index, _ in places]
-            stacked = {
-                name: np.array([arrays[index][name][place] for index, place in places], np.float32).reshape(
-                    len(places), *shape
-                )
-                for name, shape in shapes.items()
-            }
-            scalars = {name: np.array([step[name] for step in own], np.float32) for name in SCALARS}
-            yield Trajectory(**stacked, **scalars, steps=np.array([step["steps"] for step in own], np.int64))
+        for values in values_by_image:
+            steps = np.array(values["steps"], np.int64)
+            arrays = {name: np.array(values[name], np.float32) for name in STACKED + SCALARS}
+            for name, shape in shapes.items():
+                arrays[name] = arrays[name].reshape(len(steps), *shape)
+            yield Trajectory(**arrays, steps=steps)
 
-    def _checked_calls(self, given: torch.Tensor, latents: torch.Tensor) -> ModelCall:
+    def _take_calls(self, scheduler_input: torch.Tensor, latents: torch.Tensor) -> ModelCall:
         """Take the calls of this step, which made the scheduler's input, and return the first."""
-        calls, self._calls[:] = list(self._calls), []
+        calls = list(self._calls)
+        self._calls.clear()
         if len(calls) not in (1, 2):
             raise UnsupportedModelError(
                 f"the pipeline calls its model {len(calls)} times a step; expected once or twice"
             )
         conditions = [call.conditions(latents) for call in calls]
         if self.form is None:
-            self.form, self.conditions = AnswerForm.found(calls, given, self._samplings[0].guidance_scale), conditions
+            self.form = AnswerForm.find(calls, scheduler_input, self._samplings[0].guidance_scale)
+            self.conditions = conditions
         elif not (
             len(calls) == len(self.conditions)
             and all(map(same_conditions, conditions, self.conditions))
-            and self.form.holds(calls, given)
+            and self.form.holds(calls, scheduler_input)
         ):
             raise UnsupportedModelError(
                 "the pipeline calls its model otherwise in later steps than in the first; expected the same conditions "
@@ -179,11 +190,13 @@ class Tape:
             )
         return calls[0]
 
-    def _noise(self, like: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def _draw_noise(self, like: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Draw noise [R, ...] for the images in ``rows`` alone."""
-        shape, generators = like.shape[1:], [self._generators[row] for row in rows]
-        drawn = [torch.randn(shape, generator=g, device=g.device, dtype=torch.float32) for g in generators]
-        return torch.stack(drawn).to(like.device)
+        noise: list[torch.Tensor] = []
+        for row in rows:
+            generator = self._generators[row]
+            noise.append(torch.randn(like.shape[1:], generator=generator, device=generator.device, dtype=torch.float32))
+        return torch.stack(noise).to(like.device)
 
 
 class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
@@ -193,9 +206,10 @@ class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
         assert self.tape is not None
         if self.step_index is None:
             self._init_step_index(timestep)
-        sigmas, index = cast(torch.Tensor, self.sigmas), self._step_index
-        level, config = sigmas[index], cast(Any, self.config)
-        time = float(level) * config.num_train_timesteps
+        sigmas = cast(torch.Tensor, self.sigmas)
+        index = self._step_index
+        level = sigmas[index]
+        time = float(level) * cast(Any, self.config).num_train_timesteps
         following = self.tape.step(model_output, sample, level, sigmas[index + 1], time=time)
         self._step_index = index + 1
         return _Stepped(following)
@@ -238,29 +252,37 @@ class Recorded:
 
     def __init__(self, pipeline: Any, component: str = "") -> None:
         self.pipeline = pipeline
-        pipeline.scheduler = self._scheduler = _recording(pipeline.scheduler)
-        found = {name: getattr(pipeline, name, None) for name in _DENOISERS}
-        models = {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
-        kind = type(pipeline).__name__
+        pipeline.scheduler = self._scheduler = _make_recording_scheduler(pipeline.scheduler)
+        models: dict[str, torch.nn.Module] = {}
+        for name in _DENOISERS:
+            model = getattr(pipeline, name, None)
+            if isinstance(model, torch.nn.Module):
+                models[name] = model
+        class_name = type(pipeline).__name__
         if not models:
-            raise UnsupportedModelError(f"{kind} has no model; expected a transformer or a unet")
-        if component not in (models if len(models) > 1 else ("", *models)):
-            raise UnsupportedModelError(f"component is {component!r}; expected {' or '.join(models)}, which {kind} has")
-        self.denoiser = denoiser = models[component] if component else next(iter(models.values()))
+            raise UnsupportedModelError(f"{class_name} has no model; expected a transformer or a unet")
+        if not component and len(models) == 1:
+            component = next(iter(models))
+        if component not in models:
+            names = " or ".join(models)
+            raise UnsupportedModelError(f"component is {component!r}; expected {names}, which {class_name} has")
+        self.denoiser = denoiser = models[component]
         self.num_train_timesteps: int = self._scheduler.config.num_train_timesteps
         self.is_flow = isinstance(self._scheduler, _FlowScheduler)
         self._parameters = list(inspect.signature(denoiser.forward).parameters)
         self._calls: list[ModelCall] = []
         self._arguments: dict[str, Any] = {}
         for model in models.values():
-            model.register_forward_pre_hook(self._called, with_kwargs=True)
-            model.register_forward_hook(self._answered)
+            model.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
+            model.register_forward_hook(self._note_output)
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the scheduler's own settings; a `RequestError` if it is not for this kind of model."""
         if self.is_flow == isinstance(kernel, DDIM):
-            kind, needed = ("flow matching", "a flow kernel") if self.is_flow else ("DDPM's kind", "DDIM")
-            raise RequestError(f"kernel is {type(kernel).__name__}; expected {needed}, because the model is of {kind}")
+            expected = "DDIM, because the model is of DDPM's kind"
+            if self.is_flow:
+                expected = "a flow kernel, because the model is of flow matching"
+            raise RequestError(f"kernel is {type(kernel).__name__}; expected {expected}")
         return suited(kernel, self._scheduler)
 
     @contextmanager
@@ -271,19 +293,22 @@ class Recorded:
         """
         # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
-        kernel = plain if isinstance(samplings[0].kernel, FlowODE) else self.kernel(samplings[0].kernel)
+        kernel = plain
+        if not isinstance(samplings[0].kernel, FlowODE):
+            kernel = self.kernel(samplings[0].kernel)
         tape = Tape(samplings, generators, kernel=kernel, plain=plain, calls=self._calls)
         self._calls.clear()
-        outer, self._scheduler.tape = self._scheduler.tape, tape
+        outer = self._scheduler.tape
+        self._scheduler.tape = tape
         try:
             yield tape
         finally:
             self._scheduler.tape = outer
 
-    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_arguments(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
 
-    def _answered(self, model: torch.nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def _note_output(self, model: torch.nn.Module, _: tuple[Any, ...], output: Any) -> None:
         call = ModelCall(
             arguments=self._arguments,
             latents_argument=self._parameters[0],
@@ -304,8 +329,11 @@ def suited(kernel: Kernel, scheduler: Any) -> Kernel:
 
 def weight_variant(folder: str | Path) -> str | None:
     """Return the variant of a model's folder, such as fp16, if it has no weights without one; None: it has some."""
-    matches = [_WEIGHTS.fullmatch(file.name) for file in Path(folder).iterdir()]
-    variants = {match["variant"] for match in matches if match}
+    variants: set[str] = set()
+    for file in Path(folder).iterdir():
+        match = _WEIGHTS.fullmatch(file.name)
+        if match:
+            variants.add(match["variant"])
     if not variants or None in variants:
         return None
     return min(variants)
@@ -324,40 +352,43 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
         raise UnsupportedModelError(f"{path} has no model_index.json; expected the folder of a pipeline of diffusers")
     components = json.loads(index.read_text())
     name = components.get("_class_name")
-    if (kind := getattr(diffusers, name or "", None)) is None:
+    pipeline_class = getattr(diffusers, name or "", None)
+    if pipeline_class is None:
         raise UnsupportedModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
-    absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
-    found = [weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()]
-    variants = sorted({variant for variant in found if variant is not None})
+    absent = {name: None for name, entry in components.items() if isinstance(entry, list) and entry[0] is None}
+    by_folder = [weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()]
+    variants = sorted({variant for variant in by_folder if variant is not None})
     if len(variants) > 1:
         raise UnsupportedModelError(f"{path} has weights of the variants {variants}; expected one")
-    variant = variants[0] if variants else None
+    variant = next(iter(variants), None)
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        pipeline = kind.from_pretrained(path, dtype=dtype, local_files_only=True, variant=variant, **absent)
+        pipeline = pipeline_class.from_pretrained(path, dtype=dtype, local_files_only=True, variant=variant, **absent)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{path} does not load: {error}") from error
     finally:
         if has_bar:
             logging.enable_progress_bar()
     for name, component in pipeline.components.items():
+        if not isinstance(component, torch.nn.Module):
+            continue
         # diffusers leaves on the meta device what the files lack.
-        tensors = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
-        if missing := [tensor for tensor, parameter in tensors if parameter.is_meta]:
+        missing = [tensor for tensor, parameter in component.named_parameters() if parameter.is_meta]
+        if missing:
             raise UnsupportedModelError(
                 f"the weights in {Path(path) / name} lack {len(missing)} of the model's tensors, such as {missing[0]}"
             )
     return pipeline
 
 
-def _recording(scheduler: Any) -> Any:
-    kinds: dict[type, type] = {FlowMatchEulerDiscreteScheduler: _FlowScheduler, DDIMScheduler: _DDIMScheduler}
-    for kind, recording in kinds.items():
-        if type(scheduler) in (kind, recording):
-            unfit = ("stochastic_sampling", "thresholding", "invert_sigmas")
-            if found := [name for name in unfit if scheduler.config.get(name)]:
-                raise UnsupportedModelError(f"the scheduler has {found[0]}: its steps have no log-probability then")
+def _make_recording_scheduler(scheduler: Any) -> Any:
+    classes: dict[type, type] = {FlowMatchEulerDiscreteScheduler: _FlowScheduler, DDIMScheduler: _DDIMScheduler}
+    for plain, recording in classes.items():
+        if type(scheduler) in (plain, recording):
+            for name in ("stochastic_sampling", "thresholding", "invert_sigmas"):
+                if scheduler.config.get(name):
+                    raise UnsupportedModelError(f"the scheduler has {name}: its steps have no log-probability then")
             return recording.from_config(scheduler.config)
     raise UnsupportedModelError(
         f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected "

@@ -26,22 +26,25 @@ class HostedEncoders:
     """
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
-        names = [name for name in pipeline.components if name.startswith("text_encoder")]
-        self.modules: list[torch.nn.Module] = [m for name in names if (m := getattr(pipeline, name)) is not None]
+        self.modules: list[torch.nn.Module] = []
+        for name in pipeline.components:
+            if name.startswith("text_encoder") and getattr(pipeline, name) is not None:
+                self.modules.append(getattr(pipeline, name))
         if not self.modules or not hasattr(pipeline, "encode_prompt"):
-            kind = type(pipeline).__name__
-            raise UnsupportedModelError(f"{kind} has no text encoder; expected one with offload_text_encoders")
+            raise UnsupportedModelError(
+                f"{type(pipeline).__name__} has no text encoder; expected one with offload_text_encoders"
+            )
         self._weights = HostWeights(self.modules, device)
         self._encode = pipeline.encode_prompt
         pipeline.encode_prompt = self._encode_prompt
-        self._weights.leave(version=0)
+        self._weights.offload(version=0)
 
     def _encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
-        self._weights.come()
+        self._weights.onload()
         try:
             return self._encode(*args, **kwargs)
         finally:
-            self._weights.leave(version=0)
+            self._weights.offload(version=0)
 
 
 def cut_prompts(path: str | Path, prompts: Sequence[str], *, max_sequence_length: int = 0) -> list[str]:
@@ -68,7 +71,9 @@ def cut_prompts(path: str | Path, prompts: Sequence[str], *, max_sequence_length
     for name in names:
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(path) / name, local_files_only=True)
         is_clip = components[name][1].startswith("CLIP")
-        limit = tokenizer.model_max_length if is_clip else max_sequence_length or tokenizer.model_max_length
+        limit = tokenizer.model_max_length
+        if max_sequence_length and not is_clip:
+            limit = max_sequence_length
         token_ids = tokenizer(remaining, verbose=False)["input_ids"] if remaining else []
         remaining = [prompt for prompt, ids in zip(remaining, token_ids, strict=True) if len(ids) > limit]
     return remaining

@@ -47,10 +47,10 @@ class ImageSampling:
     negative_prompt: str = ""
     """Text that the model is given in place of the prompt in the pass without it; empty: the pipeline's own."""
 
-    def suits(self, other: "ImageSampling") -> bool:
+    def suits(self, sampling: "ImageSampling") -> bool:
         """Return whether images with these settings and with others can be made in one batch: windows may differ."""
-        has_windows = self.window is not None and other.window is not None
-        return self == other or (has_windows and replace(self, window=other.window) == other)
+        has_windows = self.window is not None and sampling.window is not None
+        return self == sampling or (has_windows and replace(self, window=sampling.window) == sampling)
 
     def __post_init__(self) -> None:
         if self.num_inference_steps < 1:
@@ -95,15 +95,15 @@ class ImageRequest(AnyRequest):
         """Number of steps of an image."""
         return self.sampling.num_inference_steps
 
-    def fits(self, other: "ImageRequest") -> bool:
+    def fits(self, request: "ImageRequest") -> bool:
         """Return whether it can be in a batch with another one. Pipelines take the images of one prompt at a time."""
-        has_images = bool(self.images or other.images)
-        return self is other or (self.sampling.suits(other.sampling) and not has_images)
+        has_images = bool(self.images or request.images)
+        return self is request or (self.sampling.suits(request.sampling) and not has_images)
 
     def aborted(self, index: int) -> "ImageSample":
         """Return an aborted image without content."""
         nothing = np.zeros(0, np.float32)
-        trajectory = Trajectory(**dict.fromkeys((*STACKED, *SCALARS), nothing), steps=np.zeros(0, np.int64))
+        trajectory = Trajectory(**dict.fromkeys(STACKED + SCALARS, nothing), steps=np.zeros(0, np.int64))
         return ImageSample(
             request_id=self.request_id,
             index=index,

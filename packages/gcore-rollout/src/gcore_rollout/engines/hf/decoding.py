@@ -10,6 +10,7 @@ D head dimension, V vocabulary.
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -47,7 +48,9 @@ def fused_attention(device: torch.device) -> contextlib.AbstractContextManager[o
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy an array to the device; on CUDA from pinned memory, for which the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def load_model(
@@ -56,11 +59,13 @@ def load_model(
     """Load a local Hugging Face folder with the engine's attention, and its image processor if it reads images."""
     config = AutoConfig.from_pretrained(path)
     text_config: Any = config.get_text_config()
-    vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
+    vision: VisionProcessor | None = None
     attention: Any = ATTENTION_NAME
-    if vision is not None:
-        attention = {"text_config": attention, "vision_config": "sdpa"}
-    auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    auto_class: Any = AutoModelForCausalLM
+    if config.model_type in VISION_MODELS:
+        vision = VisionProcessor.from_pretrained(path)
+        attention = {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+        auto_class = AutoModelForImageTextToText
     try:
         model, loaded = auto_class.from_pretrained(
             path,
@@ -91,8 +96,8 @@ def load_model(
             f"{list(expected)}"
         )
     # transformers itself ignores an attention that the model never calls, and the samples would mix.
-    others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if not model.is_backend_compatible() or others:
+    unknown_types = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not model.is_backend_compatible() or unknown_types:
         raise UnsupportedModelError(
             f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
             "the hf engine cannot run it, the vllm engine may"
@@ -114,8 +119,8 @@ def longest_sequence(config: Any) -> int:
     """
     longest: int = config.max_position_embeddings
     rope: Any = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") == "longrope":
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             longest = min(longest, parameters["original_max_position_embeddings"])
     return longest
 
@@ -161,8 +166,8 @@ def check_logits(
         ) from error
     finally:
         config._attn_implementation = own_attention
-    actual_P2V = torch.stack([after_prompts_PV, after_tokens_PV], dim=1)
-    differences_P2 = (actual_P2V.float().log_softmax(-1) - torch.stack(expected)).abs().mean(-1)
+    log_probs_P2V = torch.stack([after_prompts_PV, after_tokens_PV], dim=1).float().log_softmax(-1)
+    differences_P2 = (log_probs_P2V - torch.stack(expected)).abs().mean(-1)
     rounds = model.dtype not in (torch.float32, torch.float64) or "expert" in str(model.config.to_dict().keys())
     if model.device.type == "cuda":
         rounds |= torch.get_float32_matmul_precision() != "highest"
@@ -189,7 +194,7 @@ def pack(
     longest = int(lengths.max())
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     padded_index = positions + np.repeat(np.arange(len(prompts)) * longest, lengths)
-    tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
+    tokens = np.fromiter(chain.from_iterable(prompts), np.int64, count=int(ends[-1]))
     return tokens, positions, padded_index, ends, longest
 
 
@@ -245,7 +250,9 @@ def sample_tokens(
         logits_BV = logits_BV / divisors[:, None]
     if top_p is not None and top_k is not None:
         device = logits_BV.device
-        logits_BV = truncate_logits(logits_BV, torch.from_numpy(top_p).to(device), torch.from_numpy(top_k).to(device))
+        top_p_B = torch.from_numpy(top_p).to(device)
+        top_k_B = torch.from_numpy(top_k).to(device)
+        logits_BV = truncate_logits(logits_BV, top_p_B, top_k_B)
     log_probs_BV = torch.log_softmax(logits_BV, dim=-1)
     cdf_BV = log_probs_BV.double().exp_().cumsum(dim=-1)
     threshold_B1 = torch.from_numpy(u).to(cdf_BV.device)[:, None] * cdf_BV[:, -1:]
@@ -297,7 +304,8 @@ class SlotCache:
 
     def layer(self, index: int, like_1KTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return key and value buffers [num_slots, K, capacity, D] of one layer, made on first use."""
-        keys, values = self.keys[index], self.values[index]
+        keys = self.keys[index]
+        values = self.values[index]
         if keys is None or values is None:
             _, num_heads, _, head_dim = like_1KTD.shape
             shape = (self.num_slots, num_heads, self.capacity, head_dim)
@@ -308,7 +316,7 @@ class SlotCache:
 
     def move(self, src: torch.Tensor, dst: torch.Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``src`` to slots ``dst`` (both [M], disjoint)."""
-        for buffer in (*self.keys, *self.values):
+        for buffer in self.keys + self.values:
             if buffer is not None:
                 buffer[dst, :, :length] = buffer[src, :, :length]
 
@@ -383,12 +391,15 @@ class Decode:
         keys[self.slots, :, self.positions] = k_1KTD[0].transpose(0, 1)
         values[self.slots, :, self.positions] = v_1KTD[0].transpose(0, 1)
         _, num_heads, batch, head_dim = q_1HTD.shape
-        num_kv_heads, length = k_1KTD.shape[1], self.mask.shape[-1]
+        num_kv_heads = k_1KTD.shape[1]
+        length = self.mask.shape[-1]
         # Query heads that share a key-value head are rows of one query: no repeated keys, no copy of the cache.
         q_BKGD = q_1HTD[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        k_BKLD, v_BKLD = keys[:batch, :, :length], values[:batch, :, :length]
+        k_BKLD = keys[:batch, :, :length]
+        v_BKLD = values[:batch, :, :length]
         mask = self.mask
-        if (window := rule.sliding_window) is not None and window < length:
+        window = rule.sliding_window
+        if window is not None and window < length:
             is_outside_BL = torch.arange(length, device=mask.device) <= self.positions[:, None] - window
             mask = mask.masked_fill(is_outside_BL[:, None, None], -torch.inf)
         if _is_plain(rule):

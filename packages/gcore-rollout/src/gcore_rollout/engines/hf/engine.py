@@ -30,8 +30,8 @@ from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import Completion, FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     Control,
+    QueuedSample,
     QueueingEngine,
-    Sample,
     SampleFilter,
     TokenLimits,
     checked_weights,
@@ -39,18 +39,18 @@ from gcore_rollout.engines.queueing import (
     uniforms,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
-from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.digests import digest_held_tensor
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 ALL_TOKENS = 2**31 - 1
 """Top-k of samples that are drawn from all tokens."""
 
 
-class Rows:
+class SampleRows:
     """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
 
     def __init__(self, num_rows: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[QueuedSample] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
         self.top_p = np.ones(num_rows, np.float32)
@@ -69,23 +69,29 @@ class Rows:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def add(self, group: list[Sample]) -> None:
+    def add(self, group: list[QueuedSample]) -> None:
         """Put samples of one request that start from the same tokens into the next rows."""
-        sampling, prefix_length = group[0].request.sampling, group[0].prefix_length
+        sampling = group[0].request.sampling
+        prefix_length = group[0].prefix_length
         detection = sampling.repetition_detection
         pattern = (0, 0, 0)
         if detection is not None:
-            self._widen("runs", detection.max_pattern_size)
+            self._add_columns("runs", detection.max_pattern_size)
             pattern = (detection.min_pattern_size, detection.max_pattern_size, detection.min_count)
         for name in ("tokens", "log_probs", "versions"):
-            self._widen(name, sampling.max_tokens)
+            self._add_columns(name, sampling.max_tokens)
 
         slots = slice(len(self), len(self) + len(group))
         self.samples.extend(group)
-        self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
+        indices = np.array([sample.index for sample in group])
+        self.seeds[slots] = sample_seeds(group[0].request.seed, indices)
         self.temperatures[slots] = sampling.temperature
-        self.top_p[slots] = sampling.top_p if sampling.truncates else 1.0
-        self.top_k[slots] = sampling.top_k if sampling.truncates and sampling.top_k > 0 else ALL_TOKENS
+        self.top_p[slots] = 1.0
+        self.top_k[slots] = ALL_TOKENS
+        if sampling.truncates:
+            self.top_p[slots] = sampling.top_p
+            if sampling.top_k > 0:
+                self.top_k[slots] = sampling.top_k
         self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
         self.num_sampled[slots] = prefix_length
         self.max_tokens[slots] = sampling.max_tokens
@@ -112,10 +118,12 @@ class Rows:
         for s, d in zip(src.tolist(), dst.tolist(), strict=True):
             self.samples[d] = self.samples[s]
 
-    def _widen(self, name: str, num_columns: int) -> None:
+    def _add_columns(self, name: str, num_columns: int) -> None:
+        """Append zeros to an array until it has so many columns."""
         array = getattr(self, name)
-        if (missing := num_columns - array.shape[1]) > 0:
-            setattr(self, name, np.pad(array, ((0, 0), (0, missing))))
+        num_missing = num_columns - array.shape[1]
+        if num_missing > 0:
+            setattr(self, name, np.pad(array, ((0, 0), (0, num_missing))))
 
 
 class HFEngine(QueueingEngine[Request, Completion]):
@@ -147,14 +155,15 @@ class HFEngine(QueueingEngine[Request, Completion]):
         self._device: torch.device = model.device
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
-        self._rows = Rows(max_num_seqs)
-        # transformers has names of its own for parameters of these models.
-        names: list[str] = [] if vision is None else list(model.state_dict())
-        self._hub_names = {name: checkpoint_name(model, name) for name in names}
-        first = {id(parameter): self._published(name) for name, parameter in model.named_parameters()}
+        self._rows = SampleRows(max_num_seqs)
+        self._hub_names: dict[str, str] = {}
+        if vision is not None:
+            # transformers has names of its own for parameters of these models.
+            self._hub_names = {name: checkpoint_name(model, name) for name in model.state_dict()}
+        first = {id(parameter): self._published_name(name) for name, parameter in model.named_parameters()}
         # The first name of each parameter by all of its names: a tied head is the embedding.
-        named = model.named_parameters(remove_duplicate=False)
-        self._sources: dict[str, str] = {self._published(name): first[id(p)] for name, p in named}
+        parameters = model.named_parameters(remove_duplicate=False)
+        self._sources: dict[str, str] = {self._published_name(name): first[id(p)] for name, p in parameters}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
         self._hosted = HostWeights([self._model], self._device)
@@ -225,11 +234,11 @@ class HFEngine(QueueingEngine[Request, Completion]):
         Where `sleep` has dropped the old ones, tensors are copied as they come, so that the new ones need not be in
         memory together.
         """
-        own, new = self._checked_weights(weights, version, at_once=self._has_weights)
+        parameters, new = self._checked_weights(weights, version, at_once=self._has_weights)
         for name, tensor in new:
             if self._is_borrowing:
-                own[name].data = torch.empty_like(own[name])
-            own[name].data.copy_(tensor, non_blocking=True)
+                parameters[name].data = torch.empty_like(parameters[name])
+            parameters[name].data.copy_(tensor, non_blocking=True)
         self._is_borrowing = False
         self._has_taken(version)
         if self._device.type == "cuda":
@@ -242,39 +251,42 @@ class HFEngine(QueueingEngine[Request, Completion]):
         Returns:
             Whether the tensors are in use from now on: they must not change until the next update is done.
         """
-        own, checked = self._checked_weights(weights, version, at_once=True)
+        parameters, checked = self._checked_weights(weights, version, at_once=True)
         new = dict(checked)
-        if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
-            await self.update_weights(new.items(), version=version)
-            return False
         for name, tensor in new.items():
-            own[name].data = tensor.detach()
+            if tensor.device != parameters[name].device or tensor.dtype != parameters[name].dtype:
+                await self.update_weights(new.items(), version=version)
+                return False
+        for name, tensor in new.items():
+            parameters[name].data = tensor.detach()
         self._is_borrowing = True
         self._has_taken(version)
         return True
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
-        own = self._own_weights()
-        tensors = [held(n, own[n].detach, source=self._sources[n]) for n in (self._sources if names is None else names)]
+        parameters = self._parameters()
+        if names is None:
+            names = list(self._sources)
+        tensors = [digest_held_tensor(n, parameters[n].detach, source=self._sources[n]) for n in names]
         return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool
     ) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
         self._check_update(version)
-        own = self._own_weights()
-        return own, checked_weights(own, weights, at_once=at_once)
+        parameters = self._parameters()
+        return parameters, checked_weights(parameters, weights, at_once=at_once)
 
     async def close(self) -> None:
         self._stop()
-        self._rows = Rows(0)
+        self._rows = SampleRows(0)
         self._drop_cache()
 
-    def _own_weights(self) -> dict[str, torch.Tensor]:
-        return {self._published(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {self._published_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
-    def _published(self, name: str) -> str:
+    def _published_name(self, name: str) -> str:
         return self._hub_names.get(name, name)
 
     def _check_request(self, request: Request) -> None:
@@ -285,14 +297,14 @@ class HFEngine(QueueingEngine[Request, Completion]):
 
     async def _control(self, name: Control) -> None:
         if name in ("wake", "wake_weights"):
-            self._hosted.come()
+            self._hosted.onload()
         elif name in ("sleep", "discard"):
             self._drop_cache()
             if name == "discard":
                 self._hosted.drop()
                 self._is_borrowing = False
             elif self._device.type != "cpu":
-                self._hosted.leave(self._version)
+                self._hosted.offload(self._version)
             if self._device.type != "cpu":
                 torch.accelerator.empty_cache()
 
@@ -303,7 +315,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
     def _step(self) -> None:
         num_old = len(self._rows)
         prefill_logits = self._admit()
-        logits = [] if num_old == 0 else [self._logits_after_tokens(num_old)]
+        logits: list[torch.Tensor] = []
+        if num_old:
+            logits.append(self._logits_after_tokens(num_old))
         if prefill_logits is not None:
             logits.append(prefill_logits)
         if logits:
@@ -321,7 +335,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
             self._rows.num_sampled[: len(prompts)] = 1
             return [after_prompts, self._logits_after_tokens(len(prompts))]
         finally:
-            self._rows = Rows(self._max_num_seqs)
+            self._rows = SampleRows(self._max_num_seqs)
             self._drop_cache()
             self._prompt_tokens = 0
 
@@ -342,15 +356,22 @@ class HFEngine(QueueingEngine[Request, Completion]):
         num_slots = min(round_up(len(self._rows), 64), self._max_num_seqs)
         self._cache.reserve(num_slots, min(round_up(length, self._LENGTH_STEP), self._limits.max_length))
 
-    def _prefill(self, groups: Sequence[list[Sample]], first: int) -> torch.Tensor:
+    def _prefill(self, groups: Sequence[list[QueuedSample]], first: int) -> torch.Tensor:
         """Return logits [M, V] of the slots from ``first`` on; the samples of a group have one prompt."""
         samples = [group[0] for group in groups]
         tokens, positions, padded_index, ends, longest = pack([sample.start_token_ids for sample in samples])
         self._prompt_tokens += int(ends[-1])
         slot_prompts = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        slots, which = np.arange(first, first + len(slot_prompts)), self._tensor(slot_prompts)
-        to_slots = {"slots": self._tensor(slots), "prompts": which, "padded_index": self._tensor(padded_index)}
-        plan = Prefill(cache=self._cache, num_prompts=len(samples), max_length=longest, **to_slots)
+        slots = np.arange(first, first + len(slot_prompts))
+        which = self._tensor(slot_prompts)
+        plan = Prefill(
+            cache=self._cache,
+            num_prompts=len(samples),
+            max_length=longest,
+            slots=self._tensor(slots),
+            prompts=which,
+            padded_index=self._tensor(padded_index),
+        )
         keep = self._tensor(ends - 1)
         if self._limits.vision is None or not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
@@ -364,7 +385,8 @@ class HFEngine(QueueingEngine[Request, Completion]):
         """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
         rows = self._rows
         positions = rows.prompt_lengths[:batch] + rows.num_sampled[:batch] - 1
-        plan = Decode.at(self._tensor(positions), self._cache, int(positions.max()) + 1, dtype=self._model.dtype)
+        length = int(positions.max()) + 1
+        plan = Decode.at(self._tensor(positions), self._cache, length, dtype=self._model.dtype)
         tokens = self._tensor(rows.last_tokens[:batch])[None]
         return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
 
@@ -379,13 +401,18 @@ class HFEngine(QueueingEngine[Request, Completion]):
 
     def _sample(self, logits_BV: torch.Tensor) -> NDArray[np.int64]:
         """Draw a token of every sample, and return the slots of those that ended with it."""
-        rows, batch = self._rows, len(self._rows)
+        rows = self._rows
+        batch = len(rows)
         u = uniforms(rows.seeds[:batch], rows.num_sampled[:batch])
-        truncation: dict[str, Any] = {}
+        top_p: NDArray[np.float32] | None = None
+        top_k: NDArray[np.int64] | None = None
         if rows.truncates:
-            truncation = {"top_p": rows.top_p[:batch], "top_k": rows.top_k[:batch]}
-        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u, **truncation)
-        return np.flatnonzero(self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()))
+            top_p = rows.top_p[:batch]
+            top_k = rows.top_k[:batch]
+        temperatures = rows.temperatures[:batch]
+        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, temperatures, u, top_p=top_p, top_k=top_k)
+        ended = self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy())
+        return np.flatnonzero(ended)
 
     def _record(
         self, slots: NDArray[np.int64], tokens: NDArray[np.int64], log_probs: NDArray[np.float32]
@@ -399,11 +426,13 @@ class HFEngine(QueueingEngine[Request, Completion]):
         rows.versions[slots, at] = self._version
         rows.num_sampled[slots] = at + 1
         self._completion_tokens += len(slots)
-        stopped, full = np.isin(tokens, self._eos), at + 1 >= rows.max_tokens[slots]
+        stopped = np.isin(tokens, self._eos)
+        full = at + 1 >= rows.max_tokens[slots]
         for i in np.flatnonzero(rows.has_stop[slots] & ~stopped).tolist():
             stop = rows.samples[slots[i]].request.sampling.stop
             before = rows.tokens[slots[i], : at[i]]
-            stopped[i] = self._limits.stop_strings.find_end([int(tokens[i])], stop, before=[before]) is not None
+            end = self._limits.stop_strings.find_end([int(tokens[i])], stop, before=[before])
+            stopped[i] = end is not None
         ended = stopped | full
         if rows.runs.size:
             which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.
@@ -412,35 +441,47 @@ class HFEngine(QueueingEngine[Request, Completion]):
             rows.runs[which] = runs
             ended |= is_repetitive(runs, *rows.patterns[which].T)
         for i in np.flatnonzero(ended).tolist():
-            self._finish(int(slots[i]), "stop" if stopped[i] else "length" if full[i] else "repetition")
+            reason: FinishReason = "repetition"
+            if stopped[i]:
+                reason = "stop"
+            elif full[i]:
+                reason = "length"
+            self._finish(int(slots[i]), reason)
         return ended
 
     def _finish(self, row: int, reason: FinishReason) -> None:
-        rows, sample = self._rows, self._rows.samples[row]
+        rows = self._rows
+        sample = rows.samples[row]
         new = slice(sample.prefix_length, int(rows.num_sampled[row]))
         sample.finish(rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason)
 
     @torch.inference_mode()
-    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
-        removed = [(row, sample) for row, sample in enumerate(self._rows.samples) if which(sample)]
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
+        rows: list[int] = []
+        removed: list[QueuedSample] = []
+        for row, sample in enumerate(self._rows.samples):
+            if which(sample):
+                rows.append(row)
+                removed.append(sample)
         if as_aborted:
-            for row, _ in removed:
+            for row in rows:
                 self._finish(row, "abort")
-        self._release(np.array([row for row, _ in removed], np.int64))
-        return [sample for _, sample in removed]
+        self._release(np.array(rows, np.int64))
+        return removed
 
     def _release(self, slots: NDArray[np.int64]) -> None:
         """Free ``slots``, and move the last live samples into the holes."""
         if len(slots) == 0:
             return
-        left = len(self._rows) - len(slots)
-        tail = np.setdiff1d(np.arange(left, len(self._rows)), slots, assume_unique=True)
+        num_live = len(self._rows) - len(slots)
+        tail = np.setdiff1d(np.arange(num_live, len(self._rows)), slots, assume_unique=True)
         if len(tail):
-            self._move(tail, slots[slots < left])
-        del self._rows.samples[left:]
+            self._move(tail, slots[slots < num_live])
+        del self._rows.samples[num_live:]
 
     def _move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
-        length = int((self._rows.prompt_lengths[src] + self._rows.num_sampled[src]).max()) + self._MAX_UNRECORDED
+        lengths = self._rows.prompt_lengths[src] + self._rows.num_sampled[src]
+        length = int(lengths.max()) + self._MAX_UNRECORDED
         self._rows.move(src, dst)
         self._cache.move(self._tensor(src), self._tensor(dst), length)
 

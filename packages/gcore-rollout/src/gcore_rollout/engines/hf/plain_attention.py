@@ -29,12 +29,13 @@ def attend_causally(q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Te
     """Return the output [P, H, L, D] of queries that see themselves and keys before them, some queries at a time."""
     num_prompts, num_heads, length, _ = q_PHLD.shape
     num_rows = max(1, _NUM_PLAIN_SCORES // (num_prompts * num_heads * length))
-    window = length if rule.sliding_window is None else rule.sliding_window
+    window = rule.sliding_window or length
     place_L = torch.arange(length, device=q_PHLD.device)
     outputs: list[torch.Tensor] = []
     for first in range(0, length, num_rows):
         end = min(first + num_rows, length)
-        rows, keys = slice(first, end), slice(max(0, first - window + 1), end)
+        rows = slice(first, end)
+        keys = slice(max(0, first - window + 1), end)
         distance_QL = place_L[rows, None] - place_L[keys]
         is_hidden_QL = (distance_QL < 0) | (distance_QL >= window)
         mask_QL = torch.zeros_like(is_hidden_QL, dtype=torch.float32).masked_fill_(is_hidden_QL, -torch.inf)
@@ -58,5 +59,7 @@ def attend(
     scores_BKGQL += mask
     lse_BKGQ = scores_BKGQL.logsumexp(-1)
     if rule.sinks is not None:
-        lse_BKGQ = torch.logaddexp(lse_BKGQ, rule.sinks.view(*q_BKGQD.shape[1:3], 1).to(lse_BKGQ.dtype))
-    return ((scores_BKGQL - lse_BKGQ[..., None]).exp() @ v_wide_BKLD[:, :, None]).to(v_BKLD.dtype)
+        sinks_KG1 = rule.sinks.view(*q_BKGQD.shape[1:3], 1)
+        lse_BKGQ = torch.logaddexp(lse_BKGQ, sinks_KG1.to(lse_BKGQ.dtype))
+    probs_BKGQL = (scores_BKGQL - lse_BKGQ[..., None]).exp()
+    return (probs_BKGQL @ v_wide_BKLD[:, :, None]).to(v_BKLD.dtype)

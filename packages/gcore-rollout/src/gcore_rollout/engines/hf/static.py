@@ -9,6 +9,7 @@ Shapes as in `decoding`; N: samples rounded up, L: keys rounded up, C chunks of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,23 +35,22 @@ _BATCHES = (8, 16, 32, 64)
 _CHUNK = 1024
 """Most entries of the vocabulary whose probabilities are added up together."""
 _BELOW_ONE = 1 - 2.0**-52
-_GOLDEN, _MIX_1, _MIX_2 = (
-    np.array([x], np.uint64).astype(np.int64).item()
-    for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 """Constants of `splitmix64` as the signed numbers that torch multiplies."""
 
 
 def uniforms_on_device(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
     """Return the numbers of `queueing.uniforms` to the bit; seeds and positions are int64."""
     x = seeds_B + (positions_B + 1) * _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    x = x ^ _shifted(x, 31)
-    return (_shifted(x, 12).double() + 0.5) * 2.0**-52
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = x ^ _shift_right(x, 31)
+    return (_shift_right(x, 12).double() + 0.5) * 2.0**-52
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right as if unsigned."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -129,12 +129,13 @@ class _Drawn:
         self._stream: torch.cuda.Stream | None = None
         self._host: list[torch.Tensor] = []
 
-    def copied(self, num_steps: int, batch: int) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def start_copy(self, num_steps: int, batch: int) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Start the copy to the host, next to what the device does afterwards; return what waits for it."""
         drawn = (self.tokens, self.log_probs)
         if not self._host:
             self._host = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=self._is_cuda) for t in drawn]
-            self._stream = torch.cuda.Stream(self.tokens.device) if self._is_cuda else None
+            if self._is_cuda:
+                self._stream = torch.cuda.Stream(self.tokens.device)
         # Whole rows: a copy of a part would need memory for the part.
         pairs = [(h[: num_steps + 1], d[: num_steps + 1]) for h, d in zip(self._host, drawn, strict=True)]
         end = None
@@ -179,7 +180,8 @@ class StaticDecoder:
         self._top_k = torch.ones(max_num_seqs, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_num_seqs, device=device)
         # The host reads one while the device writes the other.
-        self._drawn, self._next_drawn = (_Drawn(max_num_seqs, device) for _ in range(2))
+        self._drawn = _Drawn(max_num_seqs, device)
+        self._next_drawn = _Drawn(max_num_seqs, device)
         self._graphs = _Graphs(self._advance, self._state) if use_graphs else None
 
     def reserve(self, num_slots: int, length: int) -> None:
@@ -187,13 +189,13 @@ class StaticDecoder:
         length = round_up(length, LENGTH_STEP)
         if length <= self._cache.capacity and num_slots <= self._cache.num_slots:
             return
-        wanted = num_slots * length * self._cache.bytes_per_token
+        size_bytes = num_slots * length * self._cache.bytes_per_token
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
             free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            if wanted > free:
+            if size_bytes > free:
                 raise RolloutError(
-                    f"keys and values of {num_slots} samples of {length} tokens take {wanted:,} bytes, and "
+                    f"keys and values of {num_slots} samples of {length} tokens take {size_bytes:,} bytes, and "
                     f"{free:,} bytes of {self._device} are free; expected fewer samples (max_num_seqs), shorter ones "
                     "(max_model_len), or kv_cache_bytes, which limits how many run at once"
                 )
@@ -218,19 +220,20 @@ class StaticDecoder:
         if in_flight is not None:
             still = in_flight.slots >= 0
             sampled[in_flight.slots[still]] += in_flight.num_tokens[still]
-        left = rows.max_tokens[:batch] - sampled
-        num_steps = min(NUM_STEPS, int(left.max()))
+        num_steps = min(NUM_STEPS, int((rows.max_tokens[:batch] - sampled).max()))
         if num_steps <= 0 and num_old == batch:
             return None
         if num_old < batch:
             self._upload(rows, num_old, sampled)
-        drawn, self._drawn, self._next_drawn = self._drawn, self._next_drawn, self._drawn
+        drawn = self._drawn
+        self._drawn = self._next_drawn
+        self._next_drawn = drawn
         truncates = rows.truncates
         if prefill_logits is not None:
             tokens, positions, _, seeds, starts = self._state[:, num_old:batch]
             u = uniforms_on_device(seeds, positions - starts)
             new = slice(num_old, batch)
-            truncation = self._truncation(new) if truncates else None
+            truncation = self._truncation(new, truncates)
             first_tokens, first_log_probs = draw_tokens(prefill_logits, self._temperatures[new], u, truncation)
             tokens.copy_(first_tokens)
             drawn.tokens[0, num_old:batch] = first_tokens
@@ -239,12 +242,14 @@ class StaticDecoder:
         # After its end, a sample overwrites its last place.
         last = rows.prompt_lengths[:batch] + np.minimum(sampled, rows.max_tokens[:batch])
         length = min(round_up(int(last.max()) + num_steps, LENGTH_STEP), self._cache.capacity)
-        advance = self._advance if self._graphs is None else self._graphs.at(self._addresses())
+        advance = self._advance
+        if self._graphs is not None:
+            advance = self._graphs.at(self._addresses())
         for step in range(1, num_steps + 1):
             advance(size, length, truncates)
             drawn.tokens[step, :size] = self._state[0, :size]
             drawn.log_probs[step, :size] = self._log_probs[:size]
-        read = drawn.copied(num_steps, batch)
+        read = drawn.start_copy(num_steps, batch)
         return Block(slots=np.arange(batch), num_old=num_old, num_steps=num_steps, read=read)
 
     def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -273,7 +278,8 @@ class StaticDecoder:
         batch = len(rows)
         self._upload(rows, 0, rows.num_sampled[:batch])
         last = int((rows.prompt_lengths[:batch] + rows.num_sampled[:batch]).max())
-        return self._step_logits(self._size(batch), min(round_up(last, LENGTH_STEP), self._cache.capacity))[:batch]
+        length = min(round_up(last, LENGTH_STEP), self._cache.capacity)
+        return self._step_logits(self._size(batch), length)[:batch]
 
     def _size(self, batch: int) -> int:
         """Return the number of samples, rounded up."""
@@ -286,14 +292,18 @@ class StaticDecoder:
         prompts = rows.prompt_lengths[new]
         # After its end, a sample overwrites its last place.
         last = prompts + rows.max_tokens[new] - 1
-        state = [rows.last_tokens[new], prompts + sampled[new] - 1, last, rows.seeds[new].view(np.int64), prompts]
-        self._state[:, new] = to_device(np.stack(state), self._device)
+        positions = prompts + sampled[new] - 1
+        seeds = rows.seeds[new].view(np.int64)
+        state = np.stack([rows.last_tokens[new], positions, last, seeds, prompts])
+        self._state[:, new] = to_device(state, self._device)
         self._temperatures[new] = to_device(rows.temperatures[new], self._device)
         self._top_p[new] = to_device(rows.top_p[new], self._device)
         self._top_k[new] = to_device(rows.top_k[new], self._device)
 
-    def _truncation(self, slots: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return top-p and top-k of some slots."""
+    def _truncation(self, slots: slice, truncates: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return top-p and top-k of some slots; None unless a running sample is drawn by them."""
+        if not truncates:
+            return None
         return self._top_p[slots], self._top_k[slots]
 
     def _step_logits(self, size: int, length: int) -> torch.Tensor:
@@ -311,7 +321,7 @@ class StaticDecoder:
         logits_NV = self._step_logits(size, length)
         tokens, positions, limits, seeds, starts = self._state[:, :size]
         u = uniforms_on_device(seeds, positions + 1 - starts)
-        truncation = self._truncation(slice(size)) if truncates else None
+        truncation = self._truncation(slice(size), truncates)
         drawn_N, log_probs_N = draw_tokens(logits_NV, self._temperatures[:size], u, truncation)
         tokens.copy_(drawn_N)
         self._log_probs[:size].copy_(log_probs_N)
@@ -319,8 +329,8 @@ class StaticDecoder:
 
     def _addresses(self) -> tuple[int, ...]:
         """Return where everything lies that a graph reads besides the state."""
-        buffers = (b for b in (*self._cache.keys, *self._cache.values) if b is not None)
-        return tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers(), *buffers))
+        tensors = chain(self._model.parameters(), self._model.buffers(), self._cache.keys, self._cache.values)
+        return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 
 class _Graphs:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.hf.decoding import DecodeMode
 from gcore_rollout.engines.hf.engine import HFEngine
 from gcore_rollout.engines.hf.static import LENGTH_STEP, NUM_STEPS, Block, StaticDecoder
-from gcore_rollout.engines.queueing import Control, Sample, SampleFilter
+from gcore_rollout.engines.queueing import Control, QueuedSample, SampleFilter
 from gcore_rollout.errors import UnsupportedModelError
 
 _PREFILL_TOKENS = 1 << 14
@@ -90,18 +90,21 @@ class StaticHFEngine(HFEngine):
         """Sample some tokens of every sample; those after a sample's end are dropped."""
         num_old = len(self._rows)
         prefill_logits = self._admit()
-        block, before = None, self._in_flight
+        before = self._in_flight
+        block: Block | None = None
         if len(self._rows):
             block = self._decoder.launch(self._rows, num_old, prefill_logits, in_flight=before)
         if self._reads_late:
-            self._in_flight, block = block, before
+            self._in_flight = block
+            block = before
         if block is not None:
             self._take(block)
 
     @torch.inference_mode()
     def _settle(self) -> None:
         """Read the tokens that have been launched, so that all of them are recorded."""
-        block, self._in_flight = self._in_flight, None
+        block = self._in_flight
+        self._in_flight = None
         if block is not None:
             self._take(block)
 
@@ -133,14 +136,14 @@ class StaticHFEngine(HFEngine):
         if self._in_flight is not None:
             self._in_flight.move(src, dst)
 
-    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
         if as_aborted:
             self._settle()
         return super()._remove_running(which, as_aborted=as_aborted)
 
-    def _prefill(self, groups: Sequence[list[Sample]], first: int) -> torch.Tensor:
+    def _prefill(self, groups: Sequence[list[QueuedSample]], first: int) -> torch.Tensor:
         logits: list[torch.Tensor] = []
-        part: list[list[Sample]] = []
+        part: list[list[QueuedSample]] = []
         longest = 0
         for i, group in enumerate(groups):
             part.append(group)
@@ -152,7 +155,8 @@ class StaticHFEngine(HFEngine):
                     continue
             logits.append(super()._prefill(part, first))
             first += len(logits[-1])
-            part, longest = [], 0
+            part = []
+            longest = 0
         return torch.cat(logits)
 
     def _logits_after_tokens(self, batch: int) -> torch.Tensor:

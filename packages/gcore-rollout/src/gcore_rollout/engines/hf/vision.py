@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.queueing import Sample
+from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
 
 
 def embed_images(
     model: Any,
     processor: VisionProcessor,
-    samples: Sequence[Sample],
+    samples: Sequence[QueuedSample],
     token_ids: NDArray[np.int64],
     positions: NDArray[np.int64],
 ) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
@@ -38,7 +38,7 @@ def embed_images(
     embeddings = model.get_input_embeddings()(torch.from_numpy(token_ids).to(device))
     positions_3T = np.repeat(positions[None], 3, axis=0)
     offsets = np.zeros(len(samples), np.int64)
-    places: list[NDArray[np.int64]] = []
+    image_places: list[NDArray[np.int64]] = []
     seen: list[Pixels] = []
     start = 0
     for i, sample in enumerate(samples):
@@ -54,9 +54,10 @@ def embed_images(
                 mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
                 image_grid_thw=torch.from_numpy(pixels.grid_thw),
             )
-            here[:, : prompt.size], offsets[i] = prompt_positions[:, 0].numpy(), int(offset)
+            offsets[i] = int(offset)
+            here[:, : prompt.size] = prompt_positions[:, 0].numpy()
             here[:, prompt.size :] += offsets[i]
-            places.append(start + np.flatnonzero(is_image))
+            image_places.append(start + np.flatnonzero(is_image))
             seen.append(pixels)
         start += length
     if seen:
@@ -64,6 +65,6 @@ def embed_images(
             torch.from_numpy(np.concatenate([p.pixel_values for p in seen])).to(device),
             torch.from_numpy(np.concatenate([p.grid_thw for p in seen])).to(device),
         )
-        where = torch.from_numpy(np.concatenate(places)).to(device)
+        where = torch.from_numpy(np.concatenate(image_places)).to(device)
         embeddings[where] = torch.cat(features.pooler_output).to(embeddings.dtype)
     return embeddings[None], positions_3T, offsets

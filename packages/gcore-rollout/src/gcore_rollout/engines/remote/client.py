@@ -15,6 +15,7 @@ from gcore_rollout.engines.protocol import (
     SampleT,
     check_open,
     report_weights,
+    sample_keys,
 )
 from gcore_rollout.engines.remote import session
 from gcore_rollout.errors import EngineDiedError, RolloutError
@@ -67,13 +68,16 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         return self._stats
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        stream = _Stream({(r.request_id, i): None for r in requests for i in r.sample_indices})
+        stream = _Stream(dict.fromkeys(sample_keys(requests)))
         self._check_open(tuple(stream.unfinished))
         call_id = next(self._call_ids)
         self._streams[call_id] = stream
         try:
             self._send(call_id, session.Generate(tuple(requests)))
-            while (item := await stream.items.get()) is not None:
+            while True:
+                item = await stream.items.get()
+                if item is None:
+                    return
                 if isinstance(item, Exception):
                     raise item
                 yield item
@@ -82,7 +86,9 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
                 self._send(call_id, session.Abandon())
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._call(Engine.abort, None if request_ids is None else tuple(request_ids))
+        if request_ids is not None:
+            request_ids = tuple(request_ids)
+        await self._call(Engine.abort, request_ids)
 
     async def pause(self) -> None:
         await self._call(Engine.pause)
@@ -112,7 +118,7 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         self._check_open()
-        return await self._ask(session.Call(method, arguments, options))
+        return await self._ask(session.RemoteCall(method, arguments, options))
 
     async def _ask(self, message: session.EngineCall) -> Any:
         # Without the shield, cancelling the caller would cancel the future that the process answers.
@@ -130,33 +136,41 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         match message:
             case [*samples]:
                 for finished in samples:
-                    if stream := self._streams.get(finished.call_id):
+                    stream = self._streams.get(finished.call_id)
+                    if stream is not None:
                         stream.unfinished.pop((finished.sample.request_id, finished.sample.index), None)
                         stream.items.put_nowait(finished.sample)
             case session.Done(call_id, stats, value):
                 self._stats = stats
                 self._end_call(call_id, None, value)
-            case session.Failed(call_id):
-                self._end_call(call_id, session.exception(message, self.pid))
+            case session.CallFailed(call_id):
+                self._end_call(call_id, session.rebuild_exception(message, self.pid))
 
     def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
-        if stream := self._streams.pop(call_id, None):
+        stream = self._streams.pop(call_id, None)
+        if stream is not None:
             if isinstance(error, EngineDiedError) and not error.unfinished:
-                death, error = error, EngineDiedError(error.reason, unfinished=tuple(stream.unfinished))
+                death = error
+                error = EngineDiedError(death.reason, unfinished=tuple(stream.unfinished))
                 error.__cause__ = death
             stream.items.put_nowait(error)
+            return
+        reply = self._replies.pop(call_id, None)
         # The waiting caller may have been cancelled.
-        elif (reply := self._replies.pop(call_id, None)) and not reply.done():
-            if error is None:
-                reply.set_result(value)
-            else:
-                reply.set_exception(error)
+        if reply is None or reply.done():
+            return
+        if error is None:
+            reply.set_result(value)
+        else:
+            reply.set_exception(error)
 
     def _fail_all(self) -> None:
         """End all calls, because the engine is closed or dead."""
-        for call_id in (*self._streams, *self._replies):
-            closed = RolloutError("the engine was closed while generating")
-            self._end_call(call_id, closed if self._is_closed else EngineDiedError(self._death or ""))
+        for call_id in list(self._streams) + list(self._replies):
+            if self._is_closed:
+                self._end_call(call_id, RolloutError("the engine was closed while generating"))
+            else:
+                self._end_call(call_id, EngineDiedError(self._death or ""))
 
     async def _watch(self) -> None:
         """End the process when it has been silent for too long."""

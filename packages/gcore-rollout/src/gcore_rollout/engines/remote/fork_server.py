@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
-from gcore_rollout.engines.remote.session import EngineCall, Session, Setup, make_engine
+from gcore_rollout.engines.remote.session import EngineCall, EngineSession, Setup, make_engine
 from gcore_rollout.errors import EngineDiedError
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
     gc.freeze()
     children: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        ready = set(select.select([control.fileno(), owner, *children], [], [])[0])
+        readable, _, _ = select.select([control.fileno(), owner, *children], [], [])
+        ready = set(readable)
         if owner in ready:
             return
         for pidfd in children.keys() & ready:
@@ -85,17 +86,18 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
                 return
             sockets = [socket.socket(fileno=fd) for fd in fds]
             status = sockets.pop()
-            server_pid, pid = os.getpid(), os.fork()
+            server_pid = os.getpid()
+            pid = os.fork()
             if pid == 0:
-                for pidfd, (_, other) in children.items():
+                for pidfd, (_, sibling_status) in children.items():
                     os.close(pidfd)
-                    other.close()
-                for mine in (control, status):
-                    mine.close()
+                    sibling_status.close()
+                control.close()
+                status.close()
                 os.close(owner)
                 _run_child(request.decode(), sockets, server_pid)
-            for its_own in sockets:
-                its_own.close()
+            for sock in sockets:
+                sock.close()
             pidfd = os.pidfd_open(pid)
             children[pidfd] = (pid, status)
             with suppress(OSError):  # the owner did not wait for it
@@ -178,7 +180,7 @@ class Channel(asyncio.Protocol):
             if len(self._buffer) < end:
                 return
             with memoryview(self._buffer)[_LENGTH.size : end] as frame:
-                messages = list(_unpacked(frame))
+                messages = list(_unpack_messages(frame))
             del self._buffer[:end]
             for message in messages:
                 self._take(message)
@@ -207,10 +209,10 @@ def read_frame(stream: BinaryIO) -> list[Any] | None:
     frame = stream.read(length)
     if len(frame) < length:
         return None
-    return list(_unpacked(memoryview(frame)))
+    return list(_unpack_messages(memoryview(frame)))
 
 
-def _unpacked(frame: memoryview) -> Iterator[Any]:
+def _unpack_messages(frame: memoryview) -> Iterator[Any]:
     """Yield the messages of a frame, each of which follows its length."""
     start = 0
     while start < len(frame):
@@ -226,7 +228,7 @@ def serve_engine(channel: socket.socket, weights: socket.socket) -> None:
     asyncio.run(_EngineServer(weights).live(channel))
 
 
-class _EngineServer(Session):
+class _EngineServer(EngineSession):
     """Serves in an engine process until the owner closes its end of the channel."""
 
     def __init__(self, weights: socket.socket) -> None:
@@ -258,17 +260,17 @@ class _EngineServer(Session):
 
     def _next_weights(self, layout: Any) -> "Awaitable[Iterable[tuple[str, torch.Tensor]]]":
         if isinstance(layout, bytes):
-            return self._opened(layout)
+            return self._open_weights(layout)
         # Here and not in the task: descriptors come in the order of messages.
         _, (fd,), _, _ = socket.recv_fds(self._weights, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        return self._mapped(fd, layout)
+        return self._map_weights(fd, layout)
 
-    async def _opened(self, handles: bytes) -> "Iterable[tuple[str, torch.Tensor]]":
+    async def _open_weights(self, handles: bytes) -> "Iterable[tuple[str, torch.Tensor]]":
         from gcore_rollout.weight_sync.shared_weights import OpenedWeights
 
         return OpenedWeights(handles)
 
-    async def _mapped(self, fd: int, layout: Any) -> "Iterable[tuple[str, torch.Tensor]]":
+    async def _map_weights(self, fd: int, layout: Any) -> "Iterable[tuple[str, torch.Tensor]]":
         if self._shared_weights is None:
             # Not before: it imports torch, which may come later than the fork and in another configuration.
             from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
@@ -324,15 +326,15 @@ class ChildProcess:
     async def fork(cls, serve: str, sockets: Sequence[socket.socket], *, preload: tuple[str, ...]) -> Self:
         """Fork a process that calls ``MODULE:FUNCTION`` with these sockets, at most two, which are closed here."""
         status, theirs = socket.socketpair()
+        passed = [*sockets, theirs]
         try:
             with ExitStack() as sent:
-                for each in (*sockets, theirs):
-                    sent.enter_context(each)
+                for sock in passed:
+                    sent.enter_context(sock)
                 server = _servers.get(preload)
                 if server is None or not server.serves():
                     server = _servers[preload] = _ForkServer(preload)
-                fds = [each.fileno() for each in (*sockets, theirs)]
-                socket.send_fds(server.control, [serve.encode()], fds)
+                socket.send_fds(server.control, [serve.encode()], [sock.fileno() for sock in passed])
             status.setblocking(False)
             ready = asyncio.Event()
             asyncio.get_running_loop().add_reader(status, ready.set)
@@ -348,14 +350,16 @@ class ChildProcess:
             raise
         return cls(_STATUS.unpack(data)[0], fds[0], status)
 
-    async def ended(self) -> str:
+    async def wait_for_end(self) -> str:
         """Wait until it has ended, and describe why. To be called once."""
         data = await asyncio.get_running_loop().sock_recv(self._status, _STATUS.size)
         if not data:
             # It cannot outlive the server, which alone could have reported more.
             return "ended with the fork server that it came from"
         (code,) = _STATUS.unpack(data)
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
 
     def kill(self) -> None:
         """Kill it with SIGKILL; do nothing if it has ended."""

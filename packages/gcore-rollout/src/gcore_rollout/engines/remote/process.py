@@ -13,7 +13,7 @@ from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
 from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options, new_future
 from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess
-from gcore_rollout.engines.remote.session import BEAT_INTERVAL_S, Call, EngineCall, Setup, UpdateWeights
+from gcore_rollout.engines.remote.session import BEAT_INTERVAL_S, EngineCall, RemoteCall, Setup, UpdateWeights
 from gcore_rollout.errors import EngineStartError, RolloutError
 from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
 
@@ -43,9 +43,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         self._last_update = new_future()
         self._last_update.set_result(None)
         self._killed_because = ""
-        self._life = asyncio.create_task(self._live())
+        self._life = asyncio.create_task(self._wait_for_end())
         # A callback, because a task that is cancelled before it has started runs none of its code.
-        self._life.add_done_callback(self._part)
+        self._life.add_done_callback(self._fail_calls)
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -133,11 +133,11 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 await asyncio.wait([self._last_update])
             self._check_open()
             if self.weights_gpu is not None:
-                found = weights if isinstance(weights, SharedCudaWeights) else FirstSeen(weights)
-                if share_a_gpu(found.gpu, self.weights_gpu):
-                    await self._update_on_gpu(found, version)
+                if not isinstance(weights, SharedCudaWeights):
+                    weights = FirstSeen(weights)
+                if share_a_gpu(weights.gpu, self.weights_gpu):
+                    await self._update_on_gpu(weights, version)
                     return
-                weights = found
             shared.write(weights)
         message = UpdateWeights(shared.layout, version)
         in_use = new_future()
@@ -162,7 +162,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     if self._death is None:
-                        await self._ask(Call(Engine.close))
+                        await self._ask(RemoteCall(Engine.close))
             except (TimeoutError, RolloutError):
                 self._kill("it did not close")
             finally:
@@ -182,16 +182,16 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     def _weights_taken(self, reply: "asyncio.Future[Any]", in_use: "asyncio.Future[Any]") -> None:
         """Free the memory of an update if it was copied, or of the update before if the engine uses it in place."""
-        takes_over = not reply.exception() and reply.result()
-        no_more = self._weights_in_use if takes_over else in_use
-        if takes_over:
-            self._weights_in_use = in_use
-        if no_more is not None:
-            no_more.set_result(None)
+        if reply.exception() or not reply.result():
+            in_use.set_result(None)
+            return
+        if self._weights_in_use is not None:
+            self._weights_in_use.set_result(None)
+        self._weights_in_use = in_use
 
-    async def _live(self) -> str:
+    async def _wait_for_end(self) -> str:
         """Wait until the process has ended, and describe why."""
-        ending = asyncio.create_task(self._process.ended())
+        ending = asyncio.create_task(self._process.wait_for_end())
         ends = [self._channel.gone, ending]
         try:
             # The channel ends first, or the process does, if a child of it holds the channel open.
@@ -207,7 +207,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             ending.cancel()
             await asyncio.wait([ending])
 
-    def _part(self, life: "asyncio.Task[str]") -> None:
+    def _fail_calls(self, life: "asyncio.Task[str]") -> None:
         """Fail all calls, because the process has ended or its event loop is closing."""
         end = "was left by its event loop" if life.cancelled() else life.result()
         self._death = f"engine process {self.pid} {end}{self._killed_because}"

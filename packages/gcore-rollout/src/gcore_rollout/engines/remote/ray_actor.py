@@ -16,13 +16,13 @@ from gcore_rollout.engines.protocol import EngineStats
 from gcore_rollout.engines.remote.session import (
     BEAT_INTERVAL_S,
     AnyEngine,
+    CallFailed,
     EngineCall,
-    Failed,
+    EngineSession,
     FromEngine,
-    Session,
     UpdateWeights,
-    failure,
     make_engine,
+    make_failure,
 )
 from gcore_rollout.errors import EngineDiedError
 
@@ -48,7 +48,7 @@ class Incarnation:
         return f"process {self.pid} on {self.host}"
 
 
-class _ClientSession(Session):
+class _ClientSession(EngineSession):
     """A client's messages in the order in which it sent them, and the answers until they are fetched."""
 
     def __init__(
@@ -78,9 +78,10 @@ class _ClientSession(Session):
 
     def arrive(self, number: int, call: tuple[int, EngineCall]) -> None:
         self._early[number] = call
-        while (following := self._early.pop(self._num_taken, None)) is not None:
+        while self._num_taken in self._early:
+            call_id, message = self._early.pop(self._num_taken)
             self._num_taken += 1
-            self.take(*following)
+            self.take(call_id, message)
 
     def abandon_all(self, reason: str) -> "list[asyncio.Task[None]]":
         """Cancel all calls, each of which fails with this reason, and return their tasks."""
@@ -88,7 +89,7 @@ class _ClientSession(Session):
             self.lease.cancel()
         tasks = self.abandon()
         for call_id in tasks:
-            self._put(failure(call_id, EngineDiedError(reason)))
+            self._put(make_failure(call_id, EngineDiedError(reason)))
         return list(tasks.values())
 
 
@@ -109,7 +110,7 @@ class EngineActor:
     async def incarnation(self) -> Incarnation:
         return self._incarnation
 
-    async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | Failed:
+    async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | CallFailed:
         """Make an engine by this factory in place of any other, again if that failed, and return its incarnation."""
         try:
             async with self._is_making:
@@ -122,7 +123,7 @@ class EngineActor:
                     self._incarnation = replace(self._incarnation, making_s=time.monotonic() - start_s)
                 return self._incarnation, self._engine.stats()
         except Exception as error:
-            return failure(0, error)
+            return make_failure(0, error)
 
     async def take(self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]) -> None:
         """Start the call of a client's message of this number, from 0.
@@ -130,19 +131,21 @@ class EngineActor:
         It is packed, because arrays that Ray unpickles cannot be written to, unless it has references to weights.
         """
         call = pickle.loads(message) if isinstance(message, bytes) else message
-        if session := self._session(token, client):
+        session = self._find_session(token, client)
+        if session is not None:
             session.arrive(number, call)
-        elif session := self._sessions.get(client):
-            session.outgoing.put_nowait(failure(call[0], EngineDiedError(self._why_dead)))
+        elif client in self._sessions:
+            failure = make_failure(call[0], EngineDiedError(self._why_dead))
+            self._sessions[client].outgoing.put_nowait(failure)
 
     async def stream(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[bytes]:
         """Yield packed lists of messages to a client, and beats.
 
         It ends after a while, to be called again: the calls of a client that does not are abandoned.
         """
-        session = self._session(token, client)
+        session = self._find_session(token, client)
         if session is None:
-            yield pickle.dumps([failure(0, EngineDiedError(self._why_dead))], protocol=5)
+            yield pickle.dumps([make_failure(0, EngineDiedError(self._why_dead))], protocol=5)
             return
         loop = asyncio.get_running_loop()
         self.lease(client, _CLIENT_PATIENCE * heartbeat_timeout_s)
@@ -152,7 +155,8 @@ class EngineActor:
             while loop.time() < end and self._sessions.get(client) is session:
                 # One list of all that have come meanwhile: each message takes Ray half a millisecond.
                 batch = [await session.outgoing.get()]
-                batch += [session.outgoing.get_nowait() for _ in range(session.outgoing.qsize())]
+                while not session.outgoing.empty():
+                    batch.append(session.outgoing.get_nowait())
                 yield pickle.dumps(batch, protocol=5)
         finally:
             beating.cancel()
@@ -166,7 +170,8 @@ class EngineActor:
         session.lease = asyncio.get_running_loop().call_later(patience_s, session.abandon_all, reason)
 
     async def leave(self, client: str) -> None:
-        if session := self._sessions.pop(client, None):
+        session = self._sessions.pop(client, None)
+        if session is not None:
             session.abandon_all("the client has left")
 
     async def sleep(self) -> None:
@@ -186,13 +191,16 @@ class EngineActor:
         if self._engine is None:
             return
         self._why_dead = reason
-        engine, self._engine, self._mirror = self._engine, None, None
+        engine = self._engine
+        self._engine = None
+        self._mirror = None
         self._incarnation = Incarnation()
-        sessions, self._sessions = list(self._sessions.values()), {}
-        for session in sessions:
+        sessions = self._sessions
+        self._sessions = {}
+        for session in sessions.values():
             await asyncio.gather(*session.abandon_all(reason), return_exceptions=True)
             session.engine = None
-            session.outgoing.put_nowait(failure(0, EngineDiedError(reason)))
+            session.outgoing.put_nowait(make_failure(0, EngineDiedError(reason)))
         await engine.close()
         del engine
         # Models are held by cycles; free them before the next one is loaded.
@@ -208,16 +216,16 @@ class EngineActor:
 
         self._burial = asyncio.create_task(bury())
 
-    def _session(self, token: str, client: str) -> _ClientSession | None:
+    def _find_session(self, token: str, client: str) -> _ClientSession | None:
         """Return a client's session, new if it has none; None: the client is one of another engine."""
         if token != self._incarnation.token or self._engine is None:
             return None
         if client not in self._sessions:
             on_death = partial(self._bury, self._engine)
-            self._sessions[client] = _ClientSession(self._engine, on_death, self._engine_mirror)
+            self._sessions[client] = _ClientSession(self._engine, on_death, self._get_mirror)
         return self._sessions[client]
 
-    def _engine_mirror(self) -> "WeightMirror":
+    def _get_mirror(self) -> "WeightMirror":
         """Return the engine's copy of its weights, to which changes are applied; made for the first changes."""
         if self._mirror is None:
             from gcore_rollout.engines.instrumented import InstrumentedEngine, WeightRecord

@@ -14,7 +14,7 @@ import torch
 from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options
 from gcore_rollout.engines.remote.ray_actor import EngineActor, Incarnation
-from gcore_rollout.engines.remote.session import EngineCall, Failed, Setup, UpdateWeights, exception
+from gcore_rollout.engines.remote.session import CallFailed, EngineCall, Setup, UpdateWeights, rebuild_exception
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError
 from gcore_rollout.weight_sync.history import WeightHistory
 from gcore_rollout.weight_sync.weight_references import WeightReferences
@@ -47,7 +47,10 @@ class EngineHandle:
 
     def lendable(self, role: str, others: Mapping[str, Factory]) -> "EngineHandle":
         """Return a handle of the same actor, whose engine is of this role, that can also be `lent` to others."""
-        return replace(self, factories={role: self.factory, **{name: _packed(own) for name, own in others.items()}})
+        factories = {role: self.factory}
+        for name, factory in others.items():
+            factories[name] = _pickle_factory(factory)
+        return replace(self, factories=factories)
 
     def lent(self, role: str) -> "EngineHandle":
         """Return a handle of the same actor with its engine of another role, as by `becoming`."""
@@ -59,7 +62,7 @@ class EngineHandle:
         The first client that connects by the result ends the current engine, which is then dead for its clients. They,
         too, must connect by the new handle from then on.
         """
-        return replace(self, factory=_packed(factory), factories={})
+        return replace(self, factory=_pickle_factory(factory), factories={})
 
 
 def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **options: Any) -> EngineHandle:
@@ -77,7 +80,7 @@ def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **op
     check_start_options(num_threads=num_threads)
     make: Any = ray.remote(EngineActor)
     options = {"num_cpus": 1.0, **options, "max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
-    return EngineHandle(make.options(**options).remote(num_threads), _packed(factory))
+    return EngineHandle(make.options(**options).remote(num_threads), _pickle_factory(factory))
 
 
 async def sleep_engine_actor(handle: EngineHandle) -> None:
@@ -128,7 +131,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         self._stats = stats
         self._client = uuid4().hex
         self._numbers = count()
-        self._life = asyncio.create_task(self._live())
+        self._life = asyncio.create_task(self._receive())
         self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
@@ -149,19 +152,19 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         check_start_options(heartbeat_timeout_s=heartbeat_timeout_s)
         try:
             async with asyncio.timeout(start_timeout_s):
-                incarnation, made = await cls._make(handle)
+                incarnation, answer = await cls._make(handle)
         except TimeoutError as error:
             raise EngineStartError(
                 f"the engine actor was not ready after {start_timeout_s} s: free are {ray.available_resources()}"
             ) from error
         except RayActorError as error:
-            raise EngineDiedError(f"the engine actor died before it was ready: {_reason(error)}") from error
-        if isinstance(made, Failed):
-            raise exception(made, incarnation.pid)
-        return cls(handle, *made, heartbeat_timeout_s=heartbeat_timeout_s)
+            raise EngineDiedError(f"the engine actor died before it was ready: {_explain_end(error)}") from error
+        if isinstance(answer, CallFailed):
+            raise rebuild_exception(answer, incarnation.pid)
+        return cls(handle, *answer, heartbeat_timeout_s=heartbeat_timeout_s)
 
     @staticmethod
-    async def _make(handle: EngineHandle) -> tuple[Incarnation, tuple[Incarnation, EngineStats] | Failed]:
+    async def _make(handle: EngineHandle) -> tuple[Incarnation, tuple[Incarnation, EngineStats] | CallFailed]:
         num_starts = 0
         while True:
             try:
@@ -181,9 +184,9 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         half-way leaves the engine with its old weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
-        is_put = isinstance(weights, WeightReferences | WeightHistory)
-        references = weights if is_put else WeightReferences.put(weights)
-        await self._ask(UpdateWeights(references, version))
+        if not isinstance(weights, WeightReferences | WeightHistory):
+            weights = WeightReferences.put(weights)
+        await self._ask(UpdateWeights(weights, version))
 
     async def close(self) -> None:
         """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
@@ -200,10 +203,11 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     def _send(self, call_id: int, message: Setup | EngineCall) -> None:
         call: Any = call_id, message
         # Ray itself must see references to weights.
-        packed = call if isinstance(message, UpdateWeights) else pickle.dumps(call, protocol=5)
-        taken = self._actor.take.remote(self._incarnation.token, self._client, next(self._numbers), packed)
+        if not isinstance(message, UpdateWeights):
+            call = pickle.dumps(call, protocol=5)
+        reply = self._actor.take.remote(self._incarnation.token, self._client, next(self._numbers), call)
         # If the actor is gone, the stream of its answers says so.
-        taken.future().add_done_callback(lambda done: done.cancelled() or done.exception())
+        reply.future().add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _end_silent(self, reason: str) -> None:
         self._end(f"it was {reason}, and killed")
@@ -216,30 +220,32 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             self._death = f"engine actor, {self._incarnation}, died: {reason}"
         self._fail_all()
 
-    async def _live(self) -> None:
+    async def _receive(self) -> None:
         """Take the actor's messages until it is dead."""
         try:
             while True:
                 stream = self._actor.stream.remote(self._incarnation.token, self._client, self._heartbeat_timeout_s)
                 async for packed in stream:
                     for message in pickle.loads(await packed):
-                        if isinstance(message, Failed) and not message.call_id:
-                            raise exception(message, self.pid)
+                        if isinstance(message, CallFailed) and not message.call_id:
+                            raise rebuild_exception(message, self.pid)
                         self._take(message)
         except RayError as error:
-            self._end(_reason(error))
+            self._end(_explain_end(error))
         except EngineDiedError as death:
             self._end(death.reason)
 
 
-def _packed(factory: Factory) -> bytes:
+def _pickle_factory(factory: Factory) -> bytes:
     # Separately: a factory that cannot be unpickled there is then an error to be sent back, not an actor that cannot
     # start.
     return cloudpickle.dumps(factory)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _reason(error: RayError) -> str:
+def _explain_end(error: RayError) -> str:
     if isinstance(error, ActorUnavailableError):
         return "it was killed, crashed, or cannot be reached"
     last_line = str(error).strip().rpartition("\n")[2]
-    return "it was ended" if "ray.kill" in last_line else last_line
+    if "ray.kill" in last_line:
+        return "it was ended"
+    return last_line

@@ -75,7 +75,7 @@ class Abandon:
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteCall:
     method: Callable[..., Awaitable[Any]]
     """A method of `Engine`, or `report_weights`."""
     arguments: tuple[Any, ...] = ()
@@ -108,7 +108,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failed:
+class CallFailed:
     """A call has failed; with the id 0, the engine has ended for this client."""
 
     call_id: int
@@ -118,28 +118,28 @@ class Failed:
     traceback: str
 
 
-EngineCall = Generate | Abandon | Call | UpdateWeights
-FromEngine = Sequence[Finished] | Done | Failed
+EngineCall = Generate | Abandon | RemoteCall | UpdateWeights
+FromEngine = Sequence[Finished] | Done | CallFailed
 """Samples that finish together are one message, in which what they share is sent once."""
 
 
-def failure(call_id: int, error: Exception) -> Failed:
+def make_failure(call_id: int, error: Exception) -> CallFailed:
     """Return an exception as a message, without its arguments if they cannot be pickled."""
     try:
         packed = pickle.dumps((type(error), error.args, vars(error)), protocol=5)
     except Exception:
         packed = b""
     description = f"{type(error).__name__}: {error}"
-    return Failed(call_id, packed, description, "".join(traceback.format_exception(error)))
+    return CallFailed(call_id, packed, description, "".join(traceback.format_exception(error)))
 
 
-def exception(failed: Failed, pid: int) -> Exception:
+def rebuild_exception(failed: CallFailed, pid: int) -> Exception:
     """Return the exception of a message, of the same type if that can be imported here."""
     error: Exception
     try:
-        kind, arguments, attributes = pickle.loads(failed.error)
-        # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
-        error = kind.__new__(kind, *arguments)
+        error_type, arguments, attributes = pickle.loads(failed.error)
+        # Not error_type(*arguments): the arguments of a constructor need not be those of the exception.
+        error = error_type.__new__(error_type, *arguments)
         vars(error).update(attributes)
     except Exception:
         error = RolloutError(failed.description)
@@ -153,11 +153,13 @@ async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
         import torch
 
         torch.set_num_threads(num_threads)
-    made = pickle.loads(factory)()
-    return await made if inspect.isawaitable(made) else made
+    engine = pickle.loads(factory)()
+    if inspect.isawaitable(engine):
+        return await engine
+    return engine
 
 
-class Session:
+class EngineSession:
     """Answers the messages of one client, each in a task of its own.
 
     ``read`` is called in the order of messages with the ``source`` of each update, and its result awaited in the task.
@@ -183,10 +185,11 @@ class Session:
                 self.start(call_id, self._generate(call_id, requests))
             case UpdateWeights(source, version):
                 self.start(call_id, self._update(self._read(source), version))
-            case Call(method, arguments, options):
-                self.start(call_id, self._call(method, *arguments, **options))
+            case RemoteCall():
+                self.start(call_id, self._call(message))
             case Abandon():
-                if task := self._tasks.get(call_id):
+                task = self._tasks.get(call_id)
+                if task is not None:
                     task.cancel()
 
     def start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
@@ -207,10 +210,11 @@ class Session:
         clock = asyncio.get_running_loop().time
         reported: EngineStats | None = None
         reported_at = clock()
-        while (engine := self.engine) is not None:
-            stats = engine.stats()
+        while self.engine is not None:
+            stats = self.engine.stats()
             if stats != reported or clock() >= reported_at + interval_s:
-                reported, reported_at = stats, clock()
+                reported = stats
+                reported_at = clock()
                 self._send(Done(0, stats))
             self._is_called.clear()
             if not stats.num_running:
@@ -223,7 +227,7 @@ class Session:
         try:
             value = await work
         except Exception as error:
-            self._send(failure(call_id, error))
+            self._send(make_failure(call_id, error))
             if isinstance(error, EngineDiedError):
                 self.engine_died(error)
         else:
@@ -246,31 +250,34 @@ class Session:
                 await samples.aclose()
 
     def _send_finished(self) -> None:
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         try:
             if finished:
                 self._send(finished)
         except Exception as error:
             # One of them cannot be pickled.
-            for call_id in {each.call_id for each in finished}:
-                self._send(failure(call_id, error))
+            for call_id in {sample.call_id for sample in finished}:
+                self._send(make_failure(call_id, error))
 
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
         weights: Any = await reading
-        if release := getattr(weights, "release", None):
+        release = getattr(weights, "release", None)
+        if release is not None:
             # The sender's own memory, which it needs again.
             try:
                 await self.engine.update_weights(weights, version=version)
             finally:
                 release()
             return False
-        if in_place := getattr(self.engine, "update_weights_in_place", None):
-            return await in_place(weights, version=version)
+        update_in_place = getattr(self.engine, "update_weights_in_place", None)
+        if update_in_place is not None:
+            return await update_in_place(weights, version=version)
         await self.engine.update_weights(weights, version=version)
         return False
 
-    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
-        if method is report_weights:
-            return await report_weights(self.engine, *arguments)
-        return await getattr(self.engine, method.__name__)(*arguments, **options)
+    async def _call(self, call: RemoteCall) -> Any:
+        if call.method is report_weights:
+            return await report_weights(self.engine, *call.arguments)
+        return await getattr(self.engine, call.method.__name__)(*call.arguments, **call.options)

@@ -42,7 +42,9 @@ class ServerClient:
             raise MissingExtraError("aiohttp", "http")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers: dict[str, str] = {}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call_blocking(self, method: str, path: str, **arguments: Any) -> Any:
         """Call the server as `call` does, without an event loop or while one waits."""
@@ -74,7 +76,7 @@ class ServerClient:
         """
         async with self._response("POST", path, json=body) as response:
             buffer = b""
-            while data := await self._more(response, may_be_silent):
+            while data := await self._read_more(response, may_be_silent):
                 *events, buffer = (buffer + data).split(_EVENT_END)
                 for event in events:
                     # Other lines are comments, which some servers send to keep a connection alive.
@@ -86,7 +88,7 @@ class ServerClient:
                     yield json.loads(payload)
         raise EngineDiedError(f"the server at {self.url} broke off a stream")
 
-    async def _more(self, response: "aiohttp.ClientResponse", may_be_silent: Callable[[], bool]) -> bytes:
+    async def _read_more(self, response: "aiohttp.ClientResponse", may_be_silent: Callable[[], bool]) -> bytes:
         while True:
             try:
                 async with self._losses():

@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import Completion, Request
-from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, TokenLimits
+from gcore_rollout.engines.queueing import Control, QueuedSample, QueueingEngine, SampleFilter, TokenLimits
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo, write_weights
+from gcore_rollout.engines.servers.served import RunningSample, ServerInfo, StreamPiece, write_weights
 from gcore_rollout.engines.vllm.process import check_weights_and_head, checkpoint_shapes, eos_token_ids
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError, UnsupportedModelError
 
@@ -111,8 +111,11 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             RolloutError: it was started without a needed option.
         """
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
-        given = {"model_path": model_path, "max_num_seqs": max_num_seqs}
-        info = replace(cls._ask(client), **{name: value for name, value in given.items() if value is not None})
+        info = cls._ask(client)
+        if model_path is not None:
+            info = replace(info, model_path=model_path)
+        if max_num_seqs is not None:
+            info = replace(info, max_num_seqs=max_num_seqs)
         engine = cls(client, info, weights_dir=weights_dir, eos=eos_token_ids)
         engine._take_over()
         return engine
@@ -134,18 +137,18 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             new = dict(weights)
             check_weights_and_head(self._shapes, new, is_tied=self._is_tied)
             await self._check_update_possible()
-            await _completed(self._replace_weights(new, self._weights_dir, version))
+            await _complete(self._replace_weights(new, self._weights_dir, version))
         self._start()
 
     async def close(self) -> None:
         """Leave the server, awake and not paused; calls still generating get a `RolloutError`."""
         if self._is_closed:
             return
-        left = list(self._running)
+        running_ids = list(self._running)
         self._stop()
         with suppress(EngineDiedError, ServerRequestError):
             if self._death is None:
-                await self._abort_on_server(left)
+                await self._abort_on_server(running_ids)
                 if self._is_paused:
                     await self._control("resume")
                 if self._is_asleep:
@@ -176,7 +179,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
     def _start(self) -> None:
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
-        for sample in chain(*self._pop_groups()):
+        for sample in chain.from_iterable(self._pop_groups()):
             if not sample.shares_prompt:
                 self._prompt_tokens += len(sample.start_token_ids)
             running = RunningSample(sample=sample, server_id=uuid.uuid4().hex, version=self._version)
@@ -226,7 +229,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             self._running.pop(running.server_id, None)
             self._start()
 
-    def _cut_at_stop_string(self, running: RunningSample, piece: Piece) -> Piece:
+    def _cut_at_stop_string(self, running: RunningSample, piece: StreamPiece) -> StreamPiece:
         """Return a piece up to the token that completes a stop string, if there is one."""
         sample = running.sample
         before = [sample.prefix.token_ids, running.token_ids]
@@ -258,7 +261,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             self._die(error.reason)
             raise
 
-    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
         """Drop samples: their connections are closed, and the server is notified."""
         dropped = [running for running in self._running.values() if which(running.sample)]
         for running in dropped:
@@ -301,7 +304,8 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             except ServerRequestError as error:
                 reason = f"the weights in {folder} could not be loaded, does the server see them? {error}"
                 raise EngineDiedError(reason) from error
-            unused, self._weights_folder = self._weights_folder, folder
+            unused = self._weights_folder
+            self._weights_folder = folder
             self._has_taken(version)
             for running in self._running.values():
                 running.updates.append((len(running.token_ids), version))
@@ -320,8 +324,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
 
     async def _settle(self) -> None:
         """Wait until the tokens sampled before a pause have come."""
-        before = -1
-        while before < (before := self._completion_tokens):
+        num_tokens = -1
+        while num_tokens < self._completion_tokens:
+            num_tokens = self._completion_tokens
             await asyncio.sleep(_SETTLE_INTERVAL_S)
 
     def _die(self, reason: str) -> None:
@@ -340,7 +345,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         """Servers keep prefixes computed with older weights, also of an earlier client: each version has its own."""
         return f"{self._identity}-{self._version}"
 
-    def _failure(self, sample: Sample, *, status: int, answer: str) -> ServerRequestError:
+    def _failure(self, sample: QueuedSample, *, status: int, answer: str) -> ServerRequestError:
         """Return the error of a stream which reports that its sample failed."""
         name = f"sample {sample.index} of {sample.request.request_id!r}, POST {self._client.url}{self._GENERATE_PATH}"
         return ServerRequestError(name, status=status, answer=answer)
@@ -355,11 +360,11 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         """Bring the server into the state that `connect` promises, whatever it was. Blocks."""
 
     @abstractmethod
-    def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
+    def _body(self, sample: QueuedSample, server_id: str) -> dict[str, Any]:
         """Return the JSON to be sent to ``_GENERATE_PATH``."""
 
     @abstractmethod
-    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
+    def _reader(self, running: RunningSample) -> Callable[[Any], StreamPiece]:
         """Return what reads the events of the answer one by one, and raises `ServerRequestError` for a failure."""
 
     @abstractmethod
@@ -374,7 +379,7 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         """Refuse an update that the server cannot apply completely."""
 
 
-async def _completed(work: Coroutine[Any, Any, None]) -> None:
+async def _complete(work: Coroutine[Any, Any, None]) -> None:
     """Complete the work even if the caller is cancelled: a server must not be left half-way."""
     task = asyncio.create_task(work)
     try:

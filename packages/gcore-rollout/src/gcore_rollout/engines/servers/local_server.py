@@ -22,7 +22,8 @@ from gcore_rollout.errors import RolloutError
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
 _STOP_S = 30.0
-_LAST_LINES, _MOST_COLUMNS = 30, 300
+_LAST_LINES = 30
+_MOST_COLUMNS = 300
 """An error shows so much of a log."""
 _TRIES = 3
 """Times that a server is started, where another program takes the port before it does."""
@@ -59,19 +60,21 @@ class LocalServer:
         num_tries = 0
         while True:
             num_tries += 1
-            server = cls._started(command(port := _free_port()), port, env, log)
+            port = _free_port()
+            server = cls._start_guard(command(port), port, env, log)
             if server._is_well(time.monotonic() + timeout_s):
                 return server
             code = server._guard.poll()
             server.stop()
             lines = [line[:_MOST_COLUMNS] for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:]]
-            is_taken = any(words in line for line in lines for words in _PORT_TAKEN)
+            output = "\n".join(lines)
+            is_taken = any(words in output for words in _PORT_TAKEN)
             if not is_taken or num_tries == _TRIES:
                 how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit code {code}"
                 raise RolloutError("\n".join([f"the server {command(port)[0]} {how}:", *lines]))
 
     @classmethod
-    def _started(cls, command: Sequence[str], port: int, env: Mapping[str, str], log: Path) -> "LocalServer":
+    def _start_guard(cls, command: Sequence[str], port: int, env: Mapping[str, str], log: Path) -> "LocalServer":
         theirs, lifeline = os.pipe()
         guard = [sys.executable, str(Path(__file__)), str(theirs), *command]
         try:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from gcore_rollout.engines.protocol import FinishReason
-from gcore_rollout.engines.queueing import Sample
+from gcore_rollout.engines.queueing import QueuedSample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StreamPiece:
     """A part of a sample, as the server sends it."""
 
     token_ids: list[int]
@@ -45,7 +45,7 @@ class Piece:
 class RunningSample:
     """A sample that has been requested from the server."""
 
-    sample: Sample
+    sample: QueuedSample
     server_id: str
     version: int
     """Version of the weights when it started."""
@@ -63,7 +63,8 @@ class RunningSample:
             version_spans = [{"version": version, "start": start, "end": length} for start, version in self.updates]
         for span in version_spans:
             versions[span["start"] : span["end"]] = int(span["version"])
-        tokens, log_probs = np.array(self.token_ids, np.int64), np.array(self.log_probs, np.float32)
+        tokens = np.array(self.token_ids, np.int64)
+        log_probs = np.array(self.log_probs, np.float32)
         self.sample.finish(tokens, log_probs, versions, reason)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from gcore_rollout.engines.endings import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.protocol import FinishReason, Request
-from gcore_rollout.engines.queueing import Sample
+from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
-from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo
+from gcore_rollout.engines.servers.served import RunningSample, ServerInfo, StreamPiece
 from gcore_rollout.errors import RequestError, RolloutError
 
 # Below this SGLang takes the most probable token.
@@ -81,7 +81,7 @@ class SGLangServerEngine(ServerEngine):
                 f"SGLang takes 0 (greedy) or {_MIN_TEMPERATURE} and above"
             )
 
-    def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
+    def _body(self, sample: QueuedSample, server_id: str) -> dict[str, Any]:
         sampling = sample.request.sampling
         return {
             # An abort ends all requests whose id starts with the given one: these ids all have one length.
@@ -106,33 +106,38 @@ class SGLangServerEngine(ServerEngine):
             },
         }
 
-    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
+    def _reader(self, running: RunningSample) -> Callable[[Any], StreamPiece]:
         sampling = running.sample.request.sampling
-        detection, prefix = sampling.repetition_detection, running.sample.prefix.token_ids
+        detection = sampling.repetition_detection
         if detection is None:
-            return partial(self._piece, running)
+            return partial(self._read_piece, running)
+        prefix = running.sample.prefix.token_ids
         sizes = np.array([[detection.min_pattern_size], [detection.max_pattern_size], [detection.min_count]])
         tokens_1T = np.zeros((1, sampling.max_tokens), np.int64)
         length = prefix.size
         tokens_1T[0, :length] = prefix
         runs_1P = runs_at_end(prefix, detection.max_pattern_size)[None]
 
-        def read(event: Any) -> Piece:
+        def read(event: Any) -> StreamPiece:
             nonlocal length
-            piece = self._piece(running, event)
+            piece = self._read_piece(running, event)
             for end, token in enumerate(piece.token_ids, start=1):
                 tokens_1T[0, length] = token
                 extend_runs(runs_1P, tokens_1T, np.array([length]))
                 length += 1
                 is_stop = end == len(piece.token_ids) and piece.finish_reason == "stop"
                 if is_repetitive(runs_1P, *sizes)[0] and not is_stop:
-                    tokens, log_probs = piece.token_ids[:end], piece.log_probs[:end]
-                    return Piece(token_ids=tokens, log_probs=log_probs, finish_reason="repetition", ended_here=True)
+                    return StreamPiece(
+                        token_ids=piece.token_ids[:end],
+                        log_probs=piece.log_probs[:end],
+                        finish_reason="repetition",
+                        ended_here=True,
+                    )
             return piece
 
         return read
 
-    def _piece(self, running: RunningSample, event: Any) -> Piece:
+    def _read_piece(self, running: RunningSample, event: Any) -> StreamPiece:
         meta = event["meta_info"]
         end: dict[str, Any] | None = meta["finish_reason"]
         if end is not None and end["type"] == "abort" and end.get("status_code"):
@@ -140,25 +145,26 @@ class SGLangServerEngine(ServerEngine):
         # Only new tokens come, except with some aborts: then all do.
         num_new = meta["completion_tokens"] - len(running.token_ids)
         entries: list[Any] = (meta.get("output_token_logprobs") or [])[-num_new:] if num_new else []
-        return Piece(
+        return StreamPiece(
             token_ids=[entry[1] for entry in entries],
             log_probs=[entry[0] for entry in entries],
             finish_reason=None if end is None else self._finish_reason(end["type"], running, entries),
             version_spans=meta.get("weight_versions"),
         )
 
-    def _finish_reason(self, kind: str, running: RunningSample, entries: list[Any]) -> FinishReason:
-        match kind:
+    def _finish_reason(self, reason: str, running: RunningSample, entries: list[Any]) -> FinishReason:
+        match reason:
             case "stop" | "length":
-                return kind
+                return reason
             case "abort":
                 # SGLang does not look at the token that it samples while it takes notice of an abort.
-                sample, num_tokens = running.sample, len(running.token_ids) + len(entries)
                 if entries and entries[-1][1] in self._eos:
                     return "stop"
-                return "length" if sample.prefix_length + num_tokens == sample.request.sampling.max_tokens else "abort"
+                sample = running.sample
+                num_tokens = sample.prefix_length + len(running.token_ids) + len(entries)
+                return "length" if num_tokens == sample.request.sampling.max_tokens else "abort"
             case _:
-                raise RolloutError(f"SGLang ended a sample for the reason {kind!r}; expected stop, length or abort")
+                raise RolloutError(f"SGLang ended a sample for the reason {reason!r}; expected stop, length or abort")
 
     async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
         calls = (self._client.call("POST", "/abort_request", body={"rid": server_id}) for server_id in server_ids)

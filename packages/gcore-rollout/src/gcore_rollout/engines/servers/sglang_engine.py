@@ -17,8 +17,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables of this environment that would have the server import from it."""
 _ON_CPU = (
-    *("--device", "cpu", "--attention-backend", "torch_native"),
-    *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    "--device",
+    "cpu",
+    "--attention-backend",
+    "torch_native",
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
 )
 
 
@@ -74,21 +78,27 @@ class SGLangEngine(SGLangServerEngine):
                 f"server_python is {server_python!r}; expected the Python of an environment with SGLang, such as "
                 "~/sglang/bin/python"
             )
-        options = [*("--model-path", str(path), "--host", "127.0.0.1"), *("--dtype", str(dtype).removeprefix("torch."))]
-        options += ["--skip-tokenizer-init", "--incremental-streaming-output", "--disable-overlap-schedule"]
-        options += ["--max-running-requests", str(max_num_seqs)]
-        given: dict[str, Any] = {
+        command = [str(python), "-m", "sglang.launch_server"]
+        command += ["--model-path", str(path), "--host", "127.0.0.1", "--dtype", str(dtype).removeprefix("torch.")]
+        command += ["--skip-tokenizer-init", "--incremental-streaming-output", "--disable-overlap-schedule"]
+        command += ["--max-running-requests", str(max_num_seqs)]
+        settings: dict[str, Any] = {
             "--context-length": max_model_len,
             "--tp": tensor_parallel_size if tensor_parallel_size > 1 else None,
             "--mem-fraction-static": gpu_memory_utilization,
             "--base-gpu-id": torch.device(device).index,
         }
-        options += [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        sleeping = ("--enable-memory-saver", "--enable-weights-cpu-backup") if enable_sleep_mode else ()
-        options += [*(_ON_CPU if device == "cpu" else sleeping), *server_args]
+        for name, value in settings.items():
+            if value is not None:
+                command += [name, str(value)]
         env = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-        env |= {"HF_HUB_OFFLINE": "1"} | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
-        command = [str(python), "-m", "sglang.launch_server", *options]
+        env["HF_HUB_OFFLINE"] = "1"
+        if device == "cpu":
+            command += _ON_CPU
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+        elif enable_sleep_mode:
+            command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+        command += server_args
         folder = Path(tempfile.mkdtemp(prefix="gcore-sglang-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
         server: LocalServer | None = None
         try:
@@ -110,7 +120,8 @@ class SGLangEngine(SGLangServerEngine):
                 server.stop()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        engine._server, engine._folder = server, folder
+        engine._server = server
+        engine._folder = folder
         return engine
 
     async def close(self) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gcore_rollout.engines.protocol import Request
-from gcore_rollout.engines.queueing import Sample
+from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
-from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo
+from gcore_rollout.engines.servers.served import RunningSample, ServerInfo, StreamPiece
 from gcore_rollout.engines.vllm.translation import check_temperature, sampling_settings
 from gcore_rollout.errors import RolloutError, ServerRequestError
 
@@ -86,7 +86,7 @@ class VLLMServerEngine(ServerEngine):
         super()._check_request(request)
         check_temperature(request)
 
-    def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
+    def _body(self, sample: QueuedSample, server_id: str) -> dict[str, Any]:
         return {
             "request_id": server_id,
             "token_ids": sample.start_token_ids,
@@ -95,8 +95,8 @@ class VLLMServerEngine(ServerEngine):
             "sampling_params": sampling_settings(sample, self._eos),
         }
 
-    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:  # noqa: ARG002 - each event says all
-        return _piece
+    def _reader(self, running: RunningSample) -> Callable[[Any], StreamPiece]:  # noqa: ARG002 - each event says all
+        return _read_piece
 
     async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
         # Without ids vLLM would abort everything.
@@ -125,10 +125,10 @@ class VLLMServerEngine(ServerEngine):
             await self._client.call("POST", "/collective_rpc", body={"method": "repack_tied_head"})
 
 
-def _piece(event: Any) -> Piece:
+def _read_piece(event: Any) -> StreamPiece:
     (choice,) = event["choices"]
     content: list[Any] = (choice["logprobs"] or {}).get("content") or []
-    return Piece(
+    return StreamPiece(
         token_ids=choice["token_ids"] or [],
         log_probs=[entry["logprob"] for entry in content],
         finish_reason=choice["finish_reason"],

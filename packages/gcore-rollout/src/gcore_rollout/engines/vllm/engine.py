@@ -15,8 +15,8 @@ from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import Completion, EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import (
     Control,
+    QueuedSample,
     QueueingEngine,
-    Sample,
     SampleFilter,
     TokenLimits,
     check_max_num_seqs,
@@ -103,7 +103,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._shapes = shapes
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
-        self._running: dict[str, Sample] = {}
+        self._running: dict[str, QueuedSample] = {}
         self._sample_ids = count()
         self._num_checked: dict[str, int] = {}
         """New tokens of running samples in which no stop string ends."""
@@ -189,7 +189,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         process.set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process.process_state_kept(), process.compilation(is_off=on_cpu and is_eager):
+        with process.keep_process_state(), process.compilation(is_off=on_cpu and is_eager):
             try:
                 from vllm import EngineArgs
             except ModuleNotFoundError as error:
@@ -210,14 +210,15 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 "speculative_config": None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 "skip_tokenizer_init": vision is None,
-                **({} if vision is None else translation.options_for_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
                 "generation_config": "vllm",
                 "logprobs_mode": "processed_logprobs",
-                **of_device,
-                **of_ranks,
-                **(engine_args or {}),
             }
+            if vision is not None:
+                arguments |= translation.options_for_images(on_cpu=on_cpu)
+            arguments |= of_device
+            arguments |= of_ranks
+            arguments |= engine_args or {}
             args = EngineArgs(**arguments)
             try:
                 config = args.create_engine_config(options.usage_context(on_cpu=on_cpu))
@@ -294,7 +295,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
     @property
     def weights_gpu(self) -> str | None:
         """The UUID of the GPU that the weights are on; None: they are on none, or on several."""
-        return None if self._on_cpu or self._has_ranks else gpu_of(torch.device("cuda", torch.cuda.current_device()))
+        if self._on_cpu or self._has_ranks:
+            return None
+        return gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
     def _num_running(self) -> int:
         return len(self._running)
@@ -305,9 +308,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
 
     async def _control(self, name: Control) -> None:
         with self._noting_deaths():
-            self._do(name)
+            self._apply_control(name)
 
-    def _do(self, name: Control) -> None:
+    def _apply_control(self, name: Control) -> None:
         if name in ("pause", *_SLEEP_LEVELS):
             self._settle()
         if name in _WAKE_TAGS:
@@ -334,7 +337,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 self._running[sample_id] = sample
                 settings = translation.sampling_params(sample, self._eos, has_seed=self._draws_by_sample)
                 self._engine.add_request(sample_id, prompt, settings)
-        seed = admitted[0][0].generator_seed if admitted and not self._draws_by_sample else None
+        seed: int | None = None
+        if admitted and not self._draws_by_sample:
+            seed = admitted[0][0].generator_seed
         with self._noting_deaths(), self._generators.in_use(seed) if self._generators else nullcontext():
             if self._has_ranks and seed is not None:
                 self._engine.collective_rpc(ranks.seed_generators, args=(seed,))
@@ -348,14 +353,17 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         try:
             yield
         except Exception as error:
-            if self._has_ranks and (reason := ranks.failure_of(self._engine)) is not None:
-                raise EngineDiedError(reason) from error
+            if self._has_ranks:
+                reason = ranks.failure_of(self._engine)
+                if reason is not None:
+                    raise EngineDiedError(reason) from error
             raise
 
     def _take_in(self, outputs: Sequence[Any]) -> None:
         """Hand over the samples that a step has finished."""
         for output in outputs:
-            sample, result = self._running.pop(output.request_id), output.outputs[0]
+            sample = self._running.pop(output.request_id)
+            result = output.outputs[0]
             self._completion_tokens += len(result.token_ids)
             end = self._find_end(sample, result.token_ids)
             if end is not None:
@@ -367,11 +375,13 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
                 sample.call.finished.put_nowait(error)
 
-    def _find_end(self, sample: Sample, token_ids: Sequence[int], num_checked: int = 0) -> int | None:
+    def _find_end(self, sample: QueuedSample, token_ids: Sequence[int], num_checked: int = 0) -> int | None:
         """Return how many new tokens a sample has up to a stop string; None: it has none."""
         before = [sample.prefix.token_ids, token_ids[:num_checked]]
         end = self._limits.stop_strings.find_end(token_ids[num_checked:], sample.request.sampling.stop, before=before)
-        return None if end is None else num_checked + end
+        if end is None:
+            return None
+        return num_checked + end
 
     def _end_at_stop_strings(self) -> None:
         """End the running samples whose text has a stop string."""
@@ -379,7 +389,8 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         ended: list[str] = []
         for state in self._states(watched):
             sample_id: str = state.external_req_id
-            sample, token_ids = watched[sample_id], state.detokenizer.output_token_ids
+            sample = watched[sample_id]
+            token_ids = state.detokenizer.output_token_ids
             num_checked = self._num_checked.get(sample_id, 0)
             self._num_checked[sample_id] = len(token_ids)
             end = self._find_end(sample, token_ids, num_checked)
@@ -408,7 +419,7 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         finally:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
         if not removed:
             return []
@@ -430,10 +441,12 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         )
         return output.outputs[0]
 
-    def _tokens_sampled(self, sample_ids: Mapping[str, Sample]) -> int:
+    def _tokens_sampled(self, sample_ids: Mapping[str, QueuedSample]) -> int:
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
 
-    def _states(self, sample_ids: Mapping[str, Sample]) -> list[Any]:
-        # After `close` there are neither samples nor an engine.
-        states = self._engine.output_processor.request_states.values() if sample_ids else ()
+    def _states(self, sample_ids: Mapping[str, QueuedSample]) -> list[Any]:
+        if not sample_ids:
+            # After `close` there are neither samples nor an engine.
+            return []
+        states = self._engine.output_processor.request_states.values()
         return [state for state in states if state.external_req_id in sample_ids]

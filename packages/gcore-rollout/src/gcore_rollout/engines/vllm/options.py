@@ -30,7 +30,8 @@ def device_options(
     Raises:
         ValueError: a value is out of its bounds.
     """
-    share, tokens = gpu_memory_utilization, max_num_batched_tokens
+    share = gpu_memory_utilization
+    tokens = max_num_batched_tokens
     require("gpu_memory_utilization", share, share is None or 0 < share <= 1, "a number in (0, 1], or None", ValueError)
     require("max_num_batched_tokens", tokens, tokens is None or tokens >= 1, "at least 1, or None", ValueError)
     options: dict[str, Any] = {
@@ -64,13 +65,15 @@ def usage_context(*, on_cpu: bool) -> Any:
     return None if on_cpu else UsageContext.LLM_CLASS
 
 
-def draws_by_sample(asked: bool | None, *, on_cpu: bool, has_v2_runner: bool) -> bool:
+def draws_by_sample(seed_per_sample: bool | None, *, on_cpu: bool, has_v2_runner: bool) -> bool:
     """Return whether each sample has a seed of its own: as asked, or where that costs nothing.
 
     vLLM's second model runner, the default on GPUs with Triton, hashes seed and position in its sampling kernel; the
     first one makes a `torch.Generator` for each sample, and draws for each by a kernel launch of its own.
     """
-    return on_cpu or has_v2_runner if asked is None else asked
+    if seed_per_sample is None:
+        return on_cpu or has_v2_runner
+    return seed_per_sample
 
 
 class OwnGenerators:

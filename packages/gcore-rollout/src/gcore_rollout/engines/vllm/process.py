@@ -54,11 +54,12 @@ def set_environment() -> None:
 
 
 @contextmanager
-def process_state_kept() -> Generator[None]:
+def keep_process_state() -> Generator[None]:
     """Restore the process state that vLLM changes while it starts."""
     numpy_state = np.random.get_state()
     random_state = random.getstate()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
     was_frozen = gc.get_freeze_count() > 0
     # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
     names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OMP_NUM_THREADS_SET_BY_VLLM")
@@ -135,7 +136,10 @@ def free_kv_cache(worker: Any) -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     # All layers' caches are views of one allocation, or of a few.
-    storages = {s.data_ptr(): s.nbytes() for cache in worker.model_runner.kv_caches for s in [cache.untyped_storage()]}
+    storages: dict[int, int] = {}
+    for cache in worker.model_runner.kv_caches:
+        storage = cache.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     for address, size in storages.items():
         # Whole pages only: the first and the last may hold something else.
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -199,7 +203,8 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of a Hugging Face folder's tensors, from their headers alone."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
     elif (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:

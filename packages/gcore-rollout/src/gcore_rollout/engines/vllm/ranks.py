@@ -109,13 +109,13 @@ def _executor(engine: "LLMEngine") -> Any:
     return core.engine_core.model_executor
 
 
-def whole(shard: torch.Tensor, shape: Sequence[int], module: Any) -> torch.Tensor:
+def gather_tensor(shard: torch.Tensor, shape: Sequence[int], module: Any) -> torch.Tensor:
     """Return a tensor of this shape, of which each rank has a part: gathered, on all ranks.
 
     Args:
         module: vLLM's module that has the part.
     """
-    dims = [dim for dim, (own, full) in enumerate(zip(shard.shape, shape, strict=False)) if own != full]
+    dims = [dim for dim, (part, full) in enumerate(zip(shard.shape, shape, strict=False)) if part != full]
     if shard.dim() != len(shape) or len(dims) != 1:
         return shard
     from vllm.distributed import get_tp_group
@@ -138,7 +138,8 @@ def buckets(weights: Mapping[str, torch.Tensor], size_bytes: int) -> Iterator[di
     for name, tensor in weights.items():
         if bucket and size + tensor.nbytes > size_bytes:
             yield bucket
-            bucket, size = {}, 0
+            bucket = {}
+            size = 0
         bucket[name] = tensor
         size += tensor.nbytes
     if bucket:

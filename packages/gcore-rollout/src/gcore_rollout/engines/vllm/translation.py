@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from gcore_rollout.engines.protocol import FinishReason, HeldTensor, Request
-from gcore_rollout.engines.queueing import Sample
+from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.engines.vllm.process import TIED_HEAD
-from gcore_rollout.engines.vllm.ranks import whole
+from gcore_rollout.engines.vllm.ranks import gather_tensor
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.digests import digest_held_tensor
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
@@ -39,7 +39,7 @@ def check_temperature(request: Request) -> None:
         )
 
 
-def prompt_of(sample: Sample, vision: VisionProcessor | None, *, version: int) -> "TokensInput | MultiModalInput":
+def prompt_of(sample: QueuedSample, vision: VisionProcessor | None, *, version: int) -> "TokensInput | MultiModalInput":
     """Return a sample's prompt; its cached prefixes are used for weights of this version alone."""
     from vllm.inputs.engine import mm_input, tokens_input
 
@@ -52,7 +52,7 @@ def prompt_of(sample: Sample, vision: VisionProcessor | None, *, version: int) -
 
     pixels = vision.process(images)
     # An image token after the prompt is text: the policy wrote it.
-    places = vision.places(sample.request.prompt_token_ids)
+    spans = vision.places(sample.request.prompt_token_ids)
     grid_thw = torch.from_numpy(pixels.grid_thw)
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid_thw.prod(1)),
@@ -63,7 +63,7 @@ def prompt_of(sample: Sample, vision: VisionProcessor | None, *, version: int) -
         list(sample.start_token_ids),
         MultiModalKwargsItems.from_hf_inputs(inputs, fields),
         {"image": [sha256(image).hexdigest() for image in images]},
-        {"image": [PlaceholderRange(offset=start, length=length) for start, length in places]},
+        {"image": [PlaceholderRange(offset=start, length=length) for start, length in spans]},
         cache_salt=str(version),
     )
 
@@ -78,7 +78,7 @@ def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def sampling_settings(sample: Sample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> dict[str, Any]:
+def sampling_settings(sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams` for a sample, as its server takes them."""
     sampling = sample.request.sampling
     detection = sampling.repetition_detection
@@ -98,25 +98,28 @@ def sampling_settings(sample: Sample, eos_token_ids: Sequence[int], *, has_seed:
     }
 
 
-def sampling_params(sample: Sample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> "SamplingParams":
+def sampling_params(sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> "SamplingParams":
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
     settings = sampling_settings(sample, eos_token_ids, has_seed=has_seed)
-    if (detection := settings["repetition_detection"]) is not None:
+    detection = settings["repetition_detection"]
+    if detection is not None:
         settings["repetition_detection"] = RepetitionDetectionParams(**detection)
     return SamplingParams(**settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
-def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason, *, num_tokens: int | None = None) -> None:
+def finish(
+    sample: QueuedSample, result: "CompletionOutput", reason: FinishReason, *, num_tokens: int | None = None
+) -> None:
     """Hand over a sample, or its first ``num_tokens`` new tokens."""
-    kept = slice(num_tokens)
+    new = slice(num_tokens)
     spans = result.weight_versions or []
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(
-        np.array(result.token_ids, np.int64)[kept],
-        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32)[kept],
-        np.concatenate([np.empty(0, np.int32), *versions])[kept],
+        np.array(result.token_ids, np.int64)[new],
+        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32)[new],
+        np.concatenate([np.empty(0, np.int32), *versions])[new],
         reason,
     )
 
@@ -130,74 +133,88 @@ def held_tensors(
     A tied head is reported as a tensor of its own. ``shapes`` are of the published tensors, by Hugging Face name; of
     these, or of ``names`` if there are any, all that can be read are digested.
     """
-    found: list[HeldTensor] = []
-    for name in {**shapes, **({TIED_HEAD: ()} if is_tied else {})} if names is None else names:
-        source = _embedding(model, shapes) if is_tied and name == TIED_HEAD else name
+    if names is None:
+        names = list(shapes)
+        if is_tied and TIED_HEAD not in shapes:
+            names.append(TIED_HEAD)
+    tensors: list[HeldTensor] = []
+    for name in names:
+        source: str | None = name
+        if is_tied and name == TIED_HEAD:
+            source = _find_embedding(model, shapes)
         if source is None:
             continue
         try:
-            found.append(held(name, partial(_read, model, name, shapes[source]), source=source))
+            tensors.append(
+                digest_held_tensor(name, partial(_read_published, model, name, shapes[source]), source=source)
+            )
         except AttributeError:
             # There is no module or parameter of this name: vLLM has made something else of it.
             continue
-    return found
+    return tensors
 
 
-def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_published(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Read a published tensor from the model's own layout; an `AttributeError` if it cannot be found."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    mapped: str = (mapper.map_name(name) if mapper is not None else name) or name
-    path, _, kind = mapped.rpartition(".")
+    mapped = _map_name(model, name)
+    path, _, attribute = mapped.rpartition(".")
     parent, _, leaf = path.rpartition(".")
     published_leaf = name.rpartition(".")[0].rpartition(".")[2]
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     fused = next((f for f, parts in packed.items() if published_leaf in parts and len(parts) > 1), None)
     if fused is not None and leaf in (fused, published_leaf):
         module = model.get_submodule(f"{parent}.{fused}")
-        place = list(packed[fused]).index(published_leaf)
+        index = list(packed[fused]).index(published_leaf)
         sizes: list[int] = module.output_partition_sizes
-        tensor = _parameter(module, kind).narrow(0, sum(sizes[:place]), sizes[place])
+        tensor = _read_parameter(module, attribute).narrow(0, sum(sizes[:index]), sizes[index])
     else:
         module = model.get_submodule(path)
-        tensor = _parameter(module, kind)
+        tensor = _read_parameter(module, attribute)
         if tensor.dim() and tensor.shape[1:] == shape[1:]:
             # The vocabulary is padded.
             tensor = tensor[: shape[0]]
-    tensor = whole(tensor, shape, module)
+    tensor = gather_tensor(tensor, shape, module)
     if tensor.numel() != torch.Size(shape).numel():
         raise AttributeError(f"{mapped} has shape {tuple(tensor.shape)}; expected {shape}")
     return tensor
 
 
-def _parameter(module: Any, kind: str) -> torch.Tensor:
+def _read_parameter(module: Any, name: str) -> torch.Tensor:
     """Return a parameter as the module's forward uses it; on CPU, where vLLM packs matrices, from its packed copy."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    parameter: torch.Tensor = getattr(module, kind)
+    parameter: torch.Tensor = getattr(module, name)
     if not (isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "cpu_linear")):
         return parameter
-    own: Any = module
-    if kind != "weight":
+    layer: Any = module
+    if name != "weight":
         # Some kernels want it in float32, whatever it was loaded as.
-        return parameter.to(own.weight.dtype)
-    width: int = own.embedding_dim if isinstance(module, ParallelLMHead) else own.input_size_per_partition
+        return parameter.to(layer.weight.dtype)
+    width: int = layer.embedding_dim if isinstance(module, ParallelLMHead) else layer.input_size_per_partition
     # The output for the rows of the identity is exactly the transposed matrix.
-    identity = torch.eye(width, dtype=own.weight.dtype)
-    parts = [own.quant_method.apply(own, rows, None) for rows in identity.split(_ROWS_AT_ONCE)]
+    identity = torch.eye(width, dtype=layer.weight.dtype)
+    parts = [layer.quant_method.apply(layer, rows, None) for rows in identity.split(_ROWS_AT_ONCE)]
     return torch.cat(parts).t()
 
 
-def _embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def _find_embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Return the published name of the tensor that shares its memory with a tied head."""
     try:
-        head = _plain(model, TIED_HEAD)
-        return next((n for n in shapes if n.endswith("embed_tokens.weight") and _plain(model, n) is head), None)
+        head = _get_parameter(model, TIED_HEAD)
+        return next((n for n in shapes if n.endswith("embed_tokens.weight") and _get_parameter(model, n) is head), None)
     except AttributeError:
         return None
 
 
-def _plain(model: Any, name: str) -> torch.Tensor:
+def _get_parameter(model: Any, name: str) -> torch.Tensor:
+    path, _, attribute = _map_name(model, name).rpartition(".")
+    return getattr(model.get_submodule(path), attribute)
+
+
+def _map_name(model: Any, name: str) -> str:
+    """Return vLLM's name of a published tensor."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    path, _, kind = ((mapper.map_name(name) if mapper is not None else name) or name).rpartition(".")
-    return getattr(model.get_submodule(path), kind)
+    if mapper is None:
+        return name
+    return mapper.map_name(name) or name
