@@ -13,7 +13,7 @@ DIALECT: dict[str, int] = {
     "gcore-ckpt": 0,
     "gcore-controller": 0,
     "gcore-placement": 0,
-    "gcore-rollout": 0,
+    "gcore-rollout": 1,
     "gcore-trainer": 0,
 }
 FRAGMENTS: dict[str, int] = {

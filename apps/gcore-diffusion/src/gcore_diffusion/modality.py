@@ -164,7 +164,7 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
         if has_old_pass(config):
             updates, metrics[_MISMATCH] = await _with_old_pass(ctx, updates)
         # Pairs, and differentiable rewards, have no advantages.
-        advantages: list[list[float] | None] = [None] * len(samples)
+        advantages: list[Any] = [None] * len(samples)
         if algorithm not in ("dpo", "reward_gradient"):
             advantages = [[sample.advantage for sample in group_samples] for group_samples in samples]
         return Prepared(updates=updates, metrics=metrics, of_groups=advantages)

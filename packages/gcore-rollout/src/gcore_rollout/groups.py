@@ -72,9 +72,7 @@ class Group:
         """
         fields: dict[str, Any] = {"prompt_ids": np.zeros(0, np.int64), **state}
         prompt_index: int = fields.pop("ticket")
-        responses: list[Completion] = []
-        for name in fields.keys() - cls.__annotations__.keys():
-            responses += map(Completion.from_state, fields.pop(name))
+        responses = [Completion.from_state(response) for response in fields.pop("begun", [])]
         for index, response in enumerate(fields.pop("responses")):
             responses.append(Completion.from_state({"request_id": str(prompt_index), "index": index, **response}))
         responses.sort(key=attrgetter("index"))

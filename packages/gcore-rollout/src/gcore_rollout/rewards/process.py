@@ -247,9 +247,9 @@ class LimitedProcess:
 
     def _take(self, message: Any, is_ready: "asyncio.Future[Any]") -> None:
         """Handle an answer."""
-        if isinstance(message, session.Failed):
+        if isinstance(message, session.CallFailed):
             pid = 0 if self._process is None else self._process.pid
-            value: Any = session.exception(message, pid)
+            value: Any = session.rebuild_exception(message, pid)
         else:
             value = message.value
         if isinstance(value, MemoryError):
@@ -325,9 +325,9 @@ def serve_function(channel: socket.socket) -> None:
                         answer = _Answer(call_id, function(*message))
                     packed = pickle.dumps(answer, protocol=5)
                 except Exception as error:
-                    packed = pickle.dumps(session.failure(call_id, error), protocol=5)
+                    packed = pickle.dumps(session.make_failure(call_id, error), protocol=5)
                 except BaseException as error:
-                    packed = pickle.dumps(session.failure(call_id, make_exit_error(error)), protocol=5)
+                    packed = pickle.dumps(session.make_failure(call_id, make_exit_error(error)), protocol=5)
                 try:
                     channel.sendall(pack_frame([packed]))
                 except OSError:

@@ -97,7 +97,7 @@ class _RingAttention(torch.autograd.Function):
         rank = group.rank()
         size = group.size()
         is_varlen = has_varlen_kernel(q_THD, v_TKV, attention.softcap)
-        options = {"window": attention.sliding_window, "is_varlen": is_varlen}
+        window = attention.sliding_window
         local_kv = torch.cat([k_TKD, v_TKV], dim=-1)
         head_dims = (k_TKD.shape[2], v_TKV.shape[2])
         wide = torch.promote_types(q_THD.dtype, torch.float32)
@@ -109,14 +109,15 @@ class _RingAttention(torch.autograd.Function):
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
             k_TKD, v_TKV = kv.split(head_dims, dim=-1)
-            calls = row.calls((rank - step) % size, **options)
+            calls = row.calls((rank - step) % size, window, is_varlen=is_varlen)
             attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
             if passing is not None:
                 kv = passing.wait()
         out_THV, lse_TH = finish_row(out_THV, lse_TH, q_THD, sinks_H)
         ctx.save_for_backward(q_THD, local_kv, sinks_H, out_THV, lse_TH)
         ctx.row = row
-        ctx.options = options
+        ctx.window = window
+        ctx.is_varlen = is_varlen
         ctx.head_dims = head_dims
         ctx.scoring = scoring
         return out_THV
@@ -132,7 +133,7 @@ class _RingAttention(torch.autograd.Function):
         rank = group.rank()
         size = group.size()
         q_THD, kv, sinks_H, out_THV, lse_TH = ctx.saved_tensors
-        num_rows = row.num_rows(ctx.options["window"])
+        num_rows = row.num_rows(ctx.window)
         grad_q_THD = q_THD.new_empty((num_rows, *q_THD.shape[1:]), dtype=lse_TH.dtype)
         # Gradients of keys and values follow them around the ring, a step later, and end where they belong.
         passing_grad: _Passing | None = None
@@ -144,7 +145,7 @@ class _RingAttention(torch.autograd.Function):
             tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
             sum_k, sum_v = whole_grad_kv.split(ctx.head_dims, dim=-1)
             sums = (grad_q_THD, sum_k, sum_v)
-            calls = row.calls((rank - step) % size, **ctx.options)
+            calls = row.calls((rank - step) % size, ctx.window, is_varlen=ctx.is_varlen)
             gradients_of_calls(calls, tensors, sums, ctx.scoring, is_first_of_keys=False)
             if passing_grad is not None:
                 grad_kv += passing_grad.wait()

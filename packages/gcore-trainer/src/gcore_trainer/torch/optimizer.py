@@ -313,10 +313,10 @@ class MuonAdamW(MasterAdamW):
 def hidden_matrices(parameters: Mapping[str, torch.nn.Parameter], model: Any) -> set[str]:
     """Return the names of the matrices of hidden layers: those outside a model's embeddings and heads."""
     heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     outer: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) or module in heads:
-            outer.update(map(id, module.parameters()))
+    for module in (*tables, *filter(None, heads)):
+        outer.update(map(id, module.parameters()))
     return {name for name, p in parameters.items() if p.ndim == 2 and id(p) not in outer}
 
 

@@ -38,7 +38,7 @@ class Placement(Protocol):
     """Seconds that it takes to put engines of all roles to sleep and to wake them; None: to be measured."""
 
     @property
-    def whole(self) -> Sizes:
+    def initial(self) -> Sizes:
         """The sizes, with the engines as they are divided at first."""
         ...
 
@@ -239,7 +239,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         while True:
             sizes = self._capacity.size()
             if self.placement is not None:
-                if self._placement is None or self._placement.whole != sizes:
+                if self._placement is None or self._placement.initial != sizes:
                     self._placement = self.placement(sizes)
                 sizes = self._placement.sizes
             config = self._asked.with_sizes(sizes)

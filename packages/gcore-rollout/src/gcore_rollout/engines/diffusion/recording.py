@@ -329,14 +329,14 @@ def suited(kernel: Kernel, scheduler: Any) -> Kernel:
 
 def weight_variant(folder: str | Path) -> str | None:
     """Return the variant of a model's folder, such as fp16, if it has no weights without one; None: it has some."""
-    variants: set[str] = set()
+    variants: set[str | None] = set()
     for file in Path(folder).iterdir():
         match = _WEIGHTS.fullmatch(file.name)
         if match:
             variants.add(match["variant"])
-    if not variants or None in variants:
+    if None in variants:
         return None
-    return min(variants)
+    return min(filter(None, variants), default=None)
 
 
 def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,7 +1,8 @@
 """Graders of short answers: a number (GSM8K), an integer (AIME), or the letter of a choice (MMLU, GPQA)."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -147,13 +148,11 @@ def _is_word(letter: str, after: str) -> bool:
     return letter in "AI" and following is not None and following[1] not in _AFTER_A_LETTER
 
 
-class _NumberReward:
+class _NumberReward(ABC):
     """1 if the number of a completion equals that of the row's column ``answer_key``, else 0."""
 
     kind: ClassVar[str]
     expected: ClassVar[str]
-    find: ClassVar[Callable[[str], Fraction | int | None]]
-    """Returns the number that a text gives as its answer."""
 
     def __init__(self, *, answer_key: str = "answer") -> None:
         self._answer_key = answer_key
@@ -165,6 +164,11 @@ class _NumberReward:
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row has no answer to compare with."""
         self._gold(row)
+
+    @staticmethod
+    @abstractmethod
+    def find(text: str, /) -> Fraction | int | None:
+        """Return the number that a text gives as its answer."""
 
     def _gold(self, row: Mapping[str, Any]) -> Fraction | int:
         text = gold_answer(row, self._answer_key, f"{self.kind} to compare with")
@@ -216,6 +220,11 @@ class MultipleChoiceReward:
         if not isinstance(options, Sequence) or not options or isinstance(options, str):
             return _LETTERS
         return [chr(ord("A") + i) for i in range(len(options))]
+
+    @staticmethod
+    @abstractmethod
+    def find(text: str, /) -> Fraction | int | None:
+        """Return the number that a text gives as its answer."""
 
     def _gold(self, row: Mapping[str, Any], letters: Sequence[str]) -> str:
         gold = gold_answer(row, self._answer_key, "multiple-choice to compare with")
