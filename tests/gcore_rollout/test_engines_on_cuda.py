@@ -59,11 +59,11 @@ class Hosted:
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
-    def leave(self, version: int) -> None:
-        self._calls.append(f"leave {version}")
+    def offload(self, version: int) -> None:
+        self._calls.append(f"offload {version}")
 
-    def come(self) -> None:
-        self._calls.append("come")
+    def onload(self) -> None:
+        self._calls.append("onload")
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def engine(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def test_sleep_gives_the_memory_to_other_processes(engine: Any) -> None:
     await engine.sleep()
-    assert engine.calls == ["leave 0", "empty cache"]
+    assert engine.calls == ["offload 0", "empty cache"]
     await engine.wake()
-    assert engine.calls[2:] == ["come"]
+    assert engine.calls[2:] == ["onload"]
 
 
 async def test_an_update_ends_before_its_tensors_may_change(engine: Any, tied: TinyModel) -> None:
@@ -256,7 +256,7 @@ async def test_a_pipeline_gives_its_memory_to_other_processes(
     assert [own in moved for own in (parts.text_encoder, parts.text_encoder_2)] == [not offloads] * 2
     await engine.sleep()
     await engine.wake()
-    assert calls == ["leave 0", "empty cache", "come"]
+    assert calls == ["offload 0", "empty cache", "onload"]
 
 
 def test_weights_in_host_memory_are_copied_once_a_version() -> None:

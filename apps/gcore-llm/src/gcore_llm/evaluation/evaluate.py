@@ -302,7 +302,7 @@ async def _compare_responses(
         if sets[task.set].reward is not None:
             scored_groups[task] = group
             continue
-        sampled = task._replace(way="sampled")
+        sampled = EvaluationTask(set=task.set, way="sampled", prompt=task.prompt)
         if task.way == "greedy" and sampled in groups:
             responses = group.responses + groups[sampled].responses
             pair = replace(group, prompt_index=len(pairs), responses=responses)
