@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gcore_diffusion.config import DiffusionConfig, SimConfig
+from gcore_diffusion.config import DiffusionConfig, DiffusionSimConfig
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_runs.settings.readers import conditional_settings
@@ -32,7 +32,7 @@ PAGES: dict[str, tuple[str, Mapping[str, type]]] = {
     ),
     "settings-simulate": (
         "Settings of simulate",
-        {"gcore-llm simulate": SimulateConfig, "--sim of gcore-diffusion simulate train": SimConfig},
+        {"gcore-llm simulate": SimulateConfig, "--sim of gcore-diffusion simulate train": DiffusionSimConfig},
     ),
     "settings-images": ("Settings of gcore-diffusion train", {"train": DiffusionConfig}),
 }

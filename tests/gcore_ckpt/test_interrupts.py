@@ -23,7 +23,7 @@ from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.saving.pipeline import SavePipeline
 from gcore_ckpt.saving.staging import Stager
 from gcore_ckpt.storage.local import LocalStorage
-from gcore_ckpt.threads import Calls, Outcome
+from gcore_ckpt.threads import CheckpointCalls, Outcome
 
 ROUNDS = int(os.environ.get("GCORE_CKPT_SIGNALS", "6"))
 LONG_S = 60.0
@@ -249,7 +249,7 @@ def no_garbage_collection() -> Generator[None]:
 def test_a_wait_that_is_interrupted_anywhere_lets_the_other_thread_finish(does_wait: bool) -> None:
     """Wherever a signal is handled, no lock stays taken that the thread needs which sets the outcome."""
     for number in range(1, 1000):
-        outcome, called, calls = Outcome[int](), threading.Event(), Calls()
+        outcome, called, calls = Outcome[int](), threading.Event(), CheckpointCalls()
         setter = threading.Timer(0.01 if does_wait else 0.0, outcome.set_result, [1])
         setter.start()
         if not does_wait:

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from runtimes import Ctx, Run, inline, over_messages, simulated
 
 from gcore_controller import Collectives, InlineCollectives, InlineGroup
-from gcore_controller.collectives.peer import Failed, Message, Part, PeerCollectives
+from gcore_controller.collectives.peer import Message, Part, PeerCollectives, PeerFailed
 from gcore_controller.errors import (
     CollectiveAbandonedError,
     CollectiveMismatchError,
@@ -265,7 +265,7 @@ async def test_a_later_failure_leaves_an_earlier_collective_alone() -> None:
         await asyncio.sleep(0)
     (part,) = sent
     assert isinstance(part, Part)
-    peer.deliver(Failed("", CollectiveMismatchError("the next one"), 1))
+    peer.deliver(PeerFailed("", CollectiveMismatchError("the next one"), 1))
     peer.deliver(Part(part.call, 1, part.hop, [None]))
     await barrier
     with pytest.raises(CollectiveMismatchError, match="the next one"):

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from gcore_controller import Context, RayTrainerGroup, RoleActors, Sizes, TrainerSpec
 from gcore_controller.runtimes.ray.controllers import RayControllers
-from gcore_controller.runtimes.ray.devices import DeviceMap
+from gcore_controller.runtimes.ray.devices import SharedDevices
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 
@@ -127,7 +127,7 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     group = RayTrainerGroup()
     try:
         await engines.resize(SIZES, config)
-        found = DeviceMap.of(SIZES, await engines.devices())
+        found = SharedDevices.of(SIZES, await engines.devices())
         # No GPU is left, and the ranks need none of their own.
         await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=60.0, devices=found.ranks)
         own = places(group)
@@ -137,11 +137,11 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
         # An engine that becomes the judge's keeps its process, and the ranks stay where they are.
         moved = Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=4, ranks_in_turns=True)
         await engines.resize(moved, config)
-        assert DeviceMap.of(moved, await engines.devices()).ranks == found.ranks
+        assert SharedDevices.of(moved, await engines.devices()).ranks == found.ranks
         # Each engine with a judge on its device, of which a judge reserves nothing either.
         in_turns = replace(SIZES, engines=4, judges={"judge": 4}, in_turns=True)
         await engines.resize(in_turns, config)
-        assert DeviceMap.of(in_turns, await engines.devices()).ranks == found.ranks
+        assert SharedDevices.of(in_turns, await engines.devices()).ranks == found.ranks
         nodes = [
             [ray.get(handle.actor.__ray_call__.remote(node_of)) for handle in engines.handles[role]]
             for role in ("engine", "judge")

@@ -5,13 +5,13 @@ import pytest
 from continuous_batching_cases import cases
 from hypothesis import given, strategies as st
 
-from gcore_placement import EngineCosts, Replica, ReplicaRequest, RunningLedger
+from gcore_placement import EngineCosts, ReplicaRequest, RunningLedger, SimulatedReplica
 from gcore_placement.simulation.continuous_batching import Requests, run_replicas
 
 
 def run_one(costs: EngineCosts, requests: Requests, items: list[int]) -> list[float]:
     """Return the finish times of the requests of one replica."""
-    replica: Replica[ReplicaRequest] = Replica(costs)
+    replica: SimulatedReplica[ReplicaRequest] = SimulatedReplica(costs)
     arrivals = [(float(requests.arrival[item]), item) for item in items]
     finish: list[float] = []
     while arrivals or replica.num_running:
@@ -56,7 +56,7 @@ def test_steps_within_is_the_inverse_of_decode_s(steps: float, running: int, hel
 
 
 def test_a_withdrawn_sequence_has_the_tokens_that_it_was_given() -> None:
-    replica: Replica[ReplicaRequest] = Replica(COSTS)
+    replica: SimulatedReplica[ReplicaRequest] = SimulatedReplica(COSTS)
     requests = {name: ReplicaRequest(length=100.0) for name in "abcdef"}
     replica.submit(requests.values(), 0.0)
     now_s = COSTS.decode_s(40.0, 4.0, 0.0)
@@ -68,7 +68,7 @@ def test_a_withdrawn_sequence_has_the_tokens_that_it_was_given() -> None:
 
 
 def test_a_held_replica_stands_still() -> None:
-    replica: Replica[ReplicaRequest] = Replica(COSTS)
+    replica: SimulatedReplica[ReplicaRequest] = SimulatedReplica(COSTS)
     replica.submit([ReplicaRequest(length=100.0)], 0.0)
     alone_s = COSTS.decode_s(100.0, 1.0, 0.0)
     replica.hold(0.5)

@@ -24,7 +24,7 @@ from tiny_vision_model import save_vision_model
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.backend import starting_messages
 from gcore_diffusion.cli import parse_train
-from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
+from gcore_diffusion.config import RECIPES, DiffusionConfig, DiffusionDataConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
 from gcore_diffusion.demo.rewards import DemoJudgeReward, DigitReward
 from gcore_diffusion.recipes.published import PUBLISHED
@@ -579,7 +579,7 @@ def test_prompts_with_a_mark_and_other_line_ends(tmp_path: Path) -> None:
     text.write_bytes("\ufeffa cat\u2028and a dog\r\na\rbird\n\n".encode())
     rows.write_bytes('\ufeff{"prompt": "a cat\u2028and a dog"}\r\n{"prompt": "a\\rbird"}\r\n'.encode())
     for file in (text, rows):
-        sets = load_prompts(DataConfig(train_files=(str(file),), val_size=0))
+        sets = load_prompts(DiffusionDataConfig(train_files=(str(file),), val_size=0))
         assert [prompt.text for prompt in sets.train] == ["a cat\u2028and a dog", "a\rbird"]
 
 

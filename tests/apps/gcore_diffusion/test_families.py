@@ -12,7 +12,7 @@ from command_line import Cli, Server, step_rows, write_rows
 from tiny_families import FAMILIES
 
 from gcore_ckpt import Checkpointer
-from gcore_diffusion.config import ActorConfig, DiffusionConfig, embedded_nft
+from gcore_diffusion.config import DiffusionActorConfig, DiffusionConfig, embedded_nft
 from gcore_diffusion.sampling.image_sampling import ImageGroup
 from gcore_diffusion.sampling.prompts import ImagePrompt
 from gcore_diffusion.sampling.shared_arrays import share_conditions
@@ -73,7 +73,7 @@ def test_a_run(cli: Cli, name: str) -> None:
 
 def test_algorithms_of_one_transformer_of_two() -> None:
     """Need steps that are its own."""
-    actor = ActorConfig(component="transformer_2")
+    actor = DiffusionActorConfig(component="transformer_2")
     with pytest.raises(UserError, match=r"rollout.window_size is 0; expected 1 or more with actor.component"):
         DiffusionConfig(actor=actor)
     with pytest.raises(UserError, match=r"actor.component is 'transformer_2'; expected '' with algorithm.name 'nft'"):

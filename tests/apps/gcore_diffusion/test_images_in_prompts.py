@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_families import FAMILIES
 
 from gcore_ckpt import Checkpointer
-from gcore_diffusion.config import DataConfig
+from gcore_diffusion.config import DiffusionDataConfig
 from gcore_diffusion.sampling.image_sampling import ImageGroup
 from gcore_diffusion.sampling.prompts import ImagePrompt, load_prompts
 from gcore_runs import UserError
@@ -30,9 +30,9 @@ def picture(path: Path, *, width: int = 64, grey: int = 128) -> Path:
     return path
 
 
-def data_config(path: Path, rows: list[dict[str, Any]]) -> DataConfig:
+def data_config(path: Path, rows: list[dict[str, Any]]) -> DiffusionDataConfig:
     write_rows(path / "rows.jsonl", rows)
-    return DataConfig(train_files=(str(path / "rows.jsonl"),), image_key="image", val_size=0)
+    return DiffusionDataConfig(train_files=(str(path / "rows.jsonl"),), image_key="image", val_size=0)
 
 
 def test_images_of_data_files(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_data_files_without_images(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no column 'image' \(data.image_key\); it has 'prompt'"):
         load_prompts(data_config(tmp_path, [{"prompt": "a"}]))
     (tmp_path / "prompts.txt").write_text("a\n")
-    config = DataConfig(train_files=(str(tmp_path / "prompts.txt"),), image_key="image")
+    config = DiffusionDataConfig(train_files=(str(tmp_path / "prompts.txt"),), image_key="image")
     with pytest.raises(UserError, match=r"expected \.jsonl, \.parquet, \.arrow or \.csv with data.image_key"):
         load_prompts(config)
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from gcore_controller import TrainingBatch
-from gcore_diffusion.config import AlgorithmConfig, DiffusionConfig, RolloutConfig, embedded_nft
+from gcore_diffusion.config import DiffusionAlgorithmConfig, DiffusionConfig, DiffusionRolloutConfig, embedded_nft
 from gcore_diffusion.modality import ImageJob, ImageModality, preference_pairs
 from gcore_diffusion.sampling.image_sampling import ImageGroup, image_sampling
 from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
 from gcore_rollout import ImageSample, Trajectory
 
-DPO = replace(embedded_nft(), algorithm=AlgorithmConfig(name="dpo"))
+DPO = replace(embedded_nft(), algorithm=DiffusionAlgorithmConfig(name="dpo"))
 
 
 def scored_group(index: int, scores: list[float]) -> ImageGroup:
@@ -118,7 +118,7 @@ def windows(config: DiffusionConfig, steps: range) -> list[tuple[int, int] | Non
 
 def test_a_sliding_window_visits_all_steps() -> None:
     """MixGRPO (arXiv 2507.21802), algorithm 1: it starts at step 0 and moves by one after each `window_steps`."""
-    rollout = RolloutConfig(num_inference_steps=5, window_size=2, window_schedule="sliding", window_steps=3)
+    rollout = DiffusionRolloutConfig(num_inference_steps=5, window_size=2, window_schedule="sliding", window_steps=3)
     found = windows(DiffusionConfig(rollout=rollout), range(1, 16))
     assert found == [window for start in (0, 1, 2, 3, 0) for window in [(start, start + 2)] * 3]
     narrowed = replace(rollout, window_range=(1, 4))
@@ -126,7 +126,7 @@ def test_a_sliding_window_visits_all_steps() -> None:
 
 
 def test_a_random_window_is_in_the_first_half() -> None:
-    rollout = RolloutConfig(num_inference_steps=5, window_size=2)
+    rollout = DiffusionRolloutConfig(num_inference_steps=5, window_size=2)
     config = DiffusionConfig(rollout=rollout)
     found = {image_sampling(config, step=1, prompt_index=index).window for index in range(20)}
     assert found == {(0, 2), (1, 3)}

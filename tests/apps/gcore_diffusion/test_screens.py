@@ -124,17 +124,17 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
     pytest.importorskip("wandb")
     (cli.cwd / "wandb").mkdir()
     (cli.cwd / "wandb/settings").write_text("[default]\nmode = offline\n")
-    args = [*own_args, "--name", "draw_pictures", "--trainer.trackers", "wandb", "--trainer.tensorboard", "False"]
+    args = [*own_args, "--name", "tracked", "--trainer.trackers", "wandb", "--trainer.tensorboard", "False"]
     for total in ("1", "2"):
         finished = cli(*option_set(args, "--trainer.total-training-steps", total))
         assert finished.code == 0, finished
         assert re.fullmatch(r"(wandb: Loading settings from .*\n)?", finished.err)
-    tracked_run = cli.cwd / "runs/draw_pictures"
+    tracked_run = cli.cwd / "runs/tracked"
     files = sorted(tracked_run.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
     found = [record for file in files for record in records(file)]
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
-    assert {(each.project, each.display_name) for each in runs} == {("gcore", "draw_pictures")}
+    assert {(each.project, each.display_name) for each in runs} == {("gcore", "tracked")}
     assert len({each.run_id for each in runs}) == 1
     rewards = next(item for item in runs[0].config.update if item.key == "reward")
     assert json.loads(rewards.value_json)["kind"] == "rewards.py:red"

@@ -87,9 +87,9 @@ def test_train_a_diffusion_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             embedded,
             runs_dir=str(tmp_path),
             device="cpu",
-            data=gcore_diffusion.DataConfig(train_batch_size=2),
+            data=gcore_diffusion.DiffusionDataConfig(train_batch_size=2),
             rollout=replace(embedded.rollout, n=4),
-            trainer=gcore_diffusion.TrainerConfig(total_training_steps=1, tensorboard=False),
+            trainer=gcore_diffusion.DiffusionTrainerConfig(total_training_steps=1, tensorboard=False),
         ),
         demo=gcore_diffusion.DemoConfig(num_steps=2, cache_dir=str(tmp_path / "cache")),
     )

@@ -216,7 +216,8 @@ def measure(spec: Spec) -> dict[str, Any]:
     saving_s = (start_s, time.monotonic())
     for temperature in ("cold", "warm"):
         seconds[f"load_{temperature}"] = _measure_load(library, root, state, temperature)
-        if isinstance(library, InPlaceLibrary):
+    if isinstance(library, InPlaceLibrary):
+        for temperature in ("cold", "warm"):
             seconds[f"in_place_{temperature}"] = _measure_load_in_place(library, root, state, temperature)
     library.close()
     return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
@@ -246,7 +247,7 @@ def _measure_load(library: Library, root: Path, state: State, temperature: str) 
     start_s = time.perf_counter()
     loaded = library.load(root / "1", state)
     seconds = time.perf_counter() - start_s
-    _check_loaded(loaded, state)
+    _check_loaded(loaded, state, "load")
     return seconds
 
 
@@ -260,14 +261,14 @@ def _measure_load_in_place(library: InPlaceLibrary, root: Path, state: State, te
     start_s = time.perf_counter()
     library.load_into(root / "1", loaded)
     seconds = time.perf_counter() - start_s
-    _check_loaded(loaded, state)
+    _check_loaded(loaded, state, "in_place")
     return seconds
 
 
-def _check_loaded(loaded: State, state: State) -> None:
+def _check_loaded(loaded: State, state: State, way: str) -> None:
     for name, tensor in state.items():
         if not is_same(loaded.get(name), tensor):
-            raise ValueError(f"tensor {name} was loaded with other bytes than were saved")
+            raise ValueError(f"tensor {name}, by {way}, was loaded with other bytes than were saved")
 
 
 def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:

@@ -1,16 +1,16 @@
 from .config import (
-    ActorConfig as ActorConfig,
-    AlgorithmConfig as AlgorithmConfig,
-    DataConfig as DataConfig,
     DemoConfig as DemoConfig,
+    DiffusionActorConfig as DiffusionActorConfig,
+    DiffusionAlgorithmConfig as DiffusionAlgorithmConfig,
     DiffusionConfig as DiffusionConfig,
-    RolloutConfig as RolloutConfig,
-    TrainerConfig as TrainerConfig,
+    DiffusionDataConfig as DiffusionDataConfig,
+    DiffusionRolloutConfig as DiffusionRolloutConfig,
+    DiffusionTrainerConfig as DiffusionTrainerConfig,
     embedded as embedded,
     embedded_nft as embedded_nft,
 )
 from .reward_config import (
-    JudgeConfig as JudgeConfig,
+    DiffusionJudgeConfig as DiffusionJudgeConfig,
     NamedRewardConfig as NamedRewardConfig,
     RewardConfig as RewardConfig,
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig, SimulatedConfig, TrainArgs
+from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig, DiffusionTrainArgs, SimulatedDiffusionConfig
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_runs import (
     EXISTING_FOLDER,
@@ -81,15 +81,15 @@ def parse_train(args: Sequence[str]) -> DiffusionConfig:
     return convert_settings(parse_train_args(args), DiffusionConfig)
 
 
-def parse_train_args(args: Sequence[str]) -> TrainArgs:
+def parse_train_args(args: Sequence[str]) -> DiffusionTrainArgs:
     """Return the same, and the options that are no settings of a run; see `parse`."""
     description = "Train a diffusion or flow-matching model on a reward."
-    recipes = extend_recipes({**RECIPES, **PUBLISHED}, TrainArgs)
+    recipes = extend_recipes({**RECIPES, **PUBLISHED}, DiffusionTrainArgs)
     return parse(args, prog="gcore-diffusion train", recipes=recipes, description=description)
 
 
 def _settings() -> dict[str, type]:
-    return {"train": TrainArgs, "sample": ImageSampleArgs, "simulate": SimulatedConfig}
+    return {"train": DiffusionTrainArgs, "sample": ImageSampleArgs, "simulate": SimulatedDiffusionConfig}
 
 
 def _train(args: Sequence[str]) -> None:

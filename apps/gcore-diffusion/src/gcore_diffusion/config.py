@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from gcore_diffusion.reward_config import DEMO_REWARDS, JudgeConfig, RewardConfig
+from gcore_diffusion.reward_config import DEMO_REWARDS, DiffusionJudgeConfig, RewardConfig
 from gcore_runs import (
     ABOVE_0,
     BEST_SETTINGS,
@@ -62,7 +62,7 @@ class DemoConfig(Checked, section="demo"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(BaseDataConfig):
+class DiffusionDataConfig(BaseDataConfig):
     """Prompts: from your files; with the embedded model, its own."""
 
     train_files: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class DataConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(Checked, section="rollout"):
+class DiffusionRolloutConfig(Checked, section="rollout"):
     """Sampling of images."""
 
     n: Annotated[int, at_least(2, "at least 2: images of a prompt are compared")] = 16
@@ -172,7 +172,7 @@ class RolloutConfig(Checked, section="rollout"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig(BaseAlgorithmConfig):
+class DiffusionAlgorithmConfig(BaseAlgorithmConfig):
     """From scores to an update."""
 
     name: Algorithm = "flow_grpo"
@@ -194,11 +194,11 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(OptimizerConfig):
+class DiffusionOptimConfig(OptimizerConfig):
     """AdamW with gradient clipping, and a rate that warms up and then stays or decays.
 
     Example:
-        >>> OptimConfig(name="adamw_8bit", lr=3e-4).grad_clip
+        >>> DiffusionOptimConfig(name="adamw_8bit", lr=3e-4).grad_clip
         1.0
     """
 
@@ -208,10 +208,10 @@ class OptimConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(BaseActorConfig):
+class DiffusionActorConfig(BaseActorConfig):
     """The policy's training."""
 
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, weight_decay=1e-4))
+    optim: DiffusionOptimConfig = field(default_factory=lambda: DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4))
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
     nft: NFTConfig = field(default_factory=NFTConfig)
     dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
@@ -231,7 +231,7 @@ class ActorConfig(BaseActorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(RLTrainerConfig):
+class DiffusionTrainerConfig(RLTrainerConfig):
     """Training ranks, and the run's length."""
 
     total_training_steps: Count = 50
@@ -259,7 +259,7 @@ class TrainerConfig(RLTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimConfig(BaseSimConfig):
+class DiffusionSimConfig(BaseSimConfig):
     """See `BaseSimConfig`; what is generated is images, of Stable Diffusion 3.5 medium at 512 x 512 by default."""
 
     parameters: Positive = 2.2e9
@@ -337,12 +337,12 @@ class DiffusionConfig(BaseRLConfig):
     pretrained."""
     command: Annotated[Literal["diffusion", "simulate"], tyro.conf.Suppress] = "diffusion"
     """Which command made the run; for its report."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DiffusionDataConfig = field(default_factory=DiffusionDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: DiffusionRolloutConfig = field(default_factory=DiffusionRolloutConfig)
+    algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
+    actor: DiffusionActorConfig = field(default_factory=DiffusionActorConfig)
+    trainer: DiffusionTrainerConfig = field(default_factory=DiffusionTrainerConfig)
 
     @property
     def engine_device(self) -> str:
@@ -352,7 +352,7 @@ class DiffusionConfig(BaseRLConfig):
         return self.device
 
     @property
-    def judge(self) -> tuple[str, JudgeConfig | None]:
+    def judge(self) -> tuple[str, DiffusionJudgeConfig | None]:
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
     @property
@@ -399,7 +399,7 @@ class DiffusionConfig(BaseRLConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArgs(DiffusionConfig):
+class DiffusionTrainArgs(DiffusionConfig):
     """The settings of a run, and options of the command train that are no settings of the run."""
 
     dry_run: bool = False
@@ -410,14 +410,14 @@ class TrainArgs(DiffusionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedConfig(DiffusionConfig):
+class SimulatedDiffusionConfig(DiffusionConfig):
     """The settings of train, and the cluster on which `gcore-diffusion simulate` simulates a run of them."""
 
     is_simulated: ClassVar[bool] = True
 
     command: Annotated[Literal["simulate"], tyro.conf.Suppress] = "simulate"
     """Which command made the run; for its report."""
-    sim: SimConfig = field(default_factory=SimConfig)
+    sim: DiffusionSimConfig = field(default_factory=DiffusionSimConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -428,18 +428,18 @@ def embedded() -> DiffusionConfig:
     """Under four minutes on a core: Flow-GRPO-Fast teaches a tiny model to draw legible digits."""
     return DiffusionConfig(
         threads=1,
-        data=DataConfig(train_batch_size=16),
+        data=DiffusionDataConfig(train_batch_size=16),
         reward=RewardConfig(kind="digit", held_out="digit_judge"),
-        rollout=RolloutConfig(
+        rollout=DiffusionRolloutConfig(
             n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
         ),
-        actor=ActorConfig(
-            optim=OptimConfig(lr=3e-4, weight_decay=1e-4),
+        actor=DiffusionActorConfig(
+            optim=DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4),
             # Much less of it lets images of a prompt become alike, and the reward be exploited.
             loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=0.07),
             ema_decay=0.9,
         ),
-        trainer=TrainerConfig(total_training_steps=20, test_freq=5, export="best"),
+        trainer=DiffusionTrainerConfig(total_training_steps=20, test_freq=5, export="best"),
     )
 
 
@@ -448,7 +448,7 @@ def embedded_nft() -> DiffusionConfig:
     base = embedded()
     return replace(
         base,
-        algorithm=AlgorithmConfig(name="nft", filter_groups=False),
+        algorithm=DiffusionAlgorithmConfig(name="nft", filter_groups=False),
         rollout=replace(base.rollout, kernel="ode", window_size=0),
         actor=replace(base.actor, num_updates=1, loss=DenoisingPolicyConfig()),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
-from gcore_diffusion.config import ActorConfig, DiffusionConfig
+from gcore_diffusion.config import DiffusionActorConfig, DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import (
     ImageEvaluation,
     ImageGroup,
@@ -370,7 +370,10 @@ async def _with_old_pass(
 
 
 def _divide_into_updates(
-    groups: Sequence[Sequence[DiffusionSample]], config: ActorConfig, num_replicas: int, num_pairs: Sequence[int]
+    groups: Sequence[Sequence[DiffusionSample]],
+    config: DiffusionActorConfig,
+    num_replicas: int,
+    num_pairs: Sequence[int],
 ) -> list[list[list[DiffusionSample]]]:
     """Return the micro-batches of each update of a step, as few as divide evenly among the replicas.
 

@@ -13,7 +13,7 @@ DEMO_REWARDS = ("digit", "digit_judge", "colour")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig(JudgeOptions, section="reward.judge"):
+class DiffusionJudgeConfig(JudgeOptions, section="reward.judge"):
     """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
 
     engine: str = "hf"
@@ -84,7 +84,7 @@ class RewardConfig(Checked, section="reward"):
     """Frames of a video, evenly spaced, whose mean score is the video's; a function gets the whole video."""
     jpeg_size: NonNegative = 0
     """Pixels that a side is resized to before it is compressed; 0: as it is."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judge: DiffusionJudgeConfig = field(default_factory=DiffusionJudgeConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import DeviceTimers
 from gcore_diffusion.backend import ImageRunRecorder
-from gcore_diffusion.config import RECIPES, SimulatedConfig
+from gcore_diffusion.config import RECIPES, SimulatedDiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.modality import ImageJob
 from gcore_diffusion.recipes.published import PUBLISHED
@@ -38,13 +38,13 @@ def run_simulate(args: Sequence[str]) -> None:
 
     if args[:1] != ["train"]:
         raise UserError(f"the first argument of simulate is {args[0] if args else ''!r}; expected train")
-    recipes = extend_recipes({**RECIPES, **PUBLISHED}, SimulatedConfig)
+    recipes = extend_recipes({**RECIPES, **PUBLISHED}, SimulatedDiffusionConfig)
     config = parse(args[1:], prog="gcore-diffusion simulate train", recipes=recipes, description=SIMULATE_TRAIN)
     run_training(config, partial(train_simulated, kinds=KINDS), title="simulated")
 
 
 def train_simulated(
-    config: SimulatedConfig, display: "Display | None" = None, *, kinds: "Mapping[str, Kind]"
+    config: SimulatedDiffusionConfig, display: "Display | None" = None, *, kinds: "Mapping[str, Kind]"
 ) -> "RunResult":
     """Run the program of `train` in simulated time, in a run folder; see `gcore_diffusion.training.train`."""
     config = resolve(config)
@@ -64,7 +64,7 @@ def train_simulated(
 class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
     """Images that take as many steps as they are denoised in; the pixels of one are its name (see `sample_name`)."""
 
-    def __init__(self, config: SimulatedConfig) -> None:
+    def __init__(self, config: SimulatedDiffusionConfig) -> None:
         self._pass_flops = 2 * config.sim.parameters * config.sim.tokens
         self.weights_bytes = 2 * config.sim.parameters
 

@@ -55,6 +55,7 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         shape_of: returns the shape of the model in a folder.
     """
     data = config.data
+    policy = shape_of(model)
     judge_shape: ModelShape | None = None
     judge_lengths: Lengths | None = None
     judge = slowest_judge(config, shape_of)
@@ -65,7 +66,7 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
     if has_critic(config):
         critic = shape_of(model_folder(config.critic.model or str(model)))
     return Job(
-        policy=shape_of(model),
+        policy=policy,
         prompt_lengths=Lengths.recorded([data.max_prompt_length]),
         response_lengths=Lengths.recorded([data.max_response_length]),
         train_batch_size=data.train_batch_size,

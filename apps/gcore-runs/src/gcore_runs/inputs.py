@@ -203,9 +203,7 @@ def check_model(path: Path, *, setting: str = "model", may_be_quantized: bool = 
     if not (path / "config.json").is_file():
         message = f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json"
         if has_adapters:
-            message += (
-                "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
-            )
+            message += "; it has adapters, which start a run from their base model (lora_adapter_path), or are "
             message += "exported merged (export_merged)"
         raise UserError(message)
     if has_adapters:

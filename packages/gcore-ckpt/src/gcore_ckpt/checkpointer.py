@@ -18,13 +18,21 @@ from gcore_ckpt.handles import (
     report_at_exit,
 )
 from gcore_ckpt.loading.reader import Step, find_step, open_step
-from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
+from gcore_ckpt.ranks.group import (
+    ProcessGroupArgument,
+    RankGroup,
+    all_succeed,
+    any_rank,
+    attempt,
+    open_group,
+    root_decides,
+)
 from gcore_ckpt.retention import BestMode, Retention, finite_metric
 from gcore_ckpt.stateful import complete_template, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
-from gcore_ckpt.threads import Call, Calls, Outcome
+from gcore_ckpt.threads import CheckpointCall, CheckpointCalls, Outcome
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +102,7 @@ class Checkpointer:
         }
         self._process_group: ProcessGroupArgument = process_group
         self._timeout_s = timeout_s
-        self._group: Group | None = None
+        self._group: RankGroup | None = None
         self._pipeline: SavePipeline | None = None
         self._handles: dict[SaveHandle, None] = {}  # its operations are atomic, and two threads use it
         self._closed = False
@@ -159,7 +167,7 @@ class Checkpointer:
             if step in pending_steps:
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
-        def save(call: Call) -> None:
+        def save(call: CheckpointCall) -> None:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
             report_at_exit(handle)
@@ -237,7 +245,7 @@ class Checkpointer:
 
     def _loading(
         self, template: State, step: Step, report: LoadReport, options: dict[str, Any]
-    ) -> Callable[[Call], State]:
+    ) -> Callable[[CheckpointCall], State]:
         if template is not None and (options["only"] is not None or options["mmap"]):
             raise ValueError("only and mmap are for loading without a template; expected one or the other")
         if template is None and not options["strict"]:
@@ -247,7 +255,7 @@ class Checkpointer:
 
         own_template = template_of(template)
 
-        def load(call: Call) -> State:
+        def load(call: CheckpointCall) -> State:
             from gcore_ckpt.loading.loader import LoadOptions, load_step
             from gcore_ckpt.loading.matching import find_held_elsewhere
 
@@ -381,8 +389,8 @@ class Checkpointer:
             exc.add_note(f"and a checkpoint was lost: {error}")
 
     @cached_property
-    def _calls(self) -> Calls:
-        return Calls()
+    def _calls(self) -> CheckpointCalls:
+        return CheckpointCalls()
 
     def _use(self, method: str, act: Callable[[], T]) -> T:
         """Run a call, of which there is one at a time."""
@@ -401,26 +409,26 @@ class Checkpointer:
         finally:
             self._inside = None
 
-    def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
+    def _read(self, call: CheckpointCall, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
         """Find a step on all ranks and return what `fill` returns; if it fails on one rank, raise on all."""
         group = self._open_group(call)
         step_number = root_decides(group, lambda: find_step(self._storage, step))
         return all_succeed(group, lambda: fill(self._storage, step_number))
 
-    def _open_group(self, call: Call) -> Group:
+    def _open_group(self, call: CheckpointCall) -> RankGroup:
         if self._group is None:
             self._pid = os.getpid()
             self._group = self._connect(call)
         return self._group
 
-    def _connect(self, call: Call) -> Group:
+    def _connect(self, call: CheckpointCall) -> RankGroup:
         group = open_group(self._process_group, self._timeout_s)
         if call.dropped:
             group.close()
             raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
         return group
 
-    def _open_pipeline(self, call: Call) -> "SavePipeline":
+    def _open_pipeline(self, call: CheckpointCall) -> "SavePipeline":
         group = self._open_group(call)
         if self._pipeline is None:
             from gcore_ckpt.saving.pipeline import SavePipeline

@@ -174,7 +174,7 @@ def _work(queue: _Queue) -> None:
         del job  # a thread that waits for work must not keep the last tensor alive
 
 
-class Call:
+class CheckpointCall:
     """One call of a Checkpointer."""
 
     def __init__(self) -> None:
@@ -207,17 +207,17 @@ class Call:
             time.sleep(_POLL_S)
 
 
-class Calls:
+class CheckpointCalls:
     """Runs calls one after another on a thread."""
 
     def __init__(self) -> None:
         self._workers = Workers(1)
         weakref.finalize(self, self._workers.close).atexit = False  # a Checkpointer that only loads is rarely closed
-        self._last: tuple[Call, Outcome[None]] | None = None
+        self._last: tuple[CheckpointCall, Outcome[None]] | None = None
 
-    def start(self, act: Callable[[Call], T], call: Call | None = None) -> Outcome[T]:
+    def start(self, act: Callable[[CheckpointCall], T], call: CheckpointCall | None = None) -> Outcome[T]:
         """Run `act` after the calls before it."""
-        call = call or Call()
+        call = call or CheckpointCall()
         outcome = Outcome[T]()
         use_device = cuda_state()
 
@@ -228,13 +228,13 @@ class Calls:
         self._last = call, self._workers.submit(job)  # without the result, which may be a whole model
         return outcome
 
-    def run(self, act: Callable[[Call], T]) -> T:
+    def run(self, act: Callable[[CheckpointCall], T]) -> T:
         """Return or raise what `act` does.
 
         If the caller is interrupted, its `working` part stops, the rest continues in the background, so that the
         exchanges with other ranks stay in step, and what interrupted the caller is raised.
         """
-        call = Call()
+        call = CheckpointCall()
         try:
             return self.start(act, call).result()
         except BaseException:

@@ -60,9 +60,9 @@ from .planning.planner import Plan as Plan, plan as plan
 from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (
-    Replica as Replica,
     ReplicaRequest as ReplicaRequest,
     RunningLedger as RunningLedger,
+    SimulatedReplica as SimulatedReplica,
     blend as blend,
     log_normal as log_normal,
     uniform as uniform,

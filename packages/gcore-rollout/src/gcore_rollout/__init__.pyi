@@ -23,7 +23,7 @@ from .engines.diffusion.types import (
 )
 from .engines.hf.engine import HFEngine as HFEngine
 from .engines.instrumented import InstrumentedEngine as InstrumentedEngine, WeightRecord as WeightRecord
-from .engines.lending import LendingEngines as LendingEngines, LendingRule as LendingRule
+from .engines.lending import EngineLendingRule as EngineLendingRule, LendingEngines as LendingEngines
 from .engines.local_replicas import start_replicas as start_replicas, visible_gpus as visible_gpus
 from .engines.protocol import (
     AnySample as AnySample,

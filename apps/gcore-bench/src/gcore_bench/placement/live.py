@@ -23,7 +23,7 @@ from gcore_runs import read_jsonl, write_jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LiveSizes:
     """The size and the pace of a run: a few cores stand for many devices, because steps wait."""
 
     num_devices: int
@@ -39,8 +39,8 @@ class Sizes:
     """Seconds in which an engine goes to sleep, and in which it wakes: a device's swap is one of each."""
 
 
-FULL = Sizes(num_devices=4, phase_steps=5, batch=8, step_s=0.032, train_s=0.008, swap_s=1.0)
-QUICK = Sizes(num_devices=3, phase_steps=1, batch=4, step_s=0.001, train_s=0.0001, swap_s=0.02)
+FULL = LiveSizes(num_devices=4, phase_steps=5, batch=8, step_s=0.032, train_s=0.008, swap_s=1.0)
+QUICK = LiveSizes(num_devices=3, phase_steps=1, batch=4, step_s=0.001, train_s=0.0001, swap_s=0.02)
 QUICK_RUNS = ("split", "dynamic")
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then 3/4 again."""
@@ -204,7 +204,7 @@ def _make_model(path: Path, *, seed: int) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-def write_config(folder: Path, run_folder: Path, sizes: Sizes, *, seed: int) -> Path:
+def write_config(folder: Path, run_folder: Path, sizes: LiveSizes, *, seed: int) -> Path:
     """Write the settings of a run and the module of its engines; return the file of the settings."""
     engine = folder / f"engine_{run_folder.name.replace('-', '_')}.py"
     engine.write_text(
@@ -230,7 +230,7 @@ def write_config(folder: Path, run_folder: Path, sizes: Sizes, *, seed: int) -> 
     return config
 
 
-def read_figures(run_folder: Path, log: Path, sizes: Sizes) -> Row:
+def read_figures(run_folder: Path, log: Path, sizes: LiveSizes) -> Row:
     """Return the seconds of a run, moves included, the engines that moved, and shares of all devices' time."""
     steps = read_spans(run_folder)
     phases: list[float] = []

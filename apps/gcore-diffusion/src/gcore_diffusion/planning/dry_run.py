@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gcore_diffusion.config import DiffusionConfig, TrainArgs
+from gcore_diffusion.config import DiffusionConfig, DiffusionTrainArgs
 from gcore_diffusion.planning.shapes import (
     GUIDED_IN_TWO_CALLS,
     INPUTS,
@@ -127,7 +127,7 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     )
 
 
-def dry_run(config: TrainArgs) -> None:
+def dry_run(config: DiffusionTrainArgs) -> None:
     """Print what a run would take; nothing is loaded or started.
 
     Raises:
@@ -233,7 +233,7 @@ def _print_steps(config: DiffusionConfig) -> None:
     print(f"{num_steps:,} steps: {num_images * num_steps:,} images")
 
 
-def _device(config: TrainArgs) -> Device:
+def _device(config: DiffusionTrainArgs) -> Device:
     name: Any = config.dry_run_device or _DEVICE
     if name.replace(".", "", 1).isdecimal():
         return Device.of_memory(f"a GPU of {name} GB", float(name) * _GB)

@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from gcore_diffusion.config import (
-    ActorConfig,
-    AlgorithmConfig,
-    DataConfig,
+    DiffusionActorConfig,
+    DiffusionAlgorithmConfig,
     DiffusionConfig,
-    OptimConfig,
-    RolloutConfig,
-    TrainerConfig,
+    DiffusionDataConfig,
+    DiffusionOptimConfig,
+    DiffusionRolloutConfig,
+    DiffusionTrainerConfig,
 )
 from gcore_diffusion.reward_config import RewardConfig
 from gcore_trainer import DenoisingPolicyConfig
@@ -48,7 +48,7 @@ def sd3_5_medium_pickscore() -> DiffusionConfig:
         "stable-diffusion-3.5-medium",
         num_gpus=8,
         prompts=48,
-        rollout=RolloutConfig(
+        rollout=DiffusionRolloutConfig(
             n=24,
             num_inference_steps=10,
             guidance_scale=4.5,
@@ -58,7 +58,7 @@ def sd3_5_medium_pickscore() -> DiffusionConfig:
             eval_num_inference_steps=40,
         ),
         timestep_fraction=0.9,
-        actor=ActorConfig(
+        actor=DiffusionActorConfig(
             lora_rank=32,
             lora_alpha=64,
             target_modules=_ATTENTION,
@@ -78,7 +78,7 @@ def flux_1_dev_pickscore() -> DiffusionConfig:
         "FLUX.1-dev",
         num_gpus=8,
         prompts=48,
-        rollout=RolloutConfig(
+        rollout=DiffusionRolloutConfig(
             n=24,
             num_inference_steps=6,
             guidance_scale=3.5,
@@ -88,7 +88,7 @@ def flux_1_dev_pickscore() -> DiffusionConfig:
             eval_num_inference_steps=28,
         ),
         timestep_fraction=0.85,
-        actor=ActorConfig(
+        actor=DiffusionActorConfig(
             lora_rank=64,
             lora_alpha=128,
             target_modules=(*_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
@@ -109,7 +109,7 @@ def qwen_image_pickscore() -> DiffusionConfig:
         "Qwen-Image",
         num_gpus=32,
         prompts=32,
-        rollout=RolloutConfig(
+        rollout=DiffusionRolloutConfig(
             n=16,
             num_inference_steps=10,
             guidance_scale=4.0,
@@ -120,7 +120,7 @@ def qwen_image_pickscore() -> DiffusionConfig:
             max_num_images=16,
             eval_num_inference_steps=50,
         ),
-        actor=ActorConfig(
+        actor=DiffusionActorConfig(
             lora_rank=64,
             lora_alpha=128,
             target_modules=(*_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
@@ -141,8 +141,8 @@ def _pickscore(
     *,
     num_gpus: int,
     prompts: int,
-    rollout: RolloutConfig,
-    actor: ActorConfig,
+    rollout: DiffusionRolloutConfig,
+    actor: DiffusionActorConfig,
     timestep_fraction: float = 1.0,
 ) -> DiffusionConfig:
     """Return settings for a cluster whose GPUs have a rank of FSDP2 and an engine each, by turns; 512 x 512 pixels."""
@@ -157,18 +157,18 @@ def _pickscore(
         model=model,
         runtime="ray",
         controllers=max(1, num_gpus // 8),
-        data=DataConfig(
+        data=DiffusionDataConfig(
             train_files=("data/pickscore/train.txt",), val_files=("data/pickscore/test.txt",), train_batch_size=prompts
         ),
         reward=RewardConfig(kind="pick_score", path="PickScore_v1"),
         rollout=replace(rollout, **shared),
-        algorithm=AlgorithmConfig(filter_groups=False, timestep_fraction=timestep_fraction),
+        algorithm=DiffusionAlgorithmConfig(filter_groups=False, timestep_fraction=timestep_fraction),
         actor=replace(
             actor,
             dtype="bfloat16",
             num_updates=2,
-            optim=OptimConfig(lr=3e-4, weight_decay=1e-4),
+            optim=DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4),
             enable_gradient_checkpointing=True,
         ),
-        trainer=TrainerConfig(num_processes=num_gpus, total_training_steps=2000, save_freq=60, test_freq=60),
+        trainer=DiffusionTrainerConfig(num_processes=num_gpus, total_training_steps=2000, save_freq=60, test_freq=60),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_diffusion.config import DataConfig
+from gcore_diffusion.config import DiffusionDataConfig
 from gcore_rollout import RequestError, RolloutError, check_text, decode_image, read_image
 from gcore_runs import UserError, columns, hold_out, image_sources, mixed, open_rows, read_lines
 
@@ -37,7 +37,7 @@ class ImagePromptSets:
 
 
 def load_prompts(
-    config: DataConfig, defaults: Iterable[str] = (), *, size: tuple[int, int] | None = None
+    config: DiffusionDataConfig, defaults: Iterable[str] = (), *, size: tuple[int, int] | None = None
 ) -> ImagePromptSets:
     """Load the prompts of the config's files; without any, those in ``defaults`` are both trained on and held out.
 
@@ -66,7 +66,7 @@ def load_prompts(
     return ImagePromptSets(train=prompts, val=val)
 
 
-def _read(path: str, config: DataConfig) -> list[ImagePrompt]:
+def _read(path: str, config: DiffusionDataConfig) -> list[ImagePrompt]:
     if path.startswith("hf://") or Path(path).suffix in (".jsonl", ".parquet", ".arrow", ".csv"):
         return _read_rows(path, config)
     if config.image_key:
@@ -83,7 +83,7 @@ def _read(path: str, config: DataConfig) -> list[ImagePrompt]:
     return prompts
 
 
-def _read_rows(path: str, config: DataConfig) -> list[ImagePrompt]:
+def _read_rows(path: str, config: DiffusionDataConfig) -> list[ImagePrompt]:
     key = config.image_key
     prompts: list[ImagePrompt] = []
     for rows in open_rows(path, config.columns):
@@ -95,7 +95,7 @@ def _read_rows(path: str, config: DataConfig) -> list[ImagePrompt]:
     return prompts
 
 
-def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str) -> ImagePrompt:
+def _of_row(row: Mapping[str, Any], config: DiffusionDataConfig, folder: Path, where: str) -> ImagePrompt:
     key = config.prompt_key
     if key not in row:
         raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns(row)}")

@@ -362,7 +362,7 @@ def policy_loss(c: Conversion, method: str) -> None:
     if loss == "cispo":
         # TRL bounds the weight itself, and gcore its distance from 1.
         c.put("actor.loss.clip_ratio_low", 1.0, "loss_type")
-        bound = float(high)
+        bound = low if high_name == "epsilon" else float(high)
         c.put("actor.loss.clip_ratio_high", max(0.0, bound - 1), "epsilon_high", "epsilon")
         if bound < 1:
             text = f"in TRL a weight is at most {bound:g}; here the bound is 1 or more, and 1 is written"

@@ -106,7 +106,7 @@ class Supervisor:
             run = supervisor.open_run(f"{len(prompts):,} prompts")
             if supervisor.resume(config.trainer.total_training_steps) is not None:
                 with supervisor.run_services(start_services(config)) as services:
-                    supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
+                    supervisor.train(services, LLMJob(config=config, prompts=prompts), RunRecorder)
                     supervisor.export(services.learner.save_pretrained)
             return supervisor.finish(KINDS)
 

@@ -112,10 +112,12 @@ def _apply_options(
     base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str
 ) -> SettingsT:
     """Return ``base`` with the file of the option ``config`` and then the options over it, or print the help."""
-    config = options.pop("config", "")
+    config = options.pop("config", None)
     over = nest(options)
     over_file = base
-    if config:
+    if config is not None:
+        if not config:
+            raise UserError("config is ''; expected a TOML file")
         values = read_toml(config)
         # Alone at first, so that its errors name it; what it sets may be read only with the options.
         over_file = merge(base, values, source=config, keep=())

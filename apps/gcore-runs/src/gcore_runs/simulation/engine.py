@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 
-from gcore_placement import Replica, ReplicaRequest
+from gcore_placement import ReplicaRequest, SimulatedReplica
 from gcore_rollout import Call, EngineStats, RequestT, RolloutError, SampleT, fair_parts
 from gcore_runs.simulation.services import SharedState, now_s
 
@@ -26,7 +26,7 @@ class _Sample(ReplicaRequest, Generic[RequestT, SampleT]):
     replica: int
 
 
-class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
+class _TimedReplica(SimulatedReplica[_Sample[RequestT, SampleT]]):
     """A replica that the event loop's timers move forward.
 
     Args:

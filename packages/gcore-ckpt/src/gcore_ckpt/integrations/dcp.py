@@ -38,7 +38,7 @@ from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.format.tree import Node, State, StatePath
 from gcore_ckpt.loading.loader import load_step
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step
-from gcore_ckpt.ranks.group import Group
+from gcore_ckpt.ranks.group import RankGroup
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Shard, Shards
 from gcore_ckpt.storage.local import open_storage
 
@@ -112,7 +112,7 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
         self._storage = open_storage(path)
         self._step = step
         self._found: int | None = None
-        self._group = Group()
+        self._group = RankGroup()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._found = find_step(self._storage, self._step)
@@ -122,7 +122,7 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
         return Metadata(described, planner_data={_name(path): path for path in leaves})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._group = Group()
+        self._group = RankGroup()
         if dist.is_available() and dist.is_initialized():
             self._group.rank = kwargs.get("rank", 0)
             self._group.size = dist.get_world_size()

@@ -15,9 +15,9 @@ from gcore_ckpt.format.boxes import DTYPES, Box, block_count
 from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
-from gcore_ckpt.loading.matching import Matcher, Request, prune_tree, view_in
+from gcore_ckpt.loading.matching import Matcher, ReadRequest, prune_tree, view_in
 from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces, scratch
-from gcore_ckpt.ranks.group import Group
+from gcore_ckpt.ranks.group import RankGroup
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.threads import Workers
 
@@ -43,7 +43,7 @@ class LoadOptions:
 
 def load_step(
     reader: StepReader,
-    group: Group,
+    group: RankGroup,
     template: State,
     options: LoadOptions | None = None,
     report: LoadReport | None = None,
@@ -92,11 +92,11 @@ def _join_paths(paths: Sequence[StatePath]) -> list[str]:
 class _Reads:
     """The reads that fill requests, of only the blocks that are needed, and their total size."""
 
-    def __init__(self, reader: StepReader, requests: Iterable[Request]) -> None:
+    def __init__(self, reader: StepReader, requests: Iterable[ReadRequest]) -> None:
         self.size_bytes = 0
         self._reader = reader
         self._small: dict[tuple[str, torch.dtype], tuple[SmallShards, list[torch.Tensor]]] = {}
-        self._others: list[Request] = []
+        self._others: list[ReadRequest] = []
         for request in requests:
             name, box, target = request
             stored = reader.index.tensors[name]
@@ -118,7 +118,7 @@ class _Reads:
             yield from _reads(self._reader, request)
 
 
-def _is_copied(shard: StoredShard, dtype: str, request: Request) -> bool:
+def _is_copied(shard: StoredShard, dtype: str, request: ReadRequest) -> bool:
     """Return whether a request is for a whole shard and for memory that torch copies it to as it is."""
     target = request.target
     return (
@@ -145,7 +145,7 @@ def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: s
     dtype = dtype or reader.index.tensors[name].dtype
     data = torch.empty(box.size * DTYPES[dtype].size_bytes, dtype=torch.uint8)
     if box.size:
-        request = Request(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))
+        request = ReadRequest(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))
         workers.run(_batches(_Reads(reader, [request]), lambda _: None))
     return data
 
@@ -184,7 +184,7 @@ def _run_all(reads: Sequence[_SizedRead], advance: Callable[[int], None]) -> Non
         advance(size_bytes)
 
 
-def _reads(reader: StepReader, request: Request) -> Iterator[_SizedRead]:
+def _reads(reader: StepReader, request: ReadRequest) -> Iterator[_SizedRead]:
     tensor = reader.index.tensors[request.name]
     for shard in tensor.shards:
         common = shard.box.intersect(request.box)

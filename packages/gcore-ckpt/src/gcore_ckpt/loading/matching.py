@@ -16,7 +16,7 @@ from gcore_ckpt.format.boxes import Box
 from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, View, describe
 from gcore_ckpt.loading.reader import StepReader
-from gcore_ckpt.ranks.group import Group, exchange
+from gcore_ckpt.ranks.group import RankGroup, exchange
 from gcore_ckpt.ranks.shards import (
     TORCH_DTYPES,
     WRAPPER,
@@ -36,7 +36,7 @@ _NAMED = 5
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A box of a stored tensor, and memory of its shape, of any dtype, device and strides, to put it in."""
 
     name: str
@@ -44,7 +44,7 @@ class Request(NamedTuple):
     target: torch.Tensor
 
 
-class Requests:
+class ReadRequests:
     """Requests in columns, because Python's garbage collector looks through each object that is kept."""
 
     def __init__(self) -> None:
@@ -53,16 +53,16 @@ class Requests:
         self._targets: list[torch.Tensor] = []
 
     def add(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Add a request, see `Request`."""
+        """Add a request, see `ReadRequest`."""
         self._names.append(name)
         self._boxes.append(box)
         self._targets.append(target)
 
-    def __iter__(self) -> Iterator[Request]:
-        return map(Request, self._names, self._boxes, self._targets)
+    def __iter__(self) -> Iterator[ReadRequest]:
+        return map(ReadRequest, self._names, self._boxes, self._targets)
 
 
-def find_held_elsewhere(group: Group, template: State) -> list[str]:
+def find_held_elsewhere(group: RankGroup, template: State) -> list[str]:
     """Return the paths at which one rank's template has an empty dict and another rank's has content (all ranks)."""
     if group.size == 1:
         return []
@@ -115,9 +115,9 @@ class Matcher:
     """
 
     def __init__(
-        self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool, held_elsewhere: Collection[str]
+        self, reader: StepReader, group: RankGroup, device: torch.device, *, mmap: bool, held_elsewhere: Collection[str]
     ) -> None:
-        self.requests = Requests()
+        self.requests = ReadRequests()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets and sources of copies, to be made after all requests."""
         self._reader = reader

@@ -23,7 +23,7 @@ Message: TypeAlias = Mapping[str, Any]
 _FOREVER = timedelta(days=365)
 
 
-class Group:
+class RankGroup:
     """Ranks 0 (the root) to `size - 1`; this class is the group of this process alone."""
 
     rank = 0
@@ -41,7 +41,7 @@ class Group:
         """Free what the group holds; it is no longer used."""
 
 
-class TorchGroup(Group):
+class TorchGroup(RankGroup):
     """The ranks of a `torch.distributed` group, over gloo on the host, whatever the backend of that group.
 
     All its ranks create it together.
@@ -153,24 +153,24 @@ class TorchGroup(Group):
             raise LostRankError(message) from error
 
 
-def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
+def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> RankGroup:
     """Return the group to save and load with: that of torch.distributed where there is one."""
     if process_group is None:
-        return Group()
+        return RankGroup()
     import torch.distributed as dist
 
     if process_group == "world":
         if not (dist.is_available() and dist.is_initialized()):
-            return Group()
+            return RankGroup()
         process_group = dist.group.WORLD
     assert process_group is not None
     if dist.get_rank(process_group) < 0:
         raise ValueError("process_group does not contain this process; expected a group of which it is a rank")
-    return Group() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)
+    return RankGroup() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)
 
 
 def exchange(
-    group: Group, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]], *, error_kind: str = ""
+    group: RankGroup, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]], *, error_kind: str = ""
 ) -> Any:
     """Return the root's reply to what `act` returned here; `decide` makes, at the root, the replies to all ranks.
 
@@ -196,24 +196,24 @@ def exchange(
     return reply
 
 
-def all_succeed(group: Group, act: Callable[[], T]) -> T:
+def all_succeed(group: RankGroup, act: Callable[[], T]) -> T:
     """Run `act` on every rank; return what it returned here if none failed, else raise on all ranks."""
     results: list[T] = []
     exchange(group, lambda: results.append(act()), lambda values: values, error_kind="CheckpointError")
     return results[0]
 
 
-def any_rank(group: Group, is_so: bool) -> bool:
+def any_rank(group: RankGroup, is_so: bool) -> bool:
     """Return, on all ranks, whether it is so on any of them."""
     return exchange(group, lambda: is_so, lambda values: [any(values)] * len(values))
 
 
-def root_decides(group: Group, decide: Callable[[], T]) -> T:
+def root_decides(group: RankGroup, decide: Callable[[], T]) -> T:
     """Return what `decide` returns, or raise, at the root; a value that JSON holds."""
     return _ask_root(group, lambda: [decide()] * group.size)
 
 
-def _ask_root(group: Group, answer: Callable[[], Sequence[Any]], sent: Message | None = None) -> Any:
+def _ask_root(group: RankGroup, answer: Callable[[], Sequence[Any]], sent: Message | None = None) -> Any:
     """Return the root's answer to this rank, after sending `sent`; what `answer` raises is raised on all ranks."""
     if group.rank != 0:
         if sent is not None:

@@ -19,7 +19,7 @@ from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveReport
 from gcore_ckpt.loading.reader import read_metric
-from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
+from gcore_ckpt.ranks.group import Message, RankGroup, exchange, root_decides
 from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.retention import Retention
@@ -27,7 +27,7 @@ from gcore_ckpt.saving.replicas import check_same, digest_plain
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
-from gcore_ckpt.threads import Call, Outcome, Workers
+from gcore_ckpt.threads import CheckpointCall, Outcome, Workers
 
 _logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class SavePipeline:
     def __init__(
         self,
         storage: Storage,
-        planning: Group,
-        writing: Group,
+        planning: RankGroup,
+        writing: RankGroup,
         *,
         retention: Retention,
         max_in_flight: int,
@@ -86,7 +86,7 @@ class SavePipeline:
 
     def save(
         self,
-        call: Call,
+        call: CheckpointCall,
         step: int,
         state: State,
         outcome: Outcome[None],
@@ -141,7 +141,7 @@ class SavePipeline:
         self._deletions = [deletion for deletion in self._deletions if not deletion.done()]
         self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
-    def roll_back(self, call: Call, step: int) -> list[int]:
+    def roll_back(self, call: CheckpointCall, step: int) -> list[int]:
         """Set the steps above a committed one aside, after what is in flight; return them."""
 
         def set_aside() -> list[int]:
@@ -153,7 +153,7 @@ class SavePipeline:
         self._newest = step
         return later
 
-    def delete(self, call: Call, step: int) -> None:
+    def delete(self, call: CheckpointCall, step: int) -> None:
         """Delete a committed step, after what is in flight."""
 
         def delete() -> None:
@@ -313,7 +313,7 @@ def _drain(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[Stag
 class SavePlanner:
     """Plans which files each rank writes. The root makes the plan, and reuses it until a rank's boxes change."""
 
-    def __init__(self, group: Group, max_file_bytes: int | None) -> None:
+    def __init__(self, group: RankGroup, max_file_bytes: int | None) -> None:
         self._group = group
         self._max_file_bytes = max_file_bytes
         self.boxes: tuple[HeldBox, ...] = ()  # of this rank, at the last save

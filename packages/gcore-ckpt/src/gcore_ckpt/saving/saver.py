@@ -17,7 +17,7 @@ from gcore_ckpt.format.merging import Replaced, merge
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard
 from gcore_ckpt.format.tree import Node, decode, describe, references
 from gcore_ckpt.loading.reader import read_index
-from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
+from gcore_ckpt.ranks.group import Message, RankGroup, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import INDEX_FILE, MAX_INDEX_BYTES, Storage, step_name
 from gcore_ckpt.threads import Workers
@@ -46,7 +46,7 @@ _Base: TypeAlias = tuple[int, Index]  # the committed step that an incremental s
 class Saver:
     """Saves steps, one after another, as one rank of a group of which all do the same; `workers` hash."""
 
-    def __init__(self, storage: Storage, group: Group, workers: Workers, *, incremental: bool) -> None:
+    def __init__(self, storage: Storage, group: RankGroup, workers: Workers, *, incremental: bool) -> None:
         self._storage = storage
         self._group = group
         self._workers = workers

@@ -13,8 +13,8 @@ from gcore_ckpt.format.tree import State
 from gcore_ckpt.handles import SaveHandle, SaveReport
 from gcore_ckpt.loading.reader import Step
 from gcore_ckpt.ranks.group import (
-    Group,
     ProcessGroupArgument,
+    RankGroup,
     TorchGroup,
     all_succeed,
     any_rank,
@@ -22,7 +22,7 @@ from gcore_ckpt.ranks.group import (
     exchange,
 )
 from gcore_ckpt.storage import Storage, check_step
-from gcore_ckpt.threads import Call, Outcome
+from gcore_ckpt.threads import CheckpointCall, Outcome
 from gcore_ckpt.tiers.storage import Plan, TieredStorage
 from gcore_ckpt.tiers.survey import Report
 from gcore_ckpt.tiers.tier import Tier
@@ -124,7 +124,7 @@ class TieredCheckpointer(Checkpointer):
     def steps(self) -> list[int]:
         """Return the steps that are whole in any tier, ascending. All ranks call this."""
 
-        def steps(call: Call) -> list[int]:
+        def steps(call: CheckpointCall) -> list[int]:
             def merge(reports: Sequence[Report]) -> list[list[int]]:
                 all_steps = set[int]().union(*self._tiers.reported_steps(reports))
                 return [sorted(all_steps)] * len(reports)
@@ -141,7 +141,7 @@ class TieredCheckpointer(Checkpointer):
         if self._tiers.node is not None:
             self._tiers.node.delete_local()
 
-    def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
+    def _read(self, call: CheckpointCall, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
         group = self._open_group(call)
         for handle in list(self._handles):
             handle.join()  # what is written now is on some machines and not yet on others
@@ -163,19 +163,19 @@ class TieredCheckpointer(Checkpointer):
             _logger.warning("step %d of %s is damaged, and is loaded from %s: %s", plan["step"], damaged, intact, error)
             plan = next_plan
 
-    def _plan(self, call: Call, step: Step, *, above_tier: int = -1) -> Plan:
+    def _plan(self, call: CheckpointCall, step: Step, *, above_tier: int = -1) -> Plan:
         return exchange(
             self._open_group(call),
             self._report,
             lambda reports: self._tiers.plan(reports, step, above_tier=above_tier),
         )
 
-    def _read_planned(self, call: Call, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
+    def _read_planned(self, call: CheckpointCall, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
         with self._open_planned(call, plan) as (storage, step):
             return all_succeed(self._open_group(call), lambda: fill(storage, step))
 
     @contextmanager
-    def _open_planned(self, call: Call, plan: Plan) -> Generator[tuple[Storage, int]]:
+    def _open_planned(self, call: CheckpointCall, plan: Plan) -> Generator[tuple[Storage, int]]:
         """Keep a step readable for all ranks while any of them reads it."""
         storage = self._tiers.open_tiers[plan["tier"]].storage
         step: int = plan["step"]
@@ -195,14 +195,14 @@ class TieredCheckpointer(Checkpointer):
     def _report(self) -> Report:
         return self._tiers.node.report() if self._tiers.node is not None else {}
 
-    def _open_group(self, call: Call) -> Group:
+    def _open_group(self, call: CheckpointCall) -> RankGroup:
         if self._group is None:
             group = super()._open_group(call)
             if self._tiers.node is not None:
                 self._tiers.node.join(group, self._machine)
         return super()._open_group(call)
 
-    def _open_pipeline(self, call: Call) -> "SavePipeline":
+    def _open_pipeline(self, call: CheckpointCall) -> "SavePipeline":
         group = self._open_group(call)
         if self._pipeline is None:
             from gcore_ckpt.tiers.pipeline import TieredPipeline

@@ -9,14 +9,14 @@ from typing import Any
 from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format.index import decode_index
 from gcore_ckpt.loading.reader import StepReader, read_index
-from gcore_ckpt.ranks.group import Group, exchange
+from gcore_ckpt.ranks.group import RankGroup, exchange
 from gcore_ckpt.storage import INDEX_FILE, Storage, step_name
 from gcore_ckpt.tiers.node import NodeStorage
 from gcore_ckpt.tiers.survey import Report, whole_steps
 from gcore_ckpt.tiers.transfer import Buffer
 
 
-def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer: Buffer) -> None:
+def copy_step(step: int, source: Storage, target: Storage, group: RankGroup, buffer: Buffer) -> None:
     """Copy a step, which becomes a committed one of the target; raise the same error on all ranks (all ranks)."""
 
     def share(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:

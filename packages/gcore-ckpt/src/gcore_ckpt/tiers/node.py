@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt.errors import CheckpointLockedError, CheckpointWriteError, LostRankError
-from gcore_ckpt.ranks.group import Group, TorchGroup, all_succeed, exchange, root_decides
+from gcore_ckpt.ranks.group import RankGroup, TorchGroup, all_succeed, exchange, root_decides
 from gcore_ckpt.storage import StepFiles, step_name
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 from gcore_ckpt.tiers.machines import Machines
@@ -48,7 +48,7 @@ class NodeStorage:
     def __str__(self) -> str:
         return str(self.local)
 
-    def join(self, group: Group, machine: str) -> None:
+    def join(self, group: RankGroup, machine: str) -> None:
         """Exchange the names of machines, to know which ranks share one (all ranks)."""
         self._machines = Machines(exchange(group, lambda: machine, lambda names: [names] * len(names)))
         self.leads = self._machines.leader(group.rank) == group.rank
@@ -57,7 +57,7 @@ class NodeStorage:
         """Return what this machine holds, at its leader."""
         return report(self.local, steps) if self.leads else {}
 
-    def open_for_saving(self, group: Group, working: Callable[[], AbstractContextManager[None]]) -> None:
+    def open_for_saving(self, group: RankGroup, working: Callable[[], AbstractContextManager[None]]) -> None:
         """Lock the folder of each machine, and remove the parts of steps that are not whole (all ranks)."""
         try:
             self._open_for_saving(group, working)
@@ -65,7 +65,7 @@ class NodeStorage:
             self.release()
             raise
 
-    def _open_for_saving(self, group: Group, working: Callable[[], AbstractContextManager[None]]) -> None:
+    def _open_for_saving(self, group: RankGroup, working: Callable[[], AbstractContextManager[None]]) -> None:
         local_report: dict[str, Mapping[str, Any]] = {}
         kept: dict[str, str] = {}
 
@@ -151,7 +151,7 @@ class NodeStorage:
     def abort(self, attempt: str) -> None:
         self.local.abort(attempt)
 
-    def settle(self, step: int, group: Group) -> None:
+    def settle(self, step: int, group: RankGroup) -> None:
         """Copy what was written to other machines, and commit on all; raise the same error on all (all ranks)."""
         try:
             self._settle(step, group)
@@ -160,7 +160,7 @@ class NodeStorage:
         if group.rank == 0:
             self._steps.add(step)
 
-    def _settle(self, step: int, group: Group) -> None:
+    def _settle(self, step: int, group: RankGroup) -> None:
         attempt: str = root_decides(group, lambda: self._prepared[0])
         written = self._written
         self._written = {}

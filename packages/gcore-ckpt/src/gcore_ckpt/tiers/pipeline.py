@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
-from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
+from gcore_ckpt.ranks.group import RankGroup, all_succeed, root_decides
 from gcore_ckpt.saving.pipeline import SavePipeline, delete_superfluous, writing
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage
-from gcore_ckpt.threads import Call, Outcome
+from gcore_ckpt.threads import CheckpointCall, Outcome
 from gcore_ckpt.tiers.copying import copy_step
 from gcore_ckpt.tiers.node import NodeStorage
 from gcore_ckpt.tiers.storage import OpenTier, TieredStorage
@@ -52,7 +52,9 @@ class _TieredSaver(Saver):
 class TieredPipeline(SavePipeline):
     """A `SavePipeline` to several tiers; `copying` are the ranks for the thread that copies from tier to tier."""
 
-    def __init__(self, storage: TieredStorage, planning: Group, writing: Group, copying: Group, **options: Any) -> None:
+    def __init__(
+        self, storage: TieredStorage, planning: RankGroup, writing: RankGroup, copying: RankGroup, **options: Any
+    ) -> None:
         super().__init__(storage, planning, writing, **options)
         self._saver = _TieredSaver(storage, writing, self._hashers, incremental=False)
         self._tiers = storage
@@ -67,7 +69,7 @@ class TieredPipeline(SavePipeline):
 
     def save(
         self,
-        call: Call,
+        call: CheckpointCall,
         step: int,
         state: State,
         outcome: Outcome[None],
@@ -104,7 +106,7 @@ class TieredPipeline(SavePipeline):
             report_at_exit(handle)
             self._copier.submit(copied.set_by, partial(self._copy, *copy))
 
-    def roll_back(self, call: Call, step: int) -> list[int]:
+    def roll_back(self, call: CheckpointCall, step: int) -> list[int]:
         self._open(call)
 
         def later_steps() -> list[int]:
@@ -126,7 +128,7 @@ class TieredPipeline(SavePipeline):
         self._owed = [copy for copy in self._owed if copy[0] <= step]
         return later
 
-    def delete(self, call: Call, step: int) -> None:
+    def delete(self, call: CheckpointCall, step: int) -> None:
         self._open(call)
 
         def check() -> None:
@@ -194,7 +196,7 @@ class TieredPipeline(SavePipeline):
 
         delete_superfluous(open_tier.storage, superfluous)
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call: CheckpointCall) -> None:
         """Open for writing, once, and record the copies that an earlier run has not made."""
         if self._opened:
             return

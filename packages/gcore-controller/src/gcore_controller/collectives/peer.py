@@ -24,7 +24,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Failed:
+class PeerFailed:
     """A notice that a channel has failed on another controller."""
 
     channel: str
@@ -41,7 +41,7 @@ class Returned:
     num_calls: Mapping[str, int]
 
 
-Message = Part | Failed | Returned
+Message = Part | PeerFailed | Returned
 
 
 class _Box:
@@ -104,7 +104,7 @@ class PeerCollectives(Collectives):
         match message:
             case Part():
                 self._take(message)
-            case Failed():
+            case PeerFailed():
                 self._fail(message.channel, message.error, since=message.since)
             case Returned():
                 self._returned[message.rank] = message.num_calls
@@ -224,7 +224,7 @@ class PeerCollectives(Collectives):
 
     def _fail_everywhere(self, channel: str, error: ControllerError, *, since: int | None = None) -> None:
         self._fail(channel, error, since=since)
-        self._notify_all(Failed(channel, error, self._failed_since[channel]))
+        self._notify_all(PeerFailed(channel, error, self._failed_since[channel]))
 
     def _notify_all(self, message: Message) -> None:
         async def notify(rank: int) -> None:

@@ -49,7 +49,7 @@ class ReplicaRequest:
 SequenceT = TypeVar("SequenceT", bound=ReplicaRequest)
 
 
-class Replica(Generic[SequenceT]):
+class SimulatedReplica(Generic[SequenceT]):
     """A replica that decodes by the law of `EngineCosts`, moved forward by its caller.
 
     Methods take the present time ``now_s``, which never falls. The caller calls `complete` at `next_end_s`. At most

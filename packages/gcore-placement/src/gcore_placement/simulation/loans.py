@@ -11,7 +11,7 @@ from gcore_placement.costs import JobCosts
 from gcore_placement.partition.lending import LendingRule
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests
-from gcore_placement.simulation.live import Replica, ReplicaRequest
+from gcore_placement.simulation.live import ReplicaRequest, SimulatedReplica
 
 _POLLS_PER_LOAN = 8
 _POLLS_PER_WAVE = 64
@@ -142,7 +142,7 @@ class Judges:
         self._start = np.empty(len(self._judgements))
         self._finish = np.empty(len(self._judgements))
         self._num_finished = self._num_waiting = 0
-        self._replicas: list[Replica[_Judgement]] = []
+        self._replicas: list[SimulatedReplica[_Judgement]] = []
         self._queues: list[deque[_Judgement]] = []
         """Judgements that wait for each replica; one queue of all once loans have arrived."""
         self._ends: list[tuple[float, int]] = []
@@ -182,7 +182,7 @@ class Judges:
         return run, lender.loans
 
     def _add(self, count: int) -> None:
-        self._replicas += [Replica(self._costs) for _ in range(count)]
+        self._replicas += [SimulatedReplica(self._costs) for _ in range(count)]
         self._queues += [deque() for _ in range(count)]
         self._busy_since += [0.0] * count
 

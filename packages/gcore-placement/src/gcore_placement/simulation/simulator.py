@@ -25,7 +25,7 @@ from gcore_placement.simulation.waves import (
     simulate_waves,
 )
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
-from gcore_placement.workload.traces import Trace, Wave
+from gcore_placement.workload.traces import Trace, TraceWave
 
 WORK = tuple(_WORK_OF_STAGE.values())
 """Columns of work, as in the ledger of a run."""
@@ -150,7 +150,7 @@ class Simulator:
         self.costs = costs
         self.space = space
         self._progress = progress or (lambda _: None)
-        self._waves: list[Wave] = []
+        self._waves: list[TraceWave] = []
         self._end: list[int] = []
         """For each step, the index after its last wave."""
         for step in range(trace.num_steps):
@@ -360,7 +360,7 @@ class Simulator:
         return np.array(rows)
 
 
-def _least_generating_s(costs: EngineCosts, partition: Partition, wave: Wave) -> float:
+def _least_generating_s(costs: EngineCosts, partition: Partition, wave: TraceWave) -> float:
     """Return a lower bound of the seconds of generating a wave on the policy's replicas.
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.

@@ -10,10 +10,10 @@ from gcore_placement.partition.space import EngineWork, Partition
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
 from gcore_placement.simulation.loans import EngineLoan, judge_with_loans, replicas_done_s
-from gcore_placement.workload.traces import Wave
+from gcore_placement.workload.traces import TraceWave
 
 
-def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
+def policy_requests(waves: Sequence[TraceWave], num_replicas: int) -> Requests:
     """Return the responses in order of groups, from second 0: each replica gets an equal run of neighbours.
 
     Most groups stay together; on each replica a group's prompt is computed once.
@@ -34,7 +34,7 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
     )
 
 
-def judge_requests(waves: Sequence[Wave], ready_Q: Floats, num_replicas: int) -> Requests:
+def judge_requests(waves: Sequence[TraceWave], ready_Q: Floats, num_replicas: int) -> Requests:
     """Return the judgements, assigned in turn to a wave's replicas as responses finish."""
     wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
     read, length = _judgements(waves)
@@ -49,13 +49,13 @@ def judge_requests(waves: Sequence[Wave], ready_Q: Floats, num_replicas: int) ->
     )
 
 
-def _judgements(waves: Sequence[Wave]) -> tuple[Floats, Floats]:
+def _judgements(waves: Sequence[TraceWave]) -> tuple[Floats, Floats]:
     """Return the tokens that each judgement reads, and its length, in order of responses: [Q] each."""
     read = np.concatenate([(w.prompt_length[:, None] + w.response_length).ravel() for w in waves])
     return read, np.concatenate([wave.judge_length.ravel() for wave in waves])
 
 
-def wave_starts(waves: Sequence[Wave]) -> Ints:
+def wave_starts(waves: Sequence[TraceWave]) -> Ints:
     """Return the index of the first request of each wave: [W]."""
     sizes = np.array([wave.response_length.size for wave in waves])
     return np.cumsum(sizes) - sizes
@@ -99,7 +99,7 @@ class WaveOutcome:
 
 def simulate_waves(
     costs: JobCosts,
-    waves: Sequence[Wave],
+    waves: Sequence[TraceWave],
     layout: Partition | int,
     *,
     before: tuple[int, ...] | None = None,
@@ -218,7 +218,7 @@ def _loan_device_s(loans: Sequence[EngineLoan], until_s: float) -> tuple[float, 
     return moving, lent
 
 
-def _chunks(costs: JobCosts, waves: Sequence[Wave], layout: Partition | int) -> Iterator[Sequence[Wave]]:
+def _chunks(costs: JobCosts, waves: Sequence[TraceWave], layout: Partition | int) -> Iterator[Sequence[TraceWave]]:
     """Yield as many waves as may be simulated at once."""
     largest = max(wave.response_length.size for wave in waves)
     engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, layout), strict=True)
@@ -229,7 +229,11 @@ def _chunks(costs: JobCosts, waves: Sequence[Wave], layout: Partition | int) -> 
 
 
 def run_waves(
-    costs: JobCosts, waves: Sequence[Wave], layout: Partition | int, late: tuple[int, int] = (0, 0), late_s: float = 0.0
+    costs: JobCosts,
+    waves: Sequence[TraceWave],
+    layout: Partition | int,
+    late: tuple[int, int] = (0, 0),
+    late_s: float = 0.0,
 ) -> tuple[EngineRun, EngineRun]:
     """Return the runs of the policy's and of the judge's engines, in seconds from each wave's start.
 
@@ -249,7 +253,7 @@ def run_waves(
     return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
 
 
-def least_seconds(costs: JobCosts, waves: Sequence[Wave], partition: Partition, judging_W: Floats) -> Floats:
+def least_seconds(costs: JobCosts, waves: Sequence[TraceWave], partition: Partition, judging_W: Floats) -> Floats:
     """Return lower bounds of the seconds of waves on a partition, by simulating only generation: [W].
 
     Args:

@@ -32,7 +32,7 @@ _OF_RESPONSES = ("response_length", "judge_length")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Wave:
+class TraceWave:
     """Groups that are sampled together: generated, judged, and kept or dropped. Fields are those of `Trace`."""
 
     prompt_length: Floats
@@ -97,13 +97,13 @@ class Trace:
         """Return the slice of a step's groups."""
         return slice(int(self._step_bounds[step]), int(self._step_bounds[step + 1]))
 
-    def waves(self, step: int) -> Iterator[Wave]:
+    def waves(self, step: int) -> Iterator[TraceWave]:
         """Yield the waves of a step in order."""
         groups = self.step_slice(step)
         waves = self.wave[groups]
         bounds = groups.start + np.searchsorted(waves, np.arange(int(waves[-1]) + 2))
         for first, end in pairwise(bounds.tolist()):
-            yield Wave(
+            yield TraceWave(
                 prompt_length=self.prompt_length[first:end],
                 response_length=self.response_length[first:end],
                 judge_length=self.judge_length[first:end],

@@ -16,7 +16,7 @@ _POLL_S = 0.05
 _logger = logging.getLogger(__name__)
 
 
-class LendingRule(Protocol):
+class EngineLendingRule(Protocol):
     """Decides which model gives engines to which other one; `gcore_placement.LendingRule` is one."""
 
     def observe(
@@ -70,7 +70,7 @@ class LendingEngines(DeviceSharing):
         pools: Sequence[EngineReplicas[Any, Any]],
         *,
         lend: Callable[[str, int, int], Awaitable[Engine[Any, Any]]],
-        rule: LendingRule,
+        rule: EngineLendingRule,
         announce: Callable[[str], None],
     ) -> None:
         if len(pools) < 2:

@@ -151,10 +151,8 @@ def geneval_score(
     """
     values, is_exact = _compare(objects, row, colours)
     _, is_right = _compare(objects, row, colours, are_more_allowed=True)
-    for clause in row.get("exclude") or ():
-        if len(objects.get(clause["class"], ())) >= clause["count"]:
-            is_right = False
-    return float(np.mean(values)), is_right, is_exact
+    is_excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in row.get("exclude") or ())
+    return float(np.mean(values)), is_right and not is_excluded, is_exact
 
 
 def _compare(

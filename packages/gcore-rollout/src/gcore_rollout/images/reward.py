@@ -63,7 +63,7 @@ def check_images(rewards: Iterable[ImageRewardFunction], height: int, width: int
     """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
     for reward in rewards:
         check: Callable[[int, int], None] | None = getattr(reward, "check", None)
-        if check is not None:
+        if check:
             check(height, width)
 
 
@@ -71,7 +71,7 @@ def check_prompts(rewards: Iterable[ImageRewardFunction], prompts: Sequence[str]
     """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
     for reward in rewards:
         check: Callable[[Sequence[str], Rows], None] | None = getattr(reward, "check_prompts", None)
-        if check is not None:
+        if check:
             check(prompts, rows)
 
 

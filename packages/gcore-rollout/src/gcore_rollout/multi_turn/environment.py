@@ -211,7 +211,7 @@ class ToolEnvironment:
             calls = self.parse(completion)
             if calls:
                 return Reply(messages=await asyncio.gather(*map(self._answer, calls)))
-        if self.reward is None:
+        if not self.reward:
             return Reply(done=True)
         reward = self.reward(completion)
         if not isinstance(reward, int | float):

@@ -8,6 +8,7 @@ sampling takes tokens and sequences out where it is far from 1. Names and meanin
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,12 +91,7 @@ async def add_rollout_correction(
     Args:
         samples: of each prompt of this process, with ``old_log_probs``.
     """
-    counted: list[Sample] = []
-    for group_samples in samples:
-        for sample in group_samples:
-            sample.rollout_is_weights = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
-            if sample.old_log_probs is not None and sample.mask.any():
-                counted.append(sample)
+    counted = [s for s in chain(*samples) if s.old_log_probs is not None and s.mask.any()]
     columns: dict[str, Any] = {
         "old_log_probs": [s.old_log_probs for s in counted],
         "rollout_log_probs": [s.rollout_log_probs for s in counted],
@@ -105,13 +101,17 @@ async def add_rollout_correction(
     if config.rollout_is_batch_normalize:
         moments = weight_moments(**columns, config=config) if counted else np.zeros(2)
         batch = sum(await group.all_gather(moments), np.zeros(2))
+    weights = None
+    masks: Sequence[Any] = ()
     metrics: dict[str, float] = {}
     if counted:
         weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch)
-        for sample, sample_weights in zip(counted, weights or (), strict=weights is not None):
-            sample.rollout_is_weights = sample_weights
-        for sample, mask in zip(counted, masks, strict=True):
-            sample.response_mask = mask
+    for sample in chain(*samples):
+        sample.rollout_is_weights = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+    for sample, sample_weights in zip(counted, weights or (), strict=weights is not None):
+        sample.rollout_is_weights = sample_weights
+    for sample, mask in zip(counted, masks, strict=True):
+        sample.response_mask = mask
     return _combine_metrics(await group.all_gather((len(counted), metrics)))
 
 

@@ -39,7 +39,7 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Tens
     with ExitStack() as stack:
         open_file = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
         file_of = tensor_files(folder)
-        if not file_of:
+        if file_of is None:
             raise UnsupportedModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         kinds: set[str] = set()
 

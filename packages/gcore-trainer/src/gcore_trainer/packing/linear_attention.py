@@ -37,10 +37,7 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)
     device = hidden_1TD.device
-    outputs: list[torch.Tensor] = []
-    for rectangle in rectangles:
-        hidden_SLD = hidden_1TD[0][on_device(rectangle, device)]
-        outputs.append(mixer(hidden_SLD).flatten(0, 1))
+    outputs = [mixer(hidden_1TD[0][on_device(rectangle, device)]).flatten(0, 1) for rectangle in rectangles]
     return torch.cat(outputs).index_select(0, on_device(unpack_index, device))[None]
 
 

@@ -324,8 +324,8 @@ class RowAttention(torch.autograd.Function):
             sums.append(x.new_empty((rows, *x.shape[1:]), dtype=dtype))
         tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
         gradients_of_calls(ctx.calls, tensors, sums, ctx.scoring, is_first_of_keys=True)
-        grads = [total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
         grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        grads = [total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
         return *grads, grad_sinks_H, None, None
 
 

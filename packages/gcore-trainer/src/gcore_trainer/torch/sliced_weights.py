@@ -164,9 +164,10 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file_of = tensor_files(path)
-        if not self._file_of:
+        file_of = tensor_files(path)
+        if file_of is None:
             raise _NotByNameError(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
+        self._file_of = file_of
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name in sorted(set(self._file_of.values())):
             with safe_open(path / name, framework="pt") as file:

@@ -19,14 +19,14 @@ _PART = re.compile(r".*?\.\d+\.")
 """The part of a name that the tensors of a layer share."""
 
 
-def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the name of the safetensors file of each tensor in a Hugging Face folder; empty if it has no such file."""
+def tensor_files(folder: Path) -> dict[str, str] | None:
+    """Return the name of the safetensors file of each tensor in a Hugging Face folder; None if it has no such file."""
     if (folder / INDEX_FILE).is_file():
         return json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     if (folder / SINGLE_FILE).is_file():
         with safe_open(folder / SINGLE_FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
-    return {}
+    return None
 
 
 def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

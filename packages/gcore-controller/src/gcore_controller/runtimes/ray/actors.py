@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from gcore_controller.errors import ControllerError
 from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
-from gcore_controller.runtimes.ray.devices import Device
+from gcore_controller.runtimes.ray.devices import ReservedDevice
 
 _ANSWER_TIMEOUT_S = 10.0
 HEARTBEAT_EVERY_S = 1.0
@@ -270,8 +270,8 @@ class RoleActors(Generic[ConfigT]):
             for judge, engine in zip(devices[::2], devices[1::2], strict=True)
         )
 
-    async def devices(self) -> list[Device]:
-        """Return the devices of the actors once they have started, in the order of `DeviceMap.of`."""
+    async def devices(self) -> list[ReservedDevice]:
+        """Return the devices of the actors once they have started, in the order of `SharedDevices.of`."""
         handles = [*self.handles["engine"]]
         if not self._is_in_turns:
             # With one judge, the last engines of the policy become the last of the judge.
@@ -327,7 +327,7 @@ class RoleActors(Generic[ConfigT]):
         num_threads = max(1, config.threads // config.sizes.num_engine_places)
         size = config.sizes.devices_per_engine
         if neighbour is not None:
-            device: Device = await neighbour.actor.__ray_call__.remote(_device)
+            device: ReservedDevice = await neighbour.actor.__ray_call__.remote(_device)
             factory = partial(_on_gpus, device.gpus, factory)
             return self.start(factory, num_threads=num_threads, **device.options)
         return self.start(
@@ -343,10 +343,10 @@ class RoleActors(Generic[ConfigT]):
         await asyncio.gather(*map(self.end, handles), return_exceptions=True)
 
 
-def _device(actor: Any) -> Device:
+def _device(actor: Any) -> ReservedDevice:
     """Return the device of an actor."""
     del actor
-    return Device(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
+    return ReservedDevice(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
 
 
 def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:

@@ -18,7 +18,7 @@ from gcore_controller.runtimes.backend import LENT, Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch, check_capacity, free_resources
 from gcore_controller.runtimes.ray.controllers import RayControllers
-from gcore_controller.runtimes.ray.devices import Device, DeviceMap
+from gcore_controller.runtimes.ray.devices import ReservedDevice, SharedDevices
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
 
@@ -107,7 +107,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         self._announced: set[str] = set()
         self._capacity = CapacityWatch(self.config)
         self._placement: Placement | None = None
-        self._devices = DeviceMap()
+        self._devices = SharedDevices()
         self._controllers: RayControllers | None = None
         self._stages: Sequence[str | None] = []
         self._is_updating = False
@@ -276,13 +276,13 @@ class RayBackend(Generic[JobT, ConfigT]):
             await self._controllers.restore()
         if self._placement is not None and self._placement.swap_s is None:
             self._placement.swap_s = await self.engines.swap_seconds(config)
-        devices: Sequence[Device] = []
+        devices: Sequence[ReservedDevice] = []
         if takes_turns:
             # The trainer has the first turn.
             await self.engines.sleep(timeout_s=config.ray.timeout_s)
             devices = await self.engines.devices()
         before = self._devices
-        self._devices = DeviceMap.of(config.sizes, devices)
+        self._devices = SharedDevices.of(config.sizes, devices)
         keeps_models = keeps_models and self._devices.ranks == before.ranks
         if not keeps_models:
             await self.learner.start(

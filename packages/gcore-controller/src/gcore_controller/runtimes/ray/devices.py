@@ -11,7 +11,7 @@ from gcore_controller.runtimes.backend import LENT, Sizes
 
 
 @dataclass(frozen=True)
-class Device:
+class ReservedDevice:
     """A device that an actor has reserved: GPUs of a node, or just a share of its CPUs."""
 
     node: str
@@ -26,22 +26,22 @@ class Device:
         strategy = NodeAffinitySchedulingStrategy(self.node, soft=False)
         return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
 
-    def split(self, count: int) -> list["Device"]:
+    def split(self, count: int) -> list["ReservedDevice"]:
         """Return the devices, so many, that an engine's ranks are on."""
-        return [Device(self.node, self.gpus[first::count]) for first in range(count)]
+        return [ReservedDevice(self.node, self.gpus[first::count]) for first in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMap:
+class SharedDevices:
     """The devices that several roles share."""
 
-    ranks: Sequence[Device] = ()
+    ranks: Sequence[ReservedDevice] = ()
     """The devices of the first training ranks, by rank; the other ranks have devices of their own."""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     """The name of the device of each engine, judge and rank that shares one, for `DeviceTimers`."""
 
     @classmethod
-    def of(cls, sizes: Sizes, devices: Sequence[Device]) -> "DeviceMap":
+    def of(cls, sizes: Sizes, devices: Sequence[ReservedDevice]) -> "SharedDevices":
         """Assign the roles of these sizes to devices.
 
         Ranks are sorted by node and GPU, so that those that communicate most are next to each other.
@@ -72,8 +72,8 @@ class DeviceMap:
 
     @classmethod
     def _with_ranks(
-        cls, slots: "Sequence[tuple[int, Device]]", sizes: Sizes, engines: Mapping[str, int]
-    ) -> "DeviceMap":
+        cls, slots: "Sequence[tuple[int, ReservedDevice]]", sizes: Sizes, engines: Mapping[str, int]
+    ) -> "SharedDevices":
         slot_of = {**engines, **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}}
         return cls(
             ranks=[part for _, part in slots[: sizes.ranks]],
@@ -81,9 +81,9 @@ class DeviceMap:
         )
 
 
-def _sorted_slots(devices: Sequence[Device], sizes: Sizes) -> list[tuple[int, Device]]:
+def _sorted_slots(devices: Sequence[ReservedDevice], sizes: Sizes) -> list[tuple[int, ReservedDevice]]:
     """Return each device that a rank can be on, with the place of the engine's device that it is part of."""
-    slots: list[tuple[int, Device]] = []
+    slots: list[tuple[int, ReservedDevice]] = []
     for i, device in enumerate(devices):
         slots.extend((i, part) for part in device.split(sizes.devices_per_engine))
     return sorted(slots, key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))

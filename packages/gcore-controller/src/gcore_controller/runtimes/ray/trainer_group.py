@@ -18,7 +18,7 @@ from gcore_controller.context import DeviceTimers, StageTimer, rank_name
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
 from gcore_controller.runtimes.ray.actors import HEARTBEAT_EVERY_S, ActorGroup, Heartbeats, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
-from gcore_controller.runtimes.ray.devices import Device
+from gcore_controller.runtimes.ray.devices import ReservedDevice
 from gcore_controller.trainer_group import (
     BatchT,
     Computation,
@@ -126,7 +126,7 @@ class RayTrainerGroup(MessageTrainerGroup):
         num_cpus: float,
         num_gpus: float,
         timeout_s: float,
-        devices: Sequence[Device] = (),
+        devices: Sequence[ReservedDevice] = (),
     ) -> None:
         """Start all ranks from the model that the run starts with; end those of before.
 

@@ -221,11 +221,6 @@ class MultipleChoiceReward:
             return _LETTERS
         return [chr(ord("A") + i) for i in range(len(options))]
 
-    @staticmethod
-    @abstractmethod
-    def find(text: str, /) -> Fraction | int | None:
-        """Return the number that a text gives as its answer."""
-
     def _gold(self, row: Mapping[str, Any], letters: Sequence[str]) -> str:
         gold = gold_answer(row, self._answer_key, "multiple-choice to compare with")
         letter = gold.strip().strip("().").upper()
