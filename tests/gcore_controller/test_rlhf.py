@@ -202,11 +202,8 @@ class _Failure:
 class _Failing(Tones):
     """Every third call of its reward fails."""
 
-    def failure_logs(self, ctx: Context[Roles]) -> Any:
+    def drain_failures(self, ctx: Context[Roles]) -> tuple[int, list[Any]]:
         del ctx
-        return [self]
-
-    def drain(self) -> tuple[int, list[_Failure]]:
         return 12, [_Failure("ValueError at reward.py:3", "no tone", 4)]
 
 

@@ -128,8 +128,14 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
     def prompts(self) -> Sequence[Prompt]:
         return self._job.prompts.train
 
-    def failure_logs(self, ctx: Context[Roles]) -> Sequence[Any]:
-        return ctx.roles.failure_logs()
+    def drain_failures(self, ctx: Context[Roles]) -> tuple[int, list[Any]]:
+        num_calls = 0
+        all_failures: list[Any] = []
+        for log in ctx.roles.failure_logs():
+            calls, failures = log.drain()
+            num_calls += calls
+            all_failures.extend(failures)
+        return num_calls, all_failures
 
     def takes_prompts(self, ctx: Context[Roles]) -> bool:
         """Return whether the engine is the controller's own; a shared one needs no prompts from other controllers."""

@@ -34,9 +34,9 @@ from .rlhf.events import (
 from .rlhf.mixture import Joined as Joined, Mixture as Mixture
 from .rlhf.modality import (
     Generated as Generated,
-    Group as Group,
     Modality as Modality,
     Prepared as Prepared,
+    PromptGroup as PromptGroup,
     RLHFConfig as RLHFConfig,
     RLHFRoles as RLHFRoles,
     RunStart as RunStart,

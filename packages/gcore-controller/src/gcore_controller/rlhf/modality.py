@@ -65,14 +65,6 @@ class RunStart:
     """Whether the engines lack the present weights of the models."""
 
 
-class FailureLog(Protocol):
-    """Counts the calls of one reward."""
-
-    def drain(self) -> RewardCalls:
-        """Return the calls since this method was called last."""
-        ...
-
-
 class RLHFRoles(Protocol):
     """The role services that the loop needs; a modality's own roles have more."""
 
@@ -97,7 +89,7 @@ class Indexed(Protocol):
         ...
 
 
-class Group(Indexed, Protocol):
+class PromptGroup(Indexed, Protocol):
     """The scored samples of one prompt."""
 
     @property
@@ -117,7 +109,7 @@ class Group(Indexed, Protocol):
 
 RolesT = TypeVar("RolesT", bound=RLHFRoles)
 PromptT = TypeVar("PromptT")
-GroupT = TypeVar("GroupT", bound=Group)
+GroupT = TypeVar("GroupT", bound=PromptGroup)
 IndexedT = TypeVar("IndexedT", bound=Indexed)
 UpdateT = TypeVar("UpdateT")
 EvaluationT = TypeVar("EvaluationT")
@@ -221,10 +213,10 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def prompts(self) -> Sequence[PromptT]:
         """The prompts to train on."""
 
-    def failure_logs(self, ctx: Context[RolesT]) -> Sequence[FailureLog]:
-        """Return the logs of reward calls whose failures are dropped."""
+    def drain_failures(self, ctx: Context[RolesT]) -> RewardCalls:
+        """Return this controller's reward calls since this was called last, with the failures that were dropped."""
         del ctx
-        return ()
+        return 0, []
 
     def takes_prompts(self, ctx: Context[RolesT]) -> bool:
         """Return whether controllers take prompts one by one, also from others, instead of a fixed share each."""
@@ -242,7 +234,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
     @abstractmethod
     def group_from_state(self, state: State) -> GroupT:
-        """Return the group whose `Group.state` this is."""
+        """Return the group whose `PromptGroup.state` this is."""
 
     def restarted(self, group: GroupT) -> GroupT:
         """Return an unfinished group without any sample; needed only with partial rollout."""

@@ -15,7 +15,6 @@ from gcore_controller.rlhf.batch_producer import BatchProducer
 from gcore_controller.rlhf.events import Evaluated, Reached, Recorder, RewardsFailed, Stepped, Updating, WaveSampled
 from gcore_controller.rlhf.modality import (
     EvaluationT,
-    FailureLog,
     GroupT,
     Modality,
     PromptT,
@@ -53,7 +52,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         ctx = self.ctx
         config = self.config
         start = self.start
-        self._failures = _RewardFailures(self.modality.failure_logs(ctx), max_share=config.max_failed_share)
+        self._failures = _RewardFailures(max_share=config.max_failed_share)
         self._cpu_s = time.process_time()
         state = None
         if start.controllers is not None:
@@ -126,7 +125,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
-        failures, _ = self._failures.merge(await self.ctx.group.all_gather(self._failures.drain()))
+        failures, _ = self._failures.merge(await self.ctx.group.all_gather(self.modality.drain_failures(self.ctx)))
         if self.modality.saves_evaluated:
             await self.ctx.roles.learner.onload_weights(self.ctx.timer)
         if self.ctx.rank == 0:
@@ -166,7 +165,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
             work=DeviceWork.merged([DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]),
             load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process and step_s > 0 else None,
-            rewards=self._failures.drain(),
+            rewards=self.modality.drain_failures(ctx),
             samples=samples,
         )
         parts = await ctx.group.all_gather(part)
@@ -282,21 +281,10 @@ class _ScheduledBatches(Generic[GroupT]):
 class _RewardFailures:
     """The fraction of reward calls that failed over the last steps, on all controllers; too many end the run."""
 
-    def __init__(self, logs: Sequence[FailureLog], *, max_share: float) -> None:
-        self._logs = logs
+    def __init__(self, *, max_share: float) -> None:
         self._max_share = max_share
         self._recent: deque[tuple[int, int]] = deque()
         self._last: list[Any] = []
-
-    def drain(self) -> RewardCalls:
-        """Return the calls since the last time, of every controller that shares the rewards with this one."""
-        num_calls = 0
-        all_failures: list[Any] = []
-        for log in self._logs:
-            calls, failures = log.drain()
-            num_calls += calls
-            all_failures.extend(failures)
-        return num_calls, all_failures
 
     def merge(self, calls_by_rank: Iterable[RewardCalls]) -> tuple[list[Any], dict[str, float]]:
         """Return all controllers' failures by kind, and metrics of them."""
