@@ -111,8 +111,10 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
     except PlacementError:
         return
     own_judges = [] if in_turns else planned.judges[::-1]
-    blocks = [on_ray.Device(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in (*planned.engines, *own_judges)]
-    live = on_ray.DeviceMap.of(
+    blocks = [
+        on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in (*planned.engines, *own_judges)
+    ]
+    live = on_ray.SharedDevices.of(
         Sizes(
             controllers=1,
             engines=engines,
@@ -142,9 +144,9 @@ def test_ray_has_ranks_that_lend_their_devices_where_the_planned_map_has_them(
         planned = map_devices(cluster, sizes)
     except PlacementError:
         return
-    blocks = [on_ray.Device(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in planned.lent]
+    blocks = [on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in planned.lent]
     counts = Sizes(controllers=1, engines=1, ranks=ranks, devices_per_engine=size, lends_ranks=True)
-    live = on_ray.DeviceMap.of(counts, [on_ray.Device("own"), *blocks])
+    live = on_ray.SharedDevices.of(counts, [on_ray.ReservedDevice("own"), *blocks])
     found = [(int(device.node), *map(int, device.gpus)) for device in live.ranks]
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     assert len(found) == counts.ranks - counts.num_own_ranks == sizes.num_lent * size
