@@ -95,7 +95,7 @@ def test_a_rank_and_its_disk_are_lost(cli: Cli, args: list[str], machines: Any, 
     )
     command.wait_until(lambda: num_steps(run) >= 3)
     nodes = [node.all_processes["raylet"][0].process.pid for node in machines.list_all_nodes()]
-    ranks = {pid: disk_of(pid) for node in nodes for pid in descendants(node, "ray::TrainingRank")}
+    ranks = {pid: disk_of(node) for node in nodes for pid in descendants(node, "ray::TrainingRank")}
     assert len(set(ranks.values())) == 2, ranks
     lost, disk = next(iter(ranks.items()))
     before = num_steps(run)
@@ -110,5 +110,6 @@ def test_a_rank_and_its_disk_are_lost(cli: Cli, args: list[str], machines: Any, 
 
 
 def disk_of(pid: int) -> Path:
+    """The disk of a node, by the variable of its Raylet, which its processes inherit."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return Path(next(v for v in variables if v.startswith(b"LOCAL_DISK=")).decode().partition("=")[2])
