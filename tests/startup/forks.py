@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ SOCKET = "GCORE_TESTS_FORKS"
 def run_in_a_fork(command: list[str]) -> None:
     """Have these arguments of Python run in a fork with our files and environment, and end as it ends.
 
-    Returns if no server is there.
+    Returns if no server is there, or none that sees the same files.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(os.environ[SOCKET])
         except OSError:
+            return
+        server, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if Path(f"/proc/{server}/ns/mnt").readlink() != Path("/proc/self/ns/mnt").readlink():
             return
         files = _open_files()
         files.remove(connection.fileno())

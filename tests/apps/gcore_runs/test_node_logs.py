@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import ray
-from forks import SOCKET
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -67,13 +66,8 @@ def test_logs_of_a_node_without_the_folder_are_collected(tmp_path: Path) -> None
     ray.init(address=cluster.address, log_to_driver=False)
     start = f"mount -t tmpfs none {tmp_path} && exec {Path(sys.executable).with_name('ray')} start"
     command = f"{start} --address {cluster.address} --block --num-cpus 1 --object-store-memory {100 << 20}"
-    # Its workers are no forks of a process outside of its file system.
-    environment = {name: value for name, value in os.environ.items() if name != SOCKET}
     node = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", command],
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        env=environment,
+        ["unshare", "--mount", "sh", "-c", command], start_new_session=True, stdout=subprocess.DEVNULL
     )
     try:
         cluster.wait_for_nodes()
