@@ -23,7 +23,12 @@ def train(folder: str, num_steps: int, *, killed_at: int | None = None) -> torch
         step = 0
         if checkpointer.steps():
             # The model's own tensors are filled in place; None stands for whatever was saved there.
-            template = {"model": model.state_dict(), "optimizer": None, "rng": PerRank(None), "step": None}
+            template = {
+                "model": model.state_dict(),
+                "optimizer": None,
+                "rng": PerRank(None),
+                "step": None,
+            }
             saved = checkpointer.load(template)
             optimizer.load_state_dict(saved["optimizer"])
             torch.set_rng_state(saved["rng"])
@@ -38,8 +43,12 @@ def train(folder: str, num_steps: int, *, killed_at: int | None = None) -> torch
             if step % 5 == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 # Returns as soon as the tensors are copied; files are written while the next steps run.
-                checkpointer.save(step, {**state, "rng": PerRank(torch.get_rng_state()), "step": step})
-            if step == killed_at:  # the save of step 15 may be in flight: it is committed whole, or not at all
+                checkpointer.save(
+                    step, {**state, "rng": PerRank(torch.get_rng_state()), "step": step}
+                )
+            if (
+                step == killed_at
+            ):  # the save of step 15 may be in flight: it is committed whole, or not at all
                 os.kill(os.getpid(), signal.SIGKILL)
     return model.weight.detach()
 

@@ -32,7 +32,9 @@ def win_rate(group: ScoredGroup, config: AdvantageConfig) -> Sequence[NDArray[np
 
 def with_my_advantage(config: TrainConfig) -> TrainConfig:
     """Return the settings with this estimator. An estimator is named, so that every process of a run finds it."""
-    return replace(config, algorithm=replace(config.algorithm, adv_estimator=f"{__file__}:win_rate"))
+    return replace(
+        config, algorithm=replace(config.algorithm, adv_estimator=f"{__file__}:win_rate")
+    )
 
 
 def main() -> None:

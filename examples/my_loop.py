@@ -32,11 +32,17 @@ async def sample(engine: HFEngine, prompt_index: int) -> tuple[list[Sample], lis
     """Return a group of samples with their advantages, and their scores: the share of even tokens in each."""
     prompt = np.random.default_rng(prompt_index).integers(1, 64, 4)
     name, sampling = f"prompt {prompt_index}", SamplingParams(max_tokens=8)
-    request = Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, n=16, seed=prompt_index)
+    request = Request(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, n=16, seed=prompt_index
+    )
     group = [completion async for completion in engine.generate([request])]
     scores = [float(np.mean(completion.token_ids % 2 == 0)) for completion in group]
     samples = [
-        Sample(prompt_ids=prompt, response_ids=c.token_ids, advantages=np.full(c.token_ids.size, advantage))
+        Sample(
+            prompt_ids=prompt,
+            response_ids=c.token_ids,
+            advantages=np.full(c.token_ids.size, advantage),
+        )
         for c, advantage in zip(group, grpo_advantages(scores), strict=True)
     ]
     return samples, scores
@@ -47,13 +53,20 @@ async def program(ctx: Context[Roles]) -> None:
     engine, trainer = ctx.roles
     for step in range(1, NUM_STEPS + 1):
         first = (step * ctx.world_size + ctx.rank) * NUM_PROMPTS
-        groups = await asyncio.gather(*(sample(engine, index) for index in range(first, first + NUM_PROMPTS)))
+        groups = await asyncio.gather(
+            *(sample(engine, index) for index in range(first, first + NUM_PROMPTS))
+        )
         micro_batches = await ctx.group.all_gather([s for samples, _ in groups for s in samples])
-        mean = await ctx.group.all_reduce(float(np.mean([scores for _, scores in groups]))) / ctx.world_size
+        mean = (
+            await ctx.group.all_reduce(float(np.mean([scores for _, scores in groups])))
+            / ctx.world_size
+        )
         if ctx.rank == 0:
             metrics = trainer.train_step(micro_batches)
             await engine.update_weights(trainer.export_weights(), version=step)
-            print(f"step {step:2d}  even tokens {mean:.2f}  gradient norm {metrics['actor/grad_norm']:.2f}")
+            print(
+                f"step {step:2d}  even tokens {mean:.2f}  gradient norm {metrics['actor/grad_norm']:.2f}"
+            )
         await ctx.group.barrier()
 
 

@@ -51,7 +51,9 @@ SPACE = PartitionSpace(num_devices=64, roles=(RoleLimits(devices_per_replica=4),
 
 def main() -> Comparison:
     found = compare(TRACE.name, Simulator(TRACE.trace(), COSTS, SPACE))
-    print(f"{'strategy':<14}{'step':>10}{'speed':>8}{'moves':>8}{'idle':>8}{'long tail':>12}{'swap':>8}")
+    print(
+        f"{'strategy':<14}{'step':>10}{'speed':>8}{'moves':>8}{'idle':>8}{'long tail':>12}{'swap':>8}"
+    )
     for run in found.runs:
         speed = found["colocated"].seconds / run.seconds
         print(

@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, settings
 
 # No deadline: a slow example only shows that the machine is busy. Each run has the same examples, so that a change is
 # not refused because of an input that no run before it has tried. `--hypothesis-profile=random` tries new ones.
-settings.register_profile("fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-settings.register_profile("random", settings.get_profile("fixed"), derandomize=False, max_examples=500)
+settings.register_profile(
+    "fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile(
+    "random", settings.get_profile("fixed"), derandomize=False, max_examples=500
+)
 settings.load_profile("fixed")
 
 # Two workers share two cores: with more threads than cores, OpenMP's threads wait for each other longer than they work.
@@ -28,7 +32,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Of the processes that tests start, and of this one, which has started without it.
 _STARTUP = Path(__file__).parent / "startup"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 runpy.run_path(str(_STARTUP / "sitecustomize.py"))
 
 LONGEST_FIRST = (

@@ -15,7 +15,10 @@ from gcore_runs.settings.parsing import setting_types
 FOLDER = Path(__file__).parents[2] / "docs"
 PAGES: Mapping[str, tuple[Mapping[str, Key], tuple[type, ...]]] = {
     "coming-from-verl": (read_keys("verl"), (TrainConfig,)),
-    "coming-from-trl": (read_keys("trl"), (TrainConfig, SFTRunConfig, RewardModelRunConfig, DPORunConfig)),
+    "coming-from-trl": (
+        read_keys("trl"),
+        (TrainConfig, SFTRunConfig, RewardModelRunConfig, DPORunConfig),
+    ),
 }
 """Keys of each page, and the configs of the commands that they are converted to."""
 _PART = re.compile(r"(<!-- names:.*?-->\n).*?(<!-- end of names -->)", re.DOTALL)
@@ -36,7 +39,11 @@ def _table(keys: Mapping[str, Key], configs: tuple[type, ...]) -> str:
         ours = [f"`{setting}`" for setting in key.ours if setting in known]
         rows += [f"| `{name}` | {', '.join(ours)} |"] if ours else []
     rows += ["", "Missing here, unless off:", "", "| theirs | what there is |", "|---|---|"]
-    rows += [f"| `{name}` | {key.why} |" for name, key in keys.items() if not key.ours and key.off is not None]
+    rows += [
+        f"| `{name}` | {key.why} |"
+        for name, key in keys.items()
+        if not key.ours and key.off is not None
+    ]
     return "\n".join([*rows, ""])
 
 

@@ -32,19 +32,30 @@ PAGES: dict[str, tuple[str, Mapping[str, type]]] = {
     ),
     "settings-simulate": (
         "Settings of simulate",
-        {"gcore-llm simulate": SimulateConfig, "--sim of gcore-diffusion simulate train": DiffusionSimConfig},
+        {
+            "gcore-llm simulate": SimulateConfig,
+            "--sim of gcore-diffusion simulate train": DiffusionSimConfig,
+        },
     ),
     "settings-images": ("Settings of gcore-diffusion train", {"train": DiffusionConfig}),
 }
 """Title and configs, by command, of each page."""
 NOTE = (
-    "<!-- Written by `uv run python scripts/docs/settings_pages.py`: change the docstrings of the fields instead. -->"
+    "<!-- Written by `uv run python scripts/docs/settings_pages.py`: "
+    "change the docstrings of the fields instead. -->"
 )
 CONDITIONS = """## What reads which settings
 
 All other settings are always read. With other values than these, a setting of this table is refused if it differs from
 its default; a recipe's value gives way to the default."""
-WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "none"}
+WORDS = {
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    Path: "path",
+    type(None): "none",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,9 @@ def limits_of(config: type, name: str) -> list[str]:
         hint = inspect.get_annotations(owner).get(name)
         inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
         bounds = getattr(inner, "__metadata__", ())
-        if found := [getattr(bound, "expected", getattr(bound, "accepted", "")) for bound in bounds]:
+        if found := [
+            getattr(bound, "expected", getattr(bound, "accepted", "")) for bound in bounds
+        ]:
             return found
     return []
 
@@ -117,7 +130,9 @@ def _docstrings(owner: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(said))
+            ):
                 found[name] = " ".join(said.split())
             case _:
                 pass
@@ -138,9 +153,20 @@ def page(title: str, configs: Mapping[str, type]) -> str:
             owners.setdefault(setting, []).append(command)
     rows: dict[str, list[str]] = {}
     for setting, commands in owners.items():
-        only = "" if len(commands) == len(configs) else f" Of {' and '.join(f'`{each}`' for each in commands)}."
-        cells = (f"`{setting.name}`", setting.kind, setting.default, escaped(setting.meaning) + only)
-        rows.setdefault(setting.section, []).append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+        only = (
+            ""
+            if len(commands) == len(configs)
+            else f" Of {' and '.join(f'`{each}`' for each in commands)}."
+        )
+        cells = (
+            f"`{setting.name}`",
+            setting.kind,
+            setting.default,
+            escaped(setting.meaning) + only,
+        )
+        rows.setdefault(setting.section, []).append(
+            f"| {' | '.join(cells)} |".replace("|  |", "| |")
+        )
     tables = [
         f"## {section or 'Top level'}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n"
         + "\n".join(found)
@@ -157,7 +183,11 @@ def conditions(configs: Mapping[str, type]) -> list[str]:
             commands_of.setdefault((name, entry.readers), []).append(command)
     rows: dict[str, list[str]] = {}
     for (name, readers), commands in commands_of.items():
-        only = "" if len(commands) == len(configs) else f" (of {' and '.join(f'`{each}`' for each in commands)})"
+        only = (
+            ""
+            if len(commands) == len(configs)
+            else f" (of {' and '.join(f'`{each}`' for each in commands)})"
+        )
         rows.setdefault(f"`{name}`{only}", []).append(escaped(readers))
     if not rows:
         return []
@@ -169,7 +199,9 @@ def conditions(configs: Mapping[str, type]) -> list[str]:
 def escaped(text: str) -> str:
     """Text of a cell, in which only code is marked up."""
     prose_and_code = text.replace("``", "`").split("`")
-    prose_and_code[::2] = [re.sub(r"([\\|<>*_\[\]])", r"\\\1", prose) for prose in prose_and_code[::2]]
+    prose_and_code[::2] = [
+        re.sub(r"([\\|<>*_\[\]])", r"\\\1", prose) for prose in prose_and_code[::2]
+    ]
     return "`".join(prose_and_code)
 
 

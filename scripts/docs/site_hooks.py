@@ -17,15 +17,21 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(((?:\.\./)[^)\s]+)\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each package, which mkdocstrings fills from the docstrings of its public names."""
     for stub in sorted(ROOT.glob("packages/*/src/*/__init__.pyi")):
-        files.append(File.generated(config, f"reference/api/{stub.parent.name}.md", content=api_page(stub)))
+        files.append(
+            File.generated(config, f"reference/api/{stub.parent.name}.md", content=api_page(stub))
+        )
     return files
 
 
 def api_page(stub: Path) -> str:
     """The names that a package exports, sorted, with the description of the package."""
     package = stub.parent.name
-    exported = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
-    names = sorted((alias.name, f"{package}.{node.module}") for node in exported for alias in node.names)
+    exported = [
+        node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)
+    ]
+    names = sorted(
+        (alias.name, f"{package}.{node.module}") for node in exported for alias in node.names
+    )
     about = ast.get_docstring(ast.parse(stub.with_suffix(".py").read_text())) or ""
     parts = [f"::: {module}.{name}" for name, module in names]
     return "\n\n".join([f"# {package}", about, *parts]) + "\n"

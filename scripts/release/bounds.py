@@ -20,7 +20,10 @@ def compatible(version: str) -> str:
 
 def bounded(text: str) -> str:
     """Return a pyproject.toml whose dependencies on packages of the workspace have their bounds."""
-    versions = {each["name"]: each["version"] for each in (tomllib.loads(p.read_text())["project"] for p in PROJECTS)}
+    versions = {
+        each["name"]: each["version"]
+        for each in (tomllib.loads(p.read_text())["project"] for p in PROJECTS)
+    }
 
     def one(match: re.Match[str]) -> str:
         return f'"{match[1]}{match[2] or ""}{compatible(versions[match[1]])}"'

@@ -26,7 +26,11 @@ def notes(now: Mapping[str, str], before: Mapping[str, str] | None = None) -> st
     for name, changelog in now.items():
         versions = entries(changelog)
         known = list(versions)[1:] if before is None else entries(before.get(name, ""))
-        found += [f"## {name} {version}\n\n{text}" for version, text in versions.items() if version not in known]
+        found += [
+            f"## {name} {version}\n\n{text}"
+            for version, text in versions.items()
+            if version not in known
+        ]
     return "\n\n".join(found)
 
 
@@ -38,9 +42,13 @@ def at(reference: str, path: Path) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print release notes.")
-    parser.add_argument("since", nargs="?", help="git reference; by default, the entry before the newest of each")
+    parser.add_argument(
+        "since", nargs="?", help="git reference; by default, the entry before the newest of each"
+    )
     since = parser.parse_args().since
     if since:
-        subprocess.run(["git", "rev-parse", "--verify", since], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["git", "rev-parse", "--verify", since], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
     before = {path.parent.name: at(since, path) for path in CHANGELOGS} if since else None
     print(notes({path.parent.name: path.read_text() for path in CHANGELOGS}, before))

@@ -80,14 +80,18 @@ def serve() -> None:
         import_reasoning_gym()
     for module in HEAVY[APP]:
         importlib.import_module(module)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle, which then closes stdin
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is pytest's to handle, which then closes stdin
     gc.freeze()
     forks = Forks(Path(os.environ[SOCKET]))
     commands: set[int] = set()
     while True:
         sources = forks.sources()
         # The end of a fork wakes nothing: poll while there are forks, whose connections follow the listener.
-        ready, _, _ = select.select([sys.stdin, *sources], [], [], 0.1 if len(sources) > 1 else None)
+        ready, _, _ = select.select(
+            [sys.stdin, *sources], [], [], 0.1 if len(sources) > 1 else None
+        )
         forks.reap()
         for source in sources:
             if source in ready:

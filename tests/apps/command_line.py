@@ -63,7 +63,9 @@ class Command:
         os.close(self._pidfd)
         code = self._folder / "code"
         return Finished(
-            code=int(code.read_text()) if code.exists() else -9, out=self.out, err=(self._folder / "err").read_text()
+            code=int(code.read_text()) if code.exists() else -9,
+            out=self.out,
+            err=(self._folder / "err").read_text(),
         )
 
 
@@ -80,7 +82,11 @@ class Server:
         self._count += 1
         folder = self._logs / str(self._count)
         folder.mkdir()
-        print(json.dumps([str(folder), str(cwd), [str(a) for a in args]]), file=self._requests, flush=True)
+        print(
+            json.dumps([str(folder), str(cwd), [str(a) for a in args]]),
+            file=self._requests,
+            flush=True,
+        )
         return Command(int(self._replies.readline()), folder)
 
 
@@ -164,7 +170,11 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
 
 def read_rows(path: Path) -> list[Any]:
     """The complete lines of a file that may still be written to."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def reproducible(row: dict[str, float]) -> dict[str, float]:
@@ -184,7 +194,10 @@ def assert_same_metrics(run: Path, expected: Path) -> None:
     for row, other in zip(rows, others, strict=True):
         for name in other:
             if not name.startswith(("perf/", "sampling/oldest_version")):
-                assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), (row["step"], name)
+                assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), (
+                    row["step"],
+                    name,
+                )
 
 
 def step_rows(run: Path) -> list[dict[str, float]]:

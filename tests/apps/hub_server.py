@@ -31,8 +31,17 @@ class StandInHub:
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the variables with which the Hub's libraries use this server, and caches in a folder of their own."""
-        quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
-        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), **quiet}
+        quiet = {
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            **quiet,
+        }
 
 
 @contextmanager
@@ -89,7 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             files = [{"rfilename": e["path"]} for e in _entries(folder) if e["type"] == "file"]
             name = "/".join(parts[1:3])
-            self._send_json({"id": name, "sha": sha, "private": False, "tags": [], "siblings": files}, sha)
+            self._send_json(
+                {"id": name, "sha": sha, "private": False, "tags": [], "siblings": files}, sha
+            )
 
     def _send_file(self, file: Path, sha: str) -> None:
         if not file.is_file():
@@ -99,10 +110,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(content, 200, {"X-Repo-Commit": sha, "ETag": f'"{_blob_id(content)}"'})
 
     def _send_json(self, value: Any, sha: str) -> None:
-        self._send(json.dumps(value).encode(), 200, {"X-Repo-Commit": sha, "Content-Type": "application/json"})
+        self._send(
+            json.dumps(value).encode(),
+            200,
+            {"X-Repo-Commit": sha, "Content-Type": "application/json"},
+        )
 
     def _refuse(self, code: str) -> None:
-        self._send(b"{}", 404, {"X-Error-Code": code, "X-Error-Message": code, "Content-Type": "application/json"})
+        self._send(
+            b"{}",
+            404,
+            {"X-Error-Code": code, "X-Error-Message": code, "Content-Type": "application/json"},
+        )
 
     def _send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -118,10 +137,14 @@ def _entries(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir():
-            found.append({"type": "directory", "path": name, "oid": _blob_id(name.encode()), "size": 0})
+            found.append(
+                {"type": "directory", "path": name, "oid": _blob_id(name.encode()), "size": 0}
+            )
         else:
             content = path.read_bytes()
-            found.append({"type": "file", "path": name, "oid": _blob_id(content), "size": len(content)})
+            found.append(
+                {"type": "file", "path": name, "oid": _blob_id(content), "size": len(content)}
+            )
     return found
 
 

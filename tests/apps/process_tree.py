@@ -45,7 +45,9 @@ def left_after(pids: Iterable[int], timeout_s: float) -> list[int]:
     """Those that have not ended in time."""
     end = time.monotonic() + timeout_s
     left = list(pids)
-    while (left := [pid for pid in left if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+    while (
+        left := [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    ) and time.monotonic() < end:
         time.sleep(0.01)
     return left
 

@@ -104,7 +104,11 @@ def test_resources_are_requested_in_full_and_hold_the_shared_memory() -> None:
         shm = volumes[mounts["/dev/shm"]]["emptyDir"]
         assert shm["medium"] == "Memory"
         # Ray's object store, of 30 % of the memory, must fit into it.
-        assert 0.3 * size_bytes(limits["memory"]) < size_bytes(shm["sizeLimit"]) < size_bytes(limits["memory"]) / 2
+        assert (
+            0.3 * size_bytes(limits["memory"])
+            < size_bytes(shm["sizeLimit"])
+            < size_bytes(limits["memory"]) / 2
+        )
         assert container["image"] == "gcore:cuda"
 
 
@@ -123,12 +127,18 @@ def test_the_entrypoint_is_parsed_and_fits_on_the_gpus() -> None:
     assert (app, command) == ("gcore-llm", "train")
     config = parse_train(options)
     assert config.runtime == "ray"
-    [shared] = {m["mountPath"] for g in GROUPS for m in g["template"]["spec"]["containers"][0]["volumeMounts"]} - {
-        "/dev/shm"
-    }
-    assert all(Path(path).is_relative_to(shared) for path in (config.runs_dir, config.model, *config.data.train_files))
+    [shared] = {
+        m["mountPath"]
+        for g in GROUPS
+        for m in g["template"]["spec"]["containers"][0]["volumeMounts"]
+    } - {"/dev/shm"}
+    assert all(
+        Path(path).is_relative_to(shared)
+        for path in (config.runs_dir, config.model, *config.data.train_files)
+    )
     gpus = sum(
-        group["replicas"] * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+        group["replicas"]
+        * int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
         for group in CLUSTER["workerGroupSpecs"]
     )
     # In turns: each engine is on the devices of ranks.
@@ -140,12 +150,25 @@ def test_the_entrypoint_is_parsed_and_fits_on_the_gpus() -> None:
 def instructions(dockerfile: str) -> list[tuple[str, str]]:
     """Each instruction's name and text, with continued lines joined."""
     joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", dockerfile, flags=re.MULTILINE))
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()]
+    return [
+        (line.partition(" ")[0], line.partition(" ")[2])
+        for line in joined.splitlines()
+        if line.strip()
+    ]
 
 
 def test_the_dockerfile_copies_what_exists_and_installs_what_is_declared() -> None:
     found = instructions((DEPLOY / "Dockerfile").read_text())
-    assert {name for name, _ in found} <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
+    assert {name for name, _ in found} <= {
+        "ARG",
+        "FROM",
+        "RUN",
+        "WORKDIR",
+        "COPY",
+        "ENV",
+        "USER",
+        "CMD",
+    }
     copied = [source for name, text in found if name == "COPY" for source in text.split()[:-1]]
     assert "pyproject.toml" in copied
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
@@ -156,9 +179,14 @@ def test_the_dockerfile_copies_what_exists_and_installs_what_is_declared() -> No
     [sync] = [text for name, text in found if name == "RUN" and text.startswith("uv sync")]
     groups = re.findall(r'--group "?([\w${}]+)', sync)
     assert groups == ["cluster", "${ACCELERATOR}"]
-    assert all(re.search(rf"^{group} = \[", pyproject, flags=re.MULTILINE) for group in ("cluster", "cuda", "cpu"))
+    assert all(
+        re.search(rf"^{group} = \[", pyproject, flags=re.MULTILINE)
+        for group in ("cluster", "cuda", "cpu")
+    )
     [command] = [json.loads(text) for name, text in found if name == "CMD"]
-    assert command[0] in {script.name for script in importlib.metadata.entry_points(group="console_scripts")}
+    assert command[0] in {
+        script.name for script in importlib.metadata.entry_points(group="console_scripts")
+    }
     assert parse_arguments(DoctorArgs, command[2:], prog="doctor") == DoctorArgs()
     assert [text for name, text in found if name == "USER"] == ["gcore"]
 
@@ -170,7 +198,9 @@ def test_the_slurm_script_is_bash_and_its_commands_are_parsed() -> None:
     subprocess.run(["bash", "-n", DEPLOY / "slurm.sh"], check=True)
     assert os.access(DEPLOY / "slurm.sh", os.X_OK)
     values = {"$host:$port": "10.0.0.1:20001", "$SLURM_NNODES": "2", "$@": ""}
-    commands = [shlex.split(line)[1:] for line in SLURM.splitlines() if line.startswith("gcore-llm ")]
+    commands = [
+        shlex.split(line)[1:] for line in SLURM.splitlines() if line.startswith("gcore-llm ")
+    ]
     doctor, train = ([values.get(word, word) for word in command] for command in commands)
     parsed = parse_arguments(DoctorArgs, doctor[1:], prog="doctor")
     assert (doctor[0], parsed) == ("doctor", DoctorArgs(ray="10.0.0.1:20001", nodes=2))
@@ -185,11 +215,17 @@ PAGE = (ROOT / "docs/on-a-cluster.md").read_text()
 def page_commands() -> list[list[str]]:
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     # One of them is in a shell of its own, so that only its file is private.
-    lines = [line.removeprefix("(umask 077; ").removesuffix(")") for block in blocks for line in block.splitlines()]
+    lines = [
+        line.removeprefix("(umask 077; ").removesuffix(")")
+        for block in blocks
+        for line in block.splitlines()
+    ]
     return [shlex.split(line) for line in lines]
 
 
-def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_the_page_are_parsed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the programs that they call; the settings are those that the page shows."""
     scripts = importlib.import_module("ray.scripts.scripts")
     [settings] = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
@@ -197,7 +233,10 @@ def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     parsed: list[str] = []
     for program, *arguments in page_commands():
-        own = [{"run.toml": str(tmp_path / "run.toml")}.get(argument, argument) for argument in arguments]
+        own = [
+            {"run.toml": str(tmp_path / "run.toml")}.get(argument, argument)
+            for argument in arguments
+        ]
         match program, own:
             case "gcore-llm", ["doctor", *options]:
                 parse_arguments(DoctorArgs, options, prog="doctor")
@@ -205,30 +244,50 @@ def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureF
                 config = parse_train(options)
                 assert config.ray.address == "HEAD:6379"
                 assert (
-                    config.rollout.num_processes * config.rollout.tensor_parallel_size == config.trainer.num_processes
+                    config.rollout.num_processes * config.rollout.tensor_parallel_size
+                    == config.trainer.num_processes
                 )
                 train_args = parse_train_args(options)
                 if train_args.dry_run:
                     dry_run(replace(train_args, model=str(tmp_path)))
                     assert capsys.readouterr().out.splitlines()[-1] == "fits"
             case "gcore-placement", own:
-                plan([str(tmp_path / "config.json") if a.startswith("/shared/models") else a for a in own])
+                plan(
+                    [
+                        str(tmp_path / "config.json") if a.startswith("/shared/models") else a
+                        for a in own
+                    ]
+                )
                 assert "H100" in capsys.readouterr().out
             case "ray", [command, *options]:
                 parse: Any = getattr(scripts, command.replace("-", "_"))
-                parse.make_context(command, options[: options.index(">")] if ">" in options else options)
+                parse.make_context(
+                    command, options[: options.index(">")] if ">" in options else options
+                )
             case _:
                 continue
         parsed.append(program)
-    assert {program: parsed.count(program) for program in parsed} == {"ray": 3, "gcore-llm": 4, "gcore-placement": 1}
+    assert {program: parsed.count(program) for program in parsed} == {
+        "ray": 3,
+        "gcore-llm": 4,
+        "gcore-placement": 1,
+    }
 
 
 def test_files_that_commands_of_the_page_name_exist() -> None:
-    named = {argument for command in page_commands() for argument in command if argument.startswith("deploy/")}
+    named = {
+        argument
+        for command in page_commands()
+        for argument in command
+        if argument.startswith("deploy/")
+    }
     assert named == {"deploy/Dockerfile", "deploy/rayjob.yaml", "deploy/slurm.sh"}
     assert all((ROOT / name).is_file() for name in named)
     secret = CLUSTER["authOptions"]["secretName"]
-    assert any(command[:5] == ["kubectl", "create", "secret", "generic", secret] for command in page_commands())
+    assert any(
+        command[:5] == ["kubectl", "create", "secret", "generic", secret]
+        for command in page_commands()
+    )
     image = GROUPS[0]["template"]["spec"]["containers"][0]["image"]
     assert any(command[:1] == ["docker"] and image in command for command in page_commands())
     [arguments] = [command[2:] for command in page_commands() if command[:1] == ["sbatch"]]
@@ -250,7 +309,9 @@ def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path, own_args: list[str])
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_A", "SLURM"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_A", "SLURM"))
+    }
     environment |= {
         "PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}",
         "HOME": str(tmp_path),
@@ -266,7 +327,9 @@ def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path, own_args: list[str])
     log = tmp_path / "log"
     with log.open("w") as out:
         command = ["bash", DEPLOY / "slurm.sh", *own_args[1:], "--trainer.num-processes", "2"]
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
         try:
             code = process.wait(timeout=600)
         finally:

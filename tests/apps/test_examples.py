@@ -26,7 +26,9 @@ NAMES = ("checkpoints", "my_advantage", "my_loop", "my_loss", "simulator")
 def run(name: str, folder: Path) -> str:
     """Return what an example prints; it may leave nothing behind."""
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__", EXAMPLES / f"{name}.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(folder.iterdir()) == []
     return done.stdout
@@ -49,7 +51,9 @@ def accuracies(printed: str) -> list[tuple[float, float]]:
 
 def test_there_are_these_examples() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == list(NAMES)
-    assert all(f"(examples/{name}.py)" in (EXAMPLES.parent / "README.md").read_text() for name in NAMES)
+    assert all(
+        f"(examples/{name}.py)" in (EXAMPLES.parent / "README.md").read_text() for name in NAMES
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +92,8 @@ def check_simulator(printed: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "check"), [("my_loop", check_loop), ("checkpoints", check_checkpoints), ("simulator", check_simulator)]
+    ("name", "check"),
+    [("my_loop", check_loop), ("checkpoints", check_checkpoints), ("simulator", check_simulator)],
 )
 def test_a_quick_example_runs(name: str, check: Callable[[str], None], tmp_path: Path) -> None:
     check(run(name, tmp_path))
@@ -119,8 +124,12 @@ def test_my_loss(own_args: list[str], tmp_path: Path) -> None:
         lengths=[50],
     )
     ratio = np.exp(log_probs - old)
-    expected = [-a * min(r, 1.28) if a > 0 else -a * r / 2 for a, r in zip(advantages, ratio, strict=True)]
-    np.testing.assert_allclose(example.halved_negatives(tokens, PolicyLossConfig()), expected, rtol=1e-5)
+    expected = [
+        -a * min(r, 1.28) if a > 0 else -a * r / 2 for a, r in zip(advantages, ratio, strict=True)
+    ]
+    np.testing.assert_allclose(
+        example.halved_negatives(tokens, PolicyLossConfig()), expected, rtol=1e-5
+    )
     result = train(example.with_my_loss(small(own_args, tmp_path)))
     assert all(row["actor/grad_norm"] > 0 for row in step_rows(result.run))
 
@@ -136,4 +145,6 @@ def test_my_advantage(own_args: list[str], tmp_path: Path) -> None:
     assert returns is None
     result = train(config)
     rows = step_rows(result.run)
-    assert all(-1 <= row["critic/advantages/min"] < 0 < row["critic/advantages/max"] <= 1 for row in rows)
+    assert all(
+        -1 <= row["critic/advantages/min"] < 0 < row["critic/advantages/max"] <= 1 for row in rows
+    )

@@ -36,8 +36,12 @@ def printed(name: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-@pytest.mark.parametrize("name", [*LARGE, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED)])
-def test_the_page_shows_what_a_dry_run_prints(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [*LARGE, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED)]
+)
+def test_the_page_shows_what_a_dry_run_prints(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Where there is no folder of the model's name.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

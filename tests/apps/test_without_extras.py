@@ -28,7 +28,16 @@ from importlib import import_module
 sys.modules.update(dict.fromkeys({EXTRAS!r}))
 import_module(f"{{sys.argv[1]}}.cli").main(sys.argv[2:])
 """
-TRAIN = ("--trainer.total-training-steps", "1", "--trainer.tensorboard", "False", "--device", "cpu", "--threads", "1")
+TRAIN = (
+    "--trainer.total-training-steps",
+    "1",
+    "--trainer.tensorboard",
+    "False",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+)
 COMMANDS = {
     "gcore_llm": ("--warmup.max-steps", "2"),
     "gcore_diffusion": ("--demo.num-steps", "2", "--demo.cache-dir", "cache", "--rollout.n", "2"),

@@ -37,10 +37,25 @@ def make_chatty_model(path: Path, *, tiny: Path) -> None:
 def own_job(folder: Path, model: Path) -> list[str]:
     """Write forty prompts and a reward into a folder; return the command of two steps on them, about a second."""
     (folder / "evens.py").write_text(EVENS)
-    write_rows(folder / "train.jsonl", ({"prompt": f"{i}+{i % 7}=", "answer": i + i % 7} for i in range(40)))
+    write_rows(
+        folder / "train.jsonl",
+        ({"prompt": f"{i}+{i % 7}=", "answer": i + i % 7} for i in range(40)),
+    )
     return [
         *("train", "--threads", "1", "--device", "cpu", "--model", str(model)),
-        *("--data.train-files", str(folder / "train.jsonl"), "--reward", f"{folder / 'evens.py'}:reward"),
+        *(
+            "--data.train-files",
+            str(folder / "train.jsonl"),
+            "--reward",
+            f"{folder / 'evens.py'}:reward",
+        ),
         *("--data.train-batch-size", "8", "--rollout.n", "4", "--data.max-response-length", "8"),
-        *("--data.max-prompt-length", "64", "--actor.optim.lr", "1e-3", "--trainer.total-training-steps", "2"),
+        *(
+            "--data.max-prompt-length",
+            "64",
+            "--actor.optim.lr",
+            "1e-3",
+            "--trainer.total-training-steps",
+            "2",
+        ),
     ]

@@ -26,7 +26,14 @@ def checked_events(path: Path) -> list[Event]:
     assert trace["displayTimeUnit"] == "ms"
     events: list[Event] = trace["traceEvents"]
     for event in events:
-        types = {"ph": str, "name": str, "pid": int, "tid": int, "args": dict, **FIELDS[event["ph"]]}
+        types = {
+            "ph": str,
+            "name": str,
+            "pid": int,
+            "tid": int,
+            "args": dict,
+            **FIELDS[event["ph"]],
+        }
         assert {name: type(value) for name, value in event.items()} == types
         assert event.get("ts", 0) >= 0
         assert event.get("dur", 0) >= 0
@@ -39,16 +46,26 @@ def checked_events(path: Path) -> list[Event]:
 
 def threads_of(events: Sequence[Event]) -> dict[str, tuple[str, int]]:
     """The process and the number of each thread, by its name."""
-    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     threads = [event for event in events if event["name"] == "thread_name"]
     return {event["args"]["name"]: (processes[event["pid"]], event["tid"]) for event in threads}
 
 
 def slices_of(events: Sequence[Event], thread: str) -> list[tuple[str, int, int]]:
     """Name, start and length in microseconds of the slices of a thread, each before those inside it."""
-    [named] = [event for event in events if event["name"] == "thread_name" and event["args"]["name"] == thread]
-    own = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (named["pid"], named["tid"])]
-    return sorted(((e["name"], e["ts"], e["dur"]) for e in own), key=lambda slice: (slice[1], -slice[2]))
+    [named] = [
+        event
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == thread
+    ]
+    own = [
+        e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (named["pid"], named["tid"])
+    ]
+    return sorted(
+        ((e["name"], e["ts"], e["dur"]) for e in own), key=lambda slice: (slice[1], -slice[2])
+    )
 
 
 def check_nesting(slices: Sequence[tuple[str, int, int]]) -> None:

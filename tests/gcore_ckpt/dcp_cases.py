@@ -10,7 +10,10 @@ from rank import Rank, mesh
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
-from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_with_dcp, save as save_with_dcp
+from torch.distributed.checkpoint.state_dict_saver import (
+    async_save as async_save_with_dcp,
+    save as save_with_dcp,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +35,9 @@ class App:
 
     def __init__(self, size: int, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5, bias=False))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5, bias=False)
+        )
         fully_shard(self.model, mesh=mesh((size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
@@ -42,7 +47,9 @@ class App:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         weights, moments = state["model"], state["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
+        )
 
     def train(self, step: int) -> None:
         inputs = torch.randn(6, 10, generator=torch.Generator().manual_seed(step))
@@ -55,15 +62,24 @@ class App:
         return {name: p.full_tensor().detach().clone() for name, p in parameters.items()}
 
 
-def train_and_save_by_dcp(rank: Rank, path: str, size: int, is_async: bool) -> dict[str, torch.Tensor]:
+def train_and_save_by_dcp(
+    rank: Rank, path: str, size: int, is_async: bool
+) -> dict[str, torch.Tensor]:
     """Return the parameters one step after the save."""
     app, group = App(size, seed=0), rank.groups[size]
     app.train(1)
-    state = {"app": app, "steps": [1, 2], "shared": torch.arange(3.0), "rows": [torch.ones(2), {"rate": 0.5}]}
+    state = {
+        "app": app,
+        "steps": [1, 2],
+        "shared": torch.arange(3.0),
+        "rows": [torch.ones(2), {"rate": 0.5}],
+    }
     with Checkpointer(path, process_group=group) as checkpointer:
         writer = StorageWriter(checkpointer)
         if is_async:
-            saving = async_save_with_dcp(state, checkpoint_id="7", storage_writer=writer, process_group=group)
+            saving = async_save_with_dcp(
+                state, checkpoint_id="7", storage_writer=writer, process_group=group
+            )
             app.train(2)  # changes what was saved, in place
             cast("Any", saving).result()
         else:
@@ -74,7 +90,12 @@ def train_and_save_by_dcp(rank: Rank, path: str, size: int, is_async: bool) -> d
 
 def load_by_dcp_and_train(rank: Rank, path: str, size: int) -> dict[str, torch.Tensor]:
     app = App(size, seed=1)
-    state: dict[str, Any] = {"app": app, "steps": [], "shared": torch.zeros(3), "rows": [torch.zeros(2), {"rate": 0}]}
+    state: dict[str, Any] = {
+        "app": app,
+        "steps": [],
+        "shared": torch.zeros(3),
+        "rows": [torch.zeros(2), {"rate": 0}],
+    }
     load_with_dcp(state, storage_reader=StorageReader(path), process_group=rank.groups[size])
     assert (state["steps"], state["rows"][1]) == ([1, 2], {"rate": 0.5})
     assert torch.equal(state["shared"], torch.arange(3.0))
@@ -96,7 +117,9 @@ def save_as_stateful(rank: Rank, path: str, size: int) -> dict[str, torch.Tensor
     app.train(1)
     with Checkpointer(path, process_group=rank.groups[size]) as checkpointer:
         rows = [torch.ones(2), {"rate": 0.5}]
-        checkpointer.save(7, {"app": app, "steps": [1, 2], "shared": torch.arange(3.0), "rows": rows})
+        checkpointer.save(
+            7, {"app": app, "steps": [1, 2], "shared": torch.arange(3.0), "rows": rows}
+        )
     app.train(2)
     return app.whole()
 
@@ -106,11 +129,15 @@ def save_own_values(rank: Rank, path: str, size: int, is_wrapped: bool) -> None:
     group, value = rank.groups[size], f"of {rank.number}"
     with plain_errors(), Checkpointer(path, process_group=group) as checkpointer:
         state = {"place": PerRank(value) if is_wrapped else value}
-        save_with_dcp(state, storage_writer=StorageWriter(checkpointer, step=1), process_group=group)
+        save_with_dcp(
+            state, storage_writer=StorageWriter(checkpointer, step=1), process_group=group
+        )
 
 
 def load_own_values(rank: Rank, path: str, size: int) -> Any:
-    return Checkpointer(path, process_group=rank.groups[size]).load({"place": PerRank(None)})["place"]
+    return Checkpointer(path, process_group=rank.groups[size]).load({"place": PerRank(None)})[
+        "place"
+    ]
 
 
 def load_different_steps(rank: Rank, path: str, size: int) -> None:

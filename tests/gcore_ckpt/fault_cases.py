@@ -42,7 +42,9 @@ def state_of(step: int, rank: int, size: int) -> dict[str, Any]:
 def save_for_ever(rank: Rank, path: str, log: str, options: dict[str, Any]) -> None:
     """Logs, at rank 0, each step that was committed; ends when a save fails."""
     size = dist.get_world_size()
-    with Checkpointer(path, timeout_s=TIMEOUT_S, keep=2, max_in_flight=2, **options) as checkpointer:
+    with Checkpointer(
+        path, timeout_s=TIMEOUT_S, keep=2, max_in_flight=2, **options
+    ) as checkpointer:
         step = (checkpointer.steps() or [0])[-1]
         previous = None
         while True:
@@ -69,7 +71,10 @@ def save_when_one_is_asked(rank: Rank, path: str, asked: int) -> tuple[int, bool
             if step == 5 and rank.number == asked:
                 os.kill(os.getpid(), signal.SIGTERM)
         checkpointer.save(step, state_of(step, rank.number, dist.get_world_size())).wait()
-    is_restored = signal.getsignal(signal.SIGTERM) == before and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    is_restored = (
+        signal.getsignal(signal.SIGTERM) == before
+        and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    )
     return step, stop.received == signal.SIGTERM, is_restored
 
 
@@ -79,7 +84,9 @@ def save_steps(rank: Rank, path: str, steps: list[int], options: dict[str, Any])
             checkpointer.save(step, state_of(step, rank.number, dist.get_world_size())).wait()
 
 
-def save_after_loading(rank: Rank, path: str, loaded: int, saved: int, goes_back: bool) -> list[int]:
+def save_after_loading(
+    rank: Rank, path: str, loaded: int, saved: int, goes_back: bool
+) -> list[int]:
     size = dist.get_world_size()
     with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
         checkpointer.load(state_of(loaded, rank.number, size), step=loaded)
@@ -116,7 +123,10 @@ def _interrupted_at(owner: Any, name: str) -> AbstractContextManager[object]:
 def save_while_one_is_interrupted(rank: Rank, path: str, moment: str, interrupted: int) -> str:
     """Saves steps 1, 2 and 3; what this rank heard of step 2."""
     size = dist.get_world_size()
-    owner, name = {"planning": (gcore_ckpt.saving.pipeline, "collect"), "copying": (Stager, "_copy")}[moment]
+    owner, name = {
+        "planning": (gcore_ckpt.saving.pipeline, "collect"),
+        "copying": (Stager, "_copy"),
+    }[moment]
     heard = ""
     with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
         checkpointer.save(1, state_of(1, rank.number, size)).wait()
@@ -135,7 +145,9 @@ def load_while_one_is_interrupted(rank: Rank, path: str, interrupted: int) -> st
     with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
         checkpointer.save(1, state_of(1, rank.number, size)).wait()
         try:
-            with _interrupted_at(StepReader, "read") if rank.number == interrupted else nullcontext():
+            with (
+                _interrupted_at(StepReader, "read") if rank.number == interrupted else nullcontext()
+            ):
                 checkpointer.load(state_of(1, rank.number, size) | {"rows": None, "step": None})
         except (CheckpointError, KeyboardInterrupt) as error:
             heard = str(error) or type(error).__name__
@@ -209,9 +221,16 @@ def load_own_values_elsewhere(rank: Rank, path: str) -> list[Any]:
     size = dist.get_world_size()
     if 2 in rank.groups:
         with Checkpointer(path, process_group=rank.groups[2], timeout_s=TIMEOUT_S) as saver:
-            saver.save(1, {"rng": PerRank({"state": torch.full((3,), rank.number + 7), "step": rank.number})})
+            saver.save(
+                1,
+                {"rng": PerRank({"state": torch.full((3,), rank.number + 7), "step": rank.number})},
+            )
     dist.barrier()
-    policies: list[Any] = ["first", lambda rank, size: {"state": None, "step": 10 * size + rank}, None]
+    policies: list[Any] = [
+        "first",
+        lambda rank, size: {"state": None, "step": 10 * size + rank},
+        None,
+    ]
     with Checkpointer(path, timeout_s=TIMEOUT_S) as loader:
         found: list[Any] = []
         for otherwise in policies:
@@ -221,7 +240,9 @@ def load_own_values_elsewhere(rank: Rank, path: str) -> list[Any]:
             except CheckpointError as error:
                 found.append(str(error))
             else:
-                found.append([own["state"] if own["state"] is None else own["state"].tolist(), own["step"]])
+                found.append(
+                    [own["state"] if own["state"] is None else own["state"].tolist(), own["step"]]
+                )
     assert size == 3
     return found
 
@@ -234,7 +255,9 @@ def load_step(rank: Rank, path: str, step: int) -> bool:
         tensor.zero_()
     found = Checkpointer(path, timeout_s=TIMEOUT_S).load(template, step=step)
     tensors = [found["sharded"].tensor, *found["replicated"]]
-    return bool(torch.equal(found["rng"], torch.full((3,), rank.number))) and all((t == step).all() for t in tensors)
+    return bool(torch.equal(found["rng"], torch.full((3,), rank.number))) and all(
+        (t == step).all() for t in tensors
+    )
 
 
 def fill_the_disk(rank: Rank, path: str, ballast: str | None) -> dict[str, str]:
@@ -243,7 +266,11 @@ def fill_the_disk(rank: Rank, path: str, ballast: str | None) -> dict[str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
     rows = torch.ones(100_000)
     large = {
-        "x": Shard(global_shape=(len(rows) * dist.get_world_size(),), offset=(len(rows) * rank.number,), tensor=rows)
+        "x": Shard(
+            global_shape=(len(rows) * dist.get_world_size(),),
+            offset=(len(rows) * rank.number,),
+            tensor=rows,
+        )
     }
     small = {"x": torch.arange(10)}
     heard: dict[str, str] = {}
@@ -262,7 +289,9 @@ def fill_the_disk(rank: Rank, path: str, ballast: str | None) -> dict[str, str]:
         checkpointer.save(5, small).wait()
         dist.barrier()
         if ballast is None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
         elif rank.number == 0:
             Path(ballast).unlink()
         dist.barrier()
@@ -280,7 +309,9 @@ def save_as(rank: Rank, path: str, step: int, user: int) -> None:
 
 
 def save_where_one_rank_is_elsewhere(rank: Rank, path: str, elsewhere: str, lost: int) -> str:
-    with Checkpointer(elsewhere if rank.number == lost else path, timeout_s=TIMEOUT_S) as checkpointer:
+    with Checkpointer(
+        elsewhere if rank.number == lost else path, timeout_s=TIMEOUT_S
+    ) as checkpointer:
         try:
             checkpointer.save(1, state_of(1, rank.number, dist.get_world_size())).wait()
         except CheckpointError as error:
@@ -329,6 +360,8 @@ def load_while_saving(rank: Rank, path: str, seconds: float) -> int:
             state = reader.load(only=["step", "sharded", "replicated"])
         except CheckpointNotFoundError:
             continue
-        assert all((tensor == state["step"]).all() for tensor in (state["sharded"], *state["replicated"]))
+        assert all(
+            (tensor == state["step"]).all() for tensor in (state["sharded"], *state["replicated"])
+        )
         seen.add(state["step"])
     return len(seen)

@@ -52,7 +52,9 @@ def save_until_stopped_and_leave_open(path: Path, log: IO[str]) -> None:
         while True:
             step += 1
             tensors = [torch.full((size,), step) for size in (60_000, 5)]
-            handle = checkpointer.save(step, {"step": step, "sizes": [60_000, 5], "tensors": tensors})
+            handle = checkpointer.save(
+                step, {"step": step, "sizes": [60_000, 5], "tensors": tensors}
+            )
             if step % 3 == 0:
                 handle.wait()
                 _log_step(step, log)
@@ -86,7 +88,9 @@ def _log_step(step: int, log: IO[str]) -> None:
 
 def _log_exit(log: IO[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: sys.exit(0) if number == signal.SIGTERM else _interrupt())
+        signal.signal(
+            number, lambda number, _: sys.exit(0) if number == signal.SIGTERM else _interrupt()
+        )
     copy = os.fdopen(os.dup(log.fileno()), "w")
     atexit.register(lambda: print("exited", file=copy, flush=True))
 

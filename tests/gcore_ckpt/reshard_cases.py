@@ -33,10 +33,21 @@ from rank import Rank, mesh
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as PartOfShardedTensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard as ShardPlacement, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard as ShardPlacement,
+    distribute_tensor,
+)
 from transformers import AutoModelForCausalLM
 
 import gcore_ckpt.loading.loader
@@ -107,16 +118,25 @@ def load_template(rank: Rank, path: str, tree: Any, size: int) -> list[str]:
     """Where the loaded state is not what it should be: not these bits, or not in the template's memory."""
     template = build(tree, rank.number, empty=True)
     found = checkpointer(rank, path, size).load(template)
-    return [*differences(_without_filled(found, template), build(tree, rank.number)), *_moved(found, template)]
+    return [
+        *differences(_without_filled(found, template), build(tree, rank.number)),
+        *_moved(found, template),
+    ]
 
 
 def _without_filled(found: Any, template: Any) -> Any:
     """The loaded state without what came where the template has an empty dict, as of a rank that holds nothing."""
     match found:
         case dict():
-            return {key: _without_filled(value, template[key]) for key, value in found.items() if key in template}
+            return {
+                key: _without_filled(value, template[key])
+                for key, value in found.items()
+                if key in template
+            }
         case list() | tuple():
-            return type(found)(_without_filled(one, other) for one, other in zip(found, template, strict=True))
+            return type(found)(
+                _without_filled(one, other) for one, other in zip(found, template, strict=True)
+            )
         case PerRank():
             return PerRank(_without_filled(found.value, template.value))
         case _:
@@ -135,7 +155,9 @@ def load_as(rank: Rank, path: str, leaf: Any, dtype: str, size: int) -> bool:
     return torch.equal(found, _local(build(leaf, rank.number)).to(getattr(torch, dtype)))
 
 
-def save_each(rank: Rank, path: str, trees: dict[int, Any], size: int, options: dict[str, Any]) -> list[bool]:
+def save_each(
+    rank: Rank, path: str, trees: dict[int, Any], size: int, options: dict[str, Any]
+) -> list[bool]:
     """Saves a tree as each step with one checkpointer; gives for which of them this rank made its plan again."""
     remade: list[bool] = []
     with (
@@ -166,7 +188,12 @@ def bytes_read_by_load(rank: Rank, path: str, tree: Any, size: int) -> int:
 
 
 def save_after_failure(
-    rank: Rank, path: str, steps: list[int], trees: list[Any], size: int, failing_disk: int | None = None
+    rank: Rank,
+    path: str,
+    steps: list[int],
+    trees: list[Any],
+    size: int,
+    failing_disk: int | None = None,
 ) -> str:
     """The error of a save, the same at a second try; each rank has its own step and tree. Then step 9 is saved."""
     disk_full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -230,7 +257,9 @@ def _train_with_fsdp(
         The full parameters at the time of the save or load, and at the end.
     """
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5, bias=False)
+    )
     for layer in model:
         fully_shard(layer, mesh=mesh((size,)))
     fully_shard(model, mesh=mesh((size,)))
@@ -311,7 +340,9 @@ def _sharded_model(size: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def _full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     parameters = {name: cast("DTensor", parameter) for name, parameter in model.named_parameters()}
-    return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
+    return {
+        name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()
+    }
 
 
 def save_fsdp_of_transformers(rank: Rank, model: str, path: str, size: int) -> None:
@@ -336,7 +367,9 @@ def save_fsdp_over_tp(rank: Rank, path: str, rows: int) -> str:
         layer.weight.copy_(torch.arange(rows * 3.0).view(rows, 3))
         layer.bias.copy_(torch.arange(float(rows)))
     for name, parameter in list(layer.named_parameters()):
-        placed = distribute_tensor(parameter.detach(), both["tp"], [ShardPlacement(0)], src_data_rank=None)
+        placed = distribute_tensor(
+            parameter.detach(), both["tp"], [ShardPlacement(0)], src_data_rank=None
+        )
         layer.register_parameter(name, torch.nn.Parameter(placed))
     fully_shard(layer, mesh=both["dp"])
     with checkpointer(rank, path, 4) as saver:
@@ -377,7 +410,10 @@ def load_megatron(rank: Rank, path: str, size: int) -> list[bool]:
     found = checkpointer(rank, path, size).load(template)
     expected = megatron_state(rank.number, size, empty=False)
     assert found["iteration"] == 7
-    return [torch.equal(template["model"][key].data, part.data) for key, part in expected["model"].items()]
+    return [
+        torch.equal(template["model"][key].data, part.data)
+        for key, part in expected["model"].items()
+    ]
 
 
 def save_fsdp1(rank: Rank, path: str, size: int) -> None:
@@ -390,7 +426,9 @@ def load_fsdp1(rank: Rank, path: str, size: int) -> bool:
     template = {"w": _sharded_tensor(rank, size, 0.0)}
     found = checkpointer(rank, path, size).load(template)
     expected = _sharded_tensor(rank, size, 1.0).local_shards()[0].tensor
-    return found["w"] is template["w"] and torch.equal(template["w"].local_shards()[0].tensor, expected)
+    return found["w"] is template["w"] and torch.equal(
+        template["w"].local_shards()[0].tensor, expected
+    )
 
 
 def _sharded_tensor(rank: Rank, size: int, factor: float) -> Any:
@@ -444,7 +482,9 @@ def whole(tree: Any, rank: int) -> Any:
 def full_tensor(leaf: Any, salt: int = 0) -> torch.Tensor:
     """The whole tensor that a leaf describes."""
     dtype: torch.dtype = getattr(torch, leaf.dtype)
-    data = bytearray(np.random.default_rng([leaf.seed, salt]).bytes(math.prod(leaf.shape) * dtype.itemsize + 1))
+    data = bytearray(
+        np.random.default_rng([leaf.seed, salt]).bytes(math.prod(leaf.shape) * dtype.itemsize + 1)
+    )
     if dtype == torch.bool:
         data = bytearray(byte & 1 for byte in data)
     elif dtype.is_floating_point and getattr(leaf, "finite", False):
@@ -472,10 +512,18 @@ def _held(leaf: Any, rank: int, *, empty: bool) -> dict[str, Any]:
         case ("array", ranks):
             return {leaf.name: as_numpy(local(full))} if rank in ranks else {}
         case ("dtensor", shape, placements):
-            return {leaf.name: _dtensor(full, mesh(shape), [_placement(p) for p in placements], local)}
+            return {
+                leaf.name: _dtensor(full, mesh(shape), [_placement(p) for p in placements], local)
+            }
         case ("box", boxes):
             [(offset, extent)] = boxes[rank]
-            return {leaf.name: Shard(global_shape=leaf.shape, offset=offset, tensor=local(_part(full, offset, extent)))}
+            return {
+                leaf.name: Shard(
+                    global_shape=leaf.shape,
+                    offset=offset,
+                    tensor=local(_part(full, offset, extent)),
+                )
+            }
         case ("boxes", boxes):
             return {
                 f"part {number}": Shard(
@@ -519,7 +567,9 @@ def _placement(text: str) -> Placement:
 
 
 def _part(full: torch.Tensor, offset: tuple[int, ...], extent: tuple[int, ...]) -> torch.Tensor:
-    return full[tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
+    return full[
+        tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+    ]
 
 
 def _memory(data: torch.Tensor, leaf: Any, *, empty: bool) -> torch.Tensor:
@@ -528,7 +578,11 @@ def _memory(data: torch.Tensor, leaf: Any, *, empty: bool) -> torch.Tensor:
         return torch.empty(data.shape, dtype=data.dtype, device="meta")
     steps = [2 if leaf.strided else 1] * data.ndim
     extents = [size * step for size, step in zip(data.shape, steps, strict=True)]
-    wide = torch.zeros(math.prod(extents) * data.element_size(), dtype=torch.uint8).view(data.dtype).view(extents)
+    wide = (
+        torch.zeros(math.prod(extents) * data.element_size(), dtype=torch.uint8)
+        .view(data.dtype)
+        .view(extents)
+    )
     memory = wide[tuple(slice(None, None, step) for step in steps)]
     memory.copy_(data)
     if empty and memory.numel():
@@ -559,7 +613,11 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
         case dict():
             if sorted(map(repr, found)) != sorted(map(repr, expected)):
                 return [f"{path}: keys {list(found)}; expected {list(expected)}"]
-            return [d for key in expected for d in differences(found[key], expected[key], f"{path}.{key}")]
+            return [
+                d
+                for key in expected
+                for d in differences(found[key], expected[key], f"{path}.{key}")
+            ]
         case list() | tuple():
             if len(found) != len(expected):
                 return [f"{path}: {len(found)} items; expected {len(expected)}"]
@@ -575,7 +633,9 @@ def _bits(leaf: Any) -> tuple[Any, ...]:
     local = _local(leaf)
     if isinstance(local, np.ndarray):
         return local.dtype, local.shape, local.tobytes()
-    placement = (leaf.placements, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, DTensor) else ()
+    placement = (
+        (leaf.placements, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, DTensor) else ()
+    )
     dense = torch.empty(local.nbytes, dtype=torch.uint8)
     dense.view(local.dtype).view(local.shape).copy_(local.detach())
     return local.dtype, tuple(local.shape), dense.numpy().tobytes(), *placement
@@ -606,7 +666,9 @@ def _overwrite(state: Any) -> None:
 
 def _moved(found: Any, template: Any) -> list[str]:
     """Tensors of the template that were not filled in place."""
-    places = {local.data_ptr() for local in map(_local, leaves(found)) if isinstance(local, torch.Tensor)}
+    places = {
+        local.data_ptr() for local in map(_local, leaves(found)) if isinstance(local, torch.Tensor)
+    }
     moved = 0
     for local in map(_local, leaves(template)):
         if isinstance(local, torch.Tensor) and not local.is_meta and local.numel():

@@ -14,7 +14,9 @@ SIZE = 2
 
 
 def save(folder: Path, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE
+    )
     mesh = init_device_mesh("cpu", (SIZE,))
     state = {
         "model": {

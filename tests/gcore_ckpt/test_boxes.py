@@ -8,14 +8,19 @@ from hypothesis import given, strategies as st
 
 from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox, lay_out_file, safetensors_header
 
-NAMES = st.text(max_size=3) | st.sampled_from(["__metadata__", "a", "a#", "a[0:1]", "\U0001f600", '"', "\\"])
+NAMES = st.text(max_size=3) | st.sampled_from(
+    ["__metadata__", "a", "a#", "a[0:1]", "\U0001f600", '"', "\\"]
+)
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     start = tuple(draw(st.integers(0, extent - 1)) for extent in shape)
-    return Box(start, tuple(draw(st.integers(1, extent - at)) for extent, at in zip(shape, start, strict=True)))
+    return Box(
+        start,
+        tuple(draw(st.integers(1, extent - at)) for extent, at in zip(shape, start, strict=True)),
+    )
 
 
 @st.composite
@@ -45,5 +50,7 @@ def test_a_header_fits_into_the_place_that_is_left_for_it(boxes: list[HeldBox]) 
     assert len(shortest) <= len(layout.header)
     entries = json.loads(layout.header[8:])
     assert entries == json.loads(shortest[8:])
-    spans = [tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__"]
+    spans = [
+        tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__"
+    ]
     assert spans == [*pairwise(offset - layout.offsets[0] for offset in layout.offsets)]

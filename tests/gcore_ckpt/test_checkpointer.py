@@ -32,7 +32,9 @@ class Gate:
         self.failing: set[int] = set()
         commit = LocalStorage.commit
 
-        def gated(storage: LocalStorage, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
+        def gated(
+            storage: LocalStorage, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]
+        ) -> None:
             assert self.opened.wait(10)
             if step in self.failing:
                 raise OSError(f"no space for {step}")
@@ -60,7 +62,9 @@ def test_save_returns_before_the_write_ends(tmp_path: Path, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_save_waits_when_too_many_are_in_flight(tmp_path: Path, gate: Gate, max_in_flight: int) -> None:
+def test_save_waits_when_too_many_are_in_flight(
+    tmp_path: Path, gate: Gate, max_in_flight: int
+) -> None:
     with Checkpointer(tmp_path, max_in_flight=max_in_flight) as checkpointer:
         for step in range(max_in_flight):
             checkpointer.save(step, step)
@@ -79,7 +83,9 @@ def test_error_is_raised_by_the_handle_and_then_nowhere_else(tmp_path: Path, gat
     gate.failing = {1}
     with Checkpointer(tmp_path) as checkpointer:
         handle = checkpointer.save(1, {})
-        with pytest.raises(CheckpointWriteError, match=f"saving step 1 to {tmp_path} failed: no space for 1"):
+        with pytest.raises(
+            CheckpointWriteError, match=f"saving step 1 to {tmp_path} failed: no space for 1"
+        ):
             handle.wait()
         assert handle.done()
         gate.failing = set()
@@ -123,7 +129,9 @@ def test_one_failed_save_costs_one_step_and_two_in_a_row_are_raised(
     assert caught.value.__notes__ == [f"and saving step 4 to {tmp_path} failed: no space for 4"]
     assert checkpointer.steps() == [1, 3, 5]
     failures = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert failures == [f"saving step {step} to {tmp_path} failed: no space for {step}" for step in (2, 4)]
+    assert failures == [
+        f"saving step {step} to {tmp_path} failed: no space for {step}" for step in (2, 4)
+    ]
     gate.failing = {6, 7}
     checkpointer.save(6, {})
     checkpointer.save(7, {})
@@ -134,7 +142,9 @@ def test_one_failed_save_costs_one_step_and_two_in_a_row_are_raised(
         checkpointer.close()
 
 
-def test_lost_checkpoint_does_not_hide_the_error_of_the_training_loop(tmp_path: Path, gate: Gate) -> None:
+def test_lost_checkpoint_does_not_hide_the_error_of_the_training_loop(
+    tmp_path: Path, gate: Gate
+) -> None:
     gate.opened.set()
     gate.failing = {1}
 
@@ -145,13 +155,17 @@ def test_lost_checkpoint_does_not_hide_the_error_of_the_training_loop(tmp_path: 
 
     with pytest.raises(KeyError, match="loop") as caught:
         loop()
-    assert caught.value.__notes__ == [f"and a checkpoint was lost: saving step 1 to {tmp_path} failed: no space for 1"]
+    assert caught.value.__notes__ == [
+        f"and a checkpoint was lost: saving step 1 to {tmp_path} failed: no space for 1"
+    ]
 
 
 def test_existing_step_is_refused(tmp_path: Path, gate: Gate) -> None:
     with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
         checkpointer.save(1, "first")
-        with pytest.raises(CheckpointWriteError, match=f"step 1 is being saved to {tmp_path} already"):
+        with pytest.raises(
+            CheckpointWriteError, match=f"step 1 is being saved to {tmp_path} already"
+        ):
             checkpointer.save(1, "second")
         gate.opened.set()
         checkpointer.wait()
@@ -206,13 +220,17 @@ def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("best_mode", "expected"), [("max", [2, 5, 7]), ("min", [3, 5, 7])])
-def test_the_best_steps_stay(tmp_path: Path, best_mode: Literal["max", "min"], expected: list[int]) -> None:
+def test_the_best_steps_stay(
+    tmp_path: Path, best_mode: Literal["max", "min"], expected: list[int]
+) -> None:
     metrics = {1: 0.5, 2: 0.9, 3: 0.1, 4: math.nan, 5: None}
     options: dict[str, Any] = {"keep": 2, "keep_every": 5, "keep_best": 1, "best_mode": best_mode}
     with Checkpointer(tmp_path, **options) as checkpointer:
         for step, metric in metrics.items():
             checkpointer.save(step, step, metric=metric)
-    with Checkpointer(tmp_path, **options) as checkpointer:  # which reads the metrics of the steps that are there
+    with Checkpointer(
+        tmp_path, **options
+    ) as checkpointer:  # which reads the metrics of the steps that are there
         for step in (6, 7):
             checkpointer.save(step, step, metric=0.5)
     assert checkpointer.steps() == [*expected[:2], 6, *expected[2:]]
@@ -224,7 +242,9 @@ def test_delete(tmp_path: Path) -> None:
             checkpointer.save(step, step)
         checkpointer.delete(2)
         assert checkpointer.steps() == [1, 3]
-        with pytest.raises(CheckpointNotFoundError, match=r"no step 2 to delete; its committed steps are \[1, 3\]"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"no step 2 to delete; its committed steps are \[1, 3\]"
+        ):
             checkpointer.delete(2)
         checkpointer.delete(3)
         checkpointer.save(2, "again").wait()
@@ -250,7 +270,9 @@ def test_steps_that_are_not_there(tmp_path: Path) -> None:
         checkpointer.load()
     with checkpointer:
         checkpointer.save(2, {})
-    with pytest.raises(CheckpointNotFoundError, match=r"holds no step 1; its committed steps are \[2\]"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"holds no step 1; its committed steps are \[2\]"
+    ):
         checkpointer.load(step=1)
 
 
@@ -283,9 +305,14 @@ def test_a_writer_whose_folder_was_replaced_writes_no_more(tmp_path: Path) -> No
     shutil.rmtree(path)
     with Checkpointer(path) as second:
         second.save(1, {"by": "second"}).wait()
-        with pytest.raises(CheckpointWriteError, match=r"saving step 2 .*/\.lock is not the file that this writer has"):
+        with pytest.raises(
+            CheckpointWriteError,
+            match=r"saving step 2 .*/\.lock is not the file that this writer has",
+        ):
             first.save(2, {}).wait()
-        with pytest.raises(CheckpointLockedError, match=r"\.lock is not the file that this writer has locked"):
+        with pytest.raises(
+            CheckpointLockedError, match=r"\.lock is not the file that this writer has locked"
+        ):
             first.rollback(1)
         second.save(3, {}).wait()
     assert Checkpointer(path).steps() == [1, 3]
@@ -302,7 +329,10 @@ def test_memory_that_there_is_none_of(tmp_path: Path, monkeypatch: pytest.Monkey
     with Checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr("gcore_ckpt.saving.host_memory._Pages", refuse)
-            with pytest.raises(CheckpointWriteError, match=r"a save needs \d+ bytes of host memory .*Cannot allocate"):
+            with pytest.raises(
+                CheckpointWriteError,
+                match=r"a save needs \d+ bytes of host memory .*Cannot allocate",
+            ):
                 checkpointer.save(1, {"x": torch.ones(3)})
         checkpointer.save(2, {"x": torch.ones(3)}).wait()
         assert checkpointer.steps() == [2]
@@ -367,7 +397,9 @@ def test_a_full_disk_keeps_no_lock_and_lets_steps_be_deleted(tmp_path: Path) -> 
     assert checkpointer.steps() == [3]
 
 
-def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with Checkpointer("run") as checkpointer:
@@ -401,11 +433,19 @@ def test_a_file_system_without_locks_links_and_syncs_of_folders(
     for step in (1, 2):
         first.save(step, state | {"x": step}).wait()
     assert torch.equal(first.load()["frozen"], state["frozen"])
-    assert f"{tmp_path} is on a file system without locks ([Errno 38] Function not implemented)" in caplog.text
-    assert "cannot sync folders ([Errno 38] Function not implemented): a commit may not survive" in caplog.text
+    assert (
+        f"{tmp_path} is on a file system without locks ([Errno 38] Function not implemented)"
+        in caplog.text
+    )
+    assert (
+        "cannot sync folders ([Errno 38] Function not implemented): a commit may not survive"
+        in caplog.text
+    )
     with Checkpointer(tmp_path) as second:
         second.save(3, state).wait()
-        with pytest.raises(CheckpointWriteError, match="or has another writer on a file system without locks"):
+        with pytest.raises(
+            CheckpointWriteError, match="or has another writer on a file system without locks"
+        ):
             first.save(4, state).wait()
         second.save(5, state)
     first.close()
@@ -414,11 +454,20 @@ def test_a_file_system_without_locks_links_and_syncs_of_folders(
 
 def test_opening_for_saving_leaves_what_others_have_put_there(tmp_path: Path) -> None:
     hexes = "0123456789ab"
-    foreign = [".tmp-mine", ".tmp-step-1", f".tmp-hf-{hexes}", f".tmp-step-00000001-{hexes}.bak", f".tmp-STEP-{hexes}"]
+    foreign = [
+        ".tmp-mine",
+        ".tmp-step-1",
+        f".tmp-hf-{hexes}",
+        f".tmp-step-00000001-{hexes}.bak",
+        f".tmp-STEP-{hexes}",
+    ]
     for name in foreign:
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").touch()
-    files = [".tmp-file", f".tmp-step-00000002-{hexes}"]  # the second could be ours, were it a folder
+    files = [
+        ".tmp-file",
+        f".tmp-step-00000002-{hexes}",
+    ]  # the second could be ours, were it a folder
     for name in files:
         (tmp_path / name).touch()
     (tmp_path / f".tmp-step-00000003-{hexes}").symlink_to(tmp_path / ".tmp-mine")
@@ -430,13 +479,19 @@ def test_opening_for_saving_leaves_what_others_have_put_there(tmp_path: Path) ->
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"keep is 0; expected None \(keep all steps\) or 1 or more"):
+    with pytest.raises(
+        ValueError, match=r"keep is 0; expected None \(keep all steps\) or 1 or more"
+    ):
         Checkpointer(tmp_path, keep=0)
     with pytest.raises(ValueError, match="keep_every is 0; expected None or 1 or more"):
         Checkpointer(tmp_path, keep=1, keep_every=0)
-    with pytest.raises(ValueError, match="keep_every is 10 and keep is None, which keeps all steps"):
+    with pytest.raises(
+        ValueError, match="keep_every is 10 and keep is None, which keeps all steps"
+    ):
         Checkpointer(tmp_path, keep_every=10)
-    with pytest.raises(ValueError, match="keep_best is 3 and keep is None, which keeps all steps; expected a keep"):
+    with pytest.raises(
+        ValueError, match="keep_best is 3 and keep is None, which keeps all steps; expected a keep"
+    ):
         Checkpointer(tmp_path, keep_best=3)
     with pytest.raises(ValueError, match="best_mode is 'low'; expected 'max' or 'min'"):
         Checkpointer(tmp_path, best_mode="low")  # pyright: ignore[reportArgumentType]
@@ -446,16 +501,23 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Checkpointer(tmp_path, staging="half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="timeout_s is 0; expected more than 0"):
         Checkpointer(tmp_path, timeout_s=0)
-    with pytest.raises(ValueError, match="process_group is 'all'; expected 'world', None or a process group"):
+    with pytest.raises(
+        ValueError, match="process_group is 'all'; expected 'world', None or a process group"
+    ):
         Checkpointer(tmp_path, process_group="all")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"'ftp://x' names no place .*: a path is a local folder, s3://"):
+    with pytest.raises(
+        ValueError, match=r"'ftp://x' names no place .*: a path is a local folder, s3://"
+    ):
         Checkpointer("ftp://x")
     checkpointer = Checkpointer(tmp_path)
     with pytest.raises(ValueError, match="step is -1; expected 0 or more"):
         checkpointer.save(-1, {})
     with pytest.raises(TypeError, match="step is True; expected an int"):
         checkpointer.save(True, {})
-    with pytest.raises(TypeError, match=r"template is 3; expected a tree of tensors \(a step is given as step=...\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"template is 3; expected a tree of tensors \(a step is given as step=...\)",
+    ):
         checkpointer.load(3)
     with pytest.raises(ValueError, match="only and mmap are for loading without a template"):
         checkpointer.load({}, only=["a"])

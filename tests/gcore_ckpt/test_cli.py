@@ -25,7 +25,9 @@ def save(path: Path, *steps: int, **state: Any) -> Path:
     with Checkpointer(path) as checkpointer:
         for step in steps:
             checkpointer.save(
-                step, {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(3)}, "lr": 0.1} | state
+                step,
+                {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(3)}, "lr": 0.1}
+                | state,
             )
     return path
 
@@ -88,7 +90,16 @@ def test_ls_says_what_is_damaged(path: Path, capsys: Captured) -> None:
 
 def test_show(path: Path, capsys: Captured) -> None:
     weight = torch.ones(4, 5, dtype=torch.bfloat16)
-    save(path, 3, tied=weight, again=weight, seed=PerRank({"x": 5}), none=None, empty={}, name="a\x1b[31mb")
+    save(
+        path,
+        3,
+        tied=weight,
+        again=weight,
+        seed=PerRank({"x": 5}),
+        none=None,
+        empty={},
+        name="a\x1b[31mb",
+    )
     out = assert_fine(capsys, "show", path)
     assert out.startswith(f"{path}/step-00000003: ")
     tensors = {cells[0]: cells[1:] for cells in table(out)}
@@ -118,8 +129,12 @@ def test_verify(path: Path, capsys: Captured) -> None:
     code, out, err = run(capsys, "verify", path, "--all")
     damaged, fine = out.splitlines()
     assert (code, fine, err) == (1, "step 2: fine", "")
-    assert damaged.startswith(f"step 1: damaged: {path}/step-00000001/data-00000.safetensors: tensor ")
-    assert_error(capsys, "holds no step 9; its committed steps are [1, 2]", "verify", path, "--step", 9)
+    assert damaged.startswith(
+        f"step 1: damaged: {path}/step-00000001/data-00000.safetensors: tensor "
+    )
+    assert_error(
+        capsys, "holds no step 9; its committed steps are [1, 2]", "verify", path, "--step", 9
+    )
 
 
 def test_diff_of_the_same(path: Path, capsys: Captured) -> None:
@@ -131,7 +146,14 @@ def test_diff_of_the_same(path: Path, capsys: Captured) -> None:
 def test_diff_of_others(path: Path, capsys: Captured, tmp_path: Path) -> None:
     other = {"w": torch.arange(6.0).view(3, 2), "b": torch.tensor([0, 0, -0.0])}
     save(path, 3, model=other, lr=0.2, nan=float("nan"), ints=[1, True])
-    save(path, 4, model=other | {"b": torch.zeros(3).half()}, lr=torch.ones(1), nan=float("nan"), ints=[1, 1])
+    save(
+        path,
+        4,
+        model=other | {"b": torch.zeros(3).half()},
+        lr=torch.ones(1),
+        nan=float("nan"),
+        ints=[1, 1],
+    )
     code, out, err = run(capsys, "diff", f"{path}@2", f"{path}@3")
     assert (code, err) == (1, "")
     assert [cells[:2] for cells in table(out)] == [
@@ -141,13 +163,22 @@ def test_diff_of_others(path: Path, capsys: Captured, tmp_path: Path) -> None:
     assert "6 difference(s) between " in out
     code, out, _ = run(capsys, "diff", f"{path}@3", f"{path}@4")
     assert code == 1
-    assert [cells[:2] for cells in table(out)] == [["dtype", "model.b"], ["kind", "lr"], ["value", "ints.1"]]
+    assert [cells[:2] for cells in table(out)] == [
+        ["dtype", "model.b"],
+        ["kind", "lr"],
+        ["value", "ints.1"],
+    ]
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_diff_of_other_shardings_compares_bytes(tmp_path: Path, capsys: Captured, changed: bool) -> None:
+def test_diff_of_other_shardings_compares_bytes(
+    tmp_path: Path, capsys: Captured, changed: bool
+) -> None:
     weight = torch.arange(24.0).view(6, 4)
-    rows = [Shard(global_shape=(6, 4), offset=(i, 0), tensor=weight[i : i + 3], name="w") for i in (0, 3)]
+    rows = [
+        Shard(global_shape=(6, 4), offset=(i, 0), tensor=weight[i : i + 3], name="w")
+        for i in (0, 3)
+    ]
     save(tmp_path / "a", 1, model={"w": weight.clone()})
     weight[5, 3] += changed
     save(tmp_path / "b", 1, model={"x": rows[0]}, tail={"y": rows[1]})
@@ -157,7 +188,9 @@ def test_diff_of_other_shardings_compares_bytes(tmp_path: Path, capsys: Captured
     assert kinds == [["bytes", "model.w"]] * changed + [["missing", "tail.w"]]
 
 
-def test_export_and_all_that_reads_a_hugging_face_folder(path: Path, capsys: Captured, tmp_path: Path) -> None:
+def test_export_and_all_that_reads_a_hugging_face_folder(
+    path: Path, capsys: Captured, tmp_path: Path
+) -> None:
     hf = tmp_path / "hf"
     arguments = ["export-hf", path, hf, "--prefix", "model", "--dtype", "bfloat16", "--step", 1]
     assert assert_fine(capsys, *arguments) == f"wrote {hf}\n"
@@ -165,16 +198,27 @@ def test_export_and_all_that_reads_a_hugging_face_folder(path: Path, capsys: Cap
     assert torch.equal(found["w"], torch.arange(6).view(2, 3).bfloat16())
     assert_error(capsys, "hf is there already", *arguments)
     assert table(assert_fine(capsys, "ls", hf))[0][0] == "-"
-    assert [cells[:2] for cells in table(assert_fine(capsys, "show", hf))] == [["w", "bfloat16"], ["b", "bfloat16"]]
+    assert [cells[:2] for cells in table(assert_fine(capsys, "show", hf))] == [
+        ["w", "bfloat16"],
+        ["b", "bfloat16"],
+    ]
     assert "no checksums" in assert_fine(capsys, "verify", hf)
     assert "hold the same" in assert_fine(capsys, "diff", hf, hf)
     assert_error(
-        capsys, "dtype is 'bf16'; expected None or one of ", "export-hf", path, tmp_path / "x", "--dtype", "bf16"
+        capsys,
+        "dtype is 'bf16'; expected None or one of ",
+        "export-hf",
+        path,
+        tmp_path / "x",
+        "--dtype",
+        "bf16",
     )
 
 
 def test_import_dcp(capsys: Captured, tmp_path: Path) -> None:
-    assert_error(capsys, "holds no .metadata", "import-dcp", tmp_path, tmp_path / "ckpt", "--step", 4)
+    assert_error(
+        capsys, "holds no .metadata", "import-dcp", tmp_path, tmp_path / "ckpt", "--step", 4
+    )
     from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
     with pytest.warns(UserWarning, match="single process"):
@@ -194,7 +238,9 @@ def test_prune(capsys: Captured, tmp_path: Path) -> None:
     assert assert_fine(capsys, *arguments) == "deleted step(s) 1, 3, 5\n"
     assert assert_fine(capsys, *arguments) == "deleted nothing\n"
     assert Checkpointer(path).steps() == [2, 4, 6]
-    assert_error(capsys, "keep is 0; expected None (keep all steps) or 1 or more", "prune", path, "--keep", 0)
+    assert_error(
+        capsys, "keep is 0; expected None (keep all steps) or 1 or more", "prune", path, "--keep", 0
+    )
     assert_error(capsys, "holds no committed step", "prune", tmp_path / "none", "--keep", 1)
     assert not (tmp_path / "none").exists()
 
@@ -213,7 +259,10 @@ def test_prune_keeps_the_best(capsys: Captured, tmp_path: Path) -> None:
 
 def test_prune_above_and_rm(capsys: Captured, tmp_path: Path) -> None:
     path = save(tmp_path / "ckpt", 1, 2, 3, 4, 5)
-    assert assert_fine(capsys, "prune", path, "--above", 3, "--dry-run") == "would delete step(s) 4, 5\n"
+    assert (
+        assert_fine(capsys, "prune", path, "--above", 3, "--dry-run")
+        == "would delete step(s) 4, 5\n"
+    )
     assert assert_fine(capsys, "prune", path, "--above", 3) == "deleted step(s) 4, 5\n"
     assert assert_fine(capsys, "prune", path, "--above", 3) == "deleted nothing\n"
     assert_error(capsys, "holds no step 7; its committed steps are [1, 2, 3]", "rm", path, 1, 7)
@@ -231,12 +280,17 @@ def test_prune_above_and_rm(capsys: Captured, tmp_path: Path) -> None:
 def test_rollback(capsys: Captured, tmp_path: Path) -> None:
     path = save(tmp_path / "ckpt", 1, 2, 3)
     assert_error(capsys, "holds no step 9", "rollback", path, 9)
-    assert assert_fine(capsys, "rollback", path, 1) == "set aside step(s) 2, 3; the latest step is 1\n"
+    assert (
+        assert_fine(capsys, "rollback", path, 1) == "set aside step(s) 2, 3; the latest step is 1\n"
+    )
     assert assert_fine(capsys, "rollback", path, 1) == "set aside nothing; the latest step is 1\n"
     out = assert_fine(capsys, "ls", path)
     assert [row[0] for row in table(out)] == ["1"]
     assert out.endswith("\nset aside by rollback: step(s) 2, 3\n")
-    assert assert_fine(capsys, "prune", path, "--set-aside", "--dry-run") == "would delete step(s) 2, 3\n"
+    assert (
+        assert_fine(capsys, "prune", path, "--set-aside", "--dry-run")
+        == "would delete step(s) 2, 3\n"
+    )
     assert assert_fine(capsys, "prune", path, "--set-aside") == "deleted step(s) 2, 3\n"
     assert assert_fine(capsys, "prune", path, "--set-aside") == "deleted nothing\n"
     assert "set aside" not in assert_fine(capsys, "ls", path)
@@ -263,7 +317,8 @@ def test_an_object_store(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["ls", "show", "verify", "diff", "export-hf", "import-dcp", "prune", "rm", "rollback"]
+    "command",
+    ["ls", "show", "verify", "diff", "export-hf", "import-dcp", "prune", "rm", "rollback"],
 )
 def test_help_of_each_command_has_an_example(capsys: Captured, command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -309,16 +364,26 @@ def test_ctrl_c(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> None:
     names = sorted(DTYPES)
     path = save(
-        tmp_path / "ckpt", 1, all={n: torch.zeros(16, dtype=torch.uint8).view(getattr(torch, n)) for n in names}
+        tmp_path / "ckpt",
+        1,
+        all={n: torch.zeros(16, dtype=torch.uint8).view(getattr(torch, n)) for n in names},
     )
     program = "import sys; from gcore_ckpt.tools.cli import main; code = main(sys.argv[1:]); "
     program += "assert not {'torch', 'numpy', 'tensorstore'} & set(sys.modules); sys.exit(code)"
     for command in ("ls", "show"):
         shown = subprocess.run(
-            [sys.executable, "-c", program, command, path], capture_output=True, text=True, check=True, timeout=600
+            [sys.executable, "-c", program, command, path],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=600,
         )
         assert shown.stderr == ""
-    assert [row[0] for row in table(shown.stdout)] == ["model.w", "model.b", *(f"all.{name}" for name in names)]
+    assert [row[0] for row in table(shown.stdout)] == [
+        "model.w",
+        "model.b",
+        *(f"all.{name}" for name in names),
+    ]
     failed = subprocess.run(
         [sys.executable, "-m", "gcore_ckpt", "ls", tmp_path], capture_output=True, text=True, timeout=600,
         env=os.environ | {"COLUMNS": "40"}, check=False,
@@ -351,7 +416,9 @@ def test_import_pt(tmp_path: Path, capsys: Captured) -> None:
     model = torch.nn.Linear(2, 3)
     source, path = tmp_path / "model.pt", tmp_path / "ckpt"
     torch.save({"model": model.state_dict(), "epoch": 3}, source)
-    assert assert_fine(capsys, "import-pt", source, path, "--step", 7) == f"saved step 7 to {path}\n"
+    assert (
+        assert_fine(capsys, "import-pt", source, path, "--step", 7) == f"saved step 7 to {path}\n"
+    )
     saved = Checkpointer(path).load(step=7)
     assert saved["epoch"] == 3
     assert torch.equal(saved["model"]["weight"], model.weight)
@@ -360,7 +427,13 @@ def test_import_pt(tmp_path: Path, capsys: Captured) -> None:
     source.write_bytes(pickle.dumps(Bomb(ran)))
     assert_error(capsys, "torch.load(weights_only=True) refuses it", "import-pt", source, path)
     assert not ran.exists()
-    assert_error(capsys, "is no file; expected one that torch.save wrote", "import-pt", tmp_path / "none.pt", path)
+    assert_error(
+        capsys,
+        "is no file; expected one that torch.save wrote",
+        "import-pt",
+        tmp_path / "none.pt",
+        path,
+    )
 
 
 class Bomb:
@@ -373,7 +446,9 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_a_path_that_is_something_else_is_explained(path: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_path_that_is_something_else_is_explained(
+    path: Path, tmp_path: Path, capsys: Captured
+) -> None:
     step_folder = path / "step-00000002"
     dcp = tmp_path / "step-100"
     dcp.mkdir()

@@ -31,7 +31,12 @@ DATA = "data-00000.safetensors"
 
 @pytest.fixture
 def step_dir(tmp_path: Path) -> Path:
-    state = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16), "lr": 0.1, "big": 2**80}
+    state = {
+        "w": torch.arange(6.0).view(2, 3),
+        "b": torch.zeros(3, dtype=torch.bfloat16),
+        "lr": 0.1,
+        "big": 2**80,
+    }
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(4, state)
     step_dir = tmp_path / "step-00000004"
@@ -68,7 +73,9 @@ def version_2(index: Index) -> dict[str, Any]:
     }
 
 
-def assert_refused(step_dir: Path, message: str, error: type[CheckpointError] = CorruptCheckpointError) -> None:
+def assert_refused(
+    step_dir: Path, message: str, error: type[CheckpointError] = CorruptCheckpointError
+) -> None:
     with pytest.raises(error, match=message):
         Checkpointer(step_dir.parent).load()
     with pytest.raises(error, match=message):
@@ -90,7 +97,9 @@ def test_every_flipped_byte_of_the_data_file_is_found(step_dir: Path) -> None:
         damaged = bytearray(intact)
         damaged[position] ^= 1 << random.Random(position).randrange(8)
         (step_dir / DATA).write_bytes(damaged)
-        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: (header|tensor '[wb]') has checksum "):
+        with pytest.raises(
+            CorruptCheckpointError, match=f"{DATA}: (header|tensor '[wb]') has checksum "
+        ):
             verify(step_dir.parent)
     assert_refused(step_dir, f"{DATA}: tensor 'b' has checksum ")
 
@@ -130,7 +139,9 @@ def test_index_without_an_end(step_dir: Path) -> None:
     (step_dir / INDEX).unlink()
     (step_dir / INDEX).touch()
     os.truncate(step_dir / INDEX, 1 << 40)
-    assert_refused(step_dir, f"{step_dir / INDEX}: has 1099511627776 bytes; expected at most 2147483648")
+    assert_refused(
+        step_dir, f"{step_dir / INDEX}: has 1099511627776 bytes; expected at most 2147483648"
+    )
 
 
 @pytest.mark.parametrize("name", ["w", "b"])
@@ -148,7 +159,9 @@ def test_a_link_is_read_and_checked_where_files_are_mapped(step_dir: Path) -> No
     path = step_dir.parent
     (step_dir / DATA).rename(path / "elsewhere")
     (step_dir / DATA).symlink_to(path / "elsewhere")
-    torch.testing.assert_close(Checkpointer(path).load(mmap=True)["w"], torch.arange(6.0).view(2, 3))
+    torch.testing.assert_close(
+        Checkpointer(path).load(mmap=True)["w"], torch.arange(6.0).view(2, 3)
+    )
     damaged = bytearray((path / "elsewhere").read_bytes())
     damaged[-1] ^= 1
     (path / "elsewhere").write_bytes(damaged)
@@ -190,7 +203,10 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda index: index.update(version=4), "format version 4 is newer than 3, the newest read here: upgrade"),
+        (
+            lambda index: index.update(version=4),
+            "format version 4 is newer than 3, the newest read here: upgrade",
+        ),
         (lambda index: index.update(version=0), "unknown format version 0; expected 1 to 3"),
         (lambda index: index.update(version="1"), "version is 1; expected int"),
         (lambda index: index.update(format="zip"), "format is 'zip'; expected 'gcore-ckpt'"),
@@ -198,16 +214,37 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
         (lambda index: index.update(tensors=[]), r"tensors is \[\]; expected dict"),
         (lambda index: index["tensors"].pop("w"), "tree: tensor 'w' is not in the index"),
         (lambda index: index.update(tree={"gone": []}), r"tree: unknown node \{'gone': \[\]\}"),
-        (lambda index: index.update(tree={"float_bits": "0x00"}), "tree: float_bits '0x00' are not 64 bits"),
-        (lambda index: index.update(tree={"array": "b"}), "tree: array 'b' has dtype bfloat16, which numpy does not"),
-        (lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)), "tree: more than 100 containers inside"),
+        (
+            lambda index: index.update(tree={"float_bits": "0x00"}),
+            "tree: float_bits '0x00' are not 64 bits",
+        ),
+        (
+            lambda index: index.update(tree={"array": "b"}),
+            "tree: array 'b' has dtype bfloat16, which numpy does not",
+        ),
+        (
+            lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)),
+            "tree: more than 100 containers inside",
+        ),
         (set_tensor(dtype="float7"), "tensor 'w': unknown dtype 'float7'; expected one of bool, "),
         (set_tensor(shape=[2, -3]), "tensor 'w': shape is -3; expected 0 or more"),
         (set_tensor(shape=[2, True]), "tensor 'w': shape is True; expected int"),
-        (set_shard(shape=[2, 4]), r"tensor 'w': shard of shape \(2, 4\) at \(0, 0\) is not inside the tensor's shape"),
-        (set_shard(start=[1, 0]), r"tensor 'w': shard of shape \(2, 3\) at \(1, 0\) is not inside the tensor's shape"),
-        (set_shard(start=[0]), r"tensor 'w': shard of shape \(2, 3\) at \(0,\) is not inside the tensor's shape"),
-        (set_shard(offset_bytes=0), "tensor 'w': shard at bytes 0 to 24 is outside the data of data-00000.safetensors"),
+        (
+            set_shard(shape=[2, 4]),
+            r"tensor 'w': shard of shape \(2, 4\) at \(0, 0\) is not inside the tensor's shape",
+        ),
+        (
+            set_shard(start=[1, 0]),
+            r"tensor 'w': shard of shape \(2, 3\) at \(1, 0\) is not inside the tensor's shape",
+        ),
+        (
+            set_shard(start=[0]),
+            r"tensor 'w': shard of shape \(2, 3\) at \(0,\) is not inside the tensor's shape",
+        ),
+        (
+            set_shard(offset_bytes=0),
+            "tensor 'w': shard at bytes 0 to 24 is outside the data of data-00000.safetensors",
+        ),
         (
             set_shard(offset_bytes=10**18),
             "tensor 'w': shard at bytes 1.* is outside the data of data-00000",
@@ -217,16 +254,27 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
             "tensor 'w': shard is in 'data-00001.safetensors', which is not",
         ),
         (
-            lambda index: index["tensors"]["w"]["shards"].append(index["tensors"]["w"]["shards"][0]),
+            lambda index: index["tensors"]["w"]["shards"].append(
+                index["tensors"]["w"]["shards"][0]
+            ),
             r"tensor 'w': its shards hold 12 elements, its shape \(2, 3\) has 6",
         ),
-        (set_tensor(shape=[0, 2**62, 2**62], shards=[]), r"tensor 'w': shape \(0, .*\) is too large"),
+        (
+            set_tensor(shape=[0, 2**62, 2**62], shards=[]),
+            r"tensor 'w': shape \(0, .*\) is too large",
+        ),
         (set_tensor(shape=[10**30]), "tensor 'w': shape is 10+; expected 2\\*\\*63 - 1 or less"),
         (set_tensor(shards=[]), "tensor 'w': its shards hold 0 elements"),
         (set_tensor(shape=[2**40, 2**20], shards=[]), "tensor 'w': its shards hold 0 elements"),
         (set_shard(checksums=""), "tensor 'w': 0 digits of checksums do not fit 24 bytes"),
-        (lambda index: index.update(checksum_block_bytes=0), "tensor 'w': 16 digits of checksums do not fit"),
-        (lambda index: index.update(tree={"items": [[1.5, 2]]}), r"tree: unknown item \[1.5, 2\] of a dict"),
+        (
+            lambda index: index.update(checksum_block_bytes=0),
+            "tensor 'w': 16 digits of checksums do not fit",
+        ),
+        (
+            lambda index: index.update(tree={"items": [[1.5, 2]]}),
+            r"tree: unknown item \[1.5, 2\] of a dict",
+        ),
         (lambda index: index["tensors"]["w"].pop("dtype"), "tensor 'w': 'dtype' is missing"),
     ],
 )
@@ -256,7 +304,10 @@ def test_step_deleted_while_it_is_opened(step_dir: Path, monkeypatch: pytest.Mon
         ({"view": ["w", [2], [1], 5]}, "a view ends at element 7 of the 6 of 'w'"),
         ({"view": ["w", [2], [1, 1], 0]}, r"a view has shape \(2,\) and stride \(1, 1\)"),
         ({"view": ["w", [2], [-1], 1]}, "stride of a view is -1; expected 0 or more"),
-        ({"view": ["w", [2], [1]]}, "a view has 3 parts; expected a name, a shape, strides and an offset"),
+        (
+            {"view": ["w", [2], [1]]},
+            "a view has 3 parts; expected a name, a shape, strides and an offset",
+        ),
         ({"view": ["w", [2**62, 2**62], [0, 0], 0]}, "shape of a view .* is too large"),
         ({"view": [3, [2], [1], 0]}, "tensor of a view is 3; expected str"),
         ({"view": ["v", [2], [1], 0]}, "tensor 'v' is not in the index"),
@@ -275,6 +326,7 @@ def test_hostile_nodes_are_refused(step_dir: Path, node: Any, message: str) -> N
     assert_refused(step_dir, message)
     if "view" in node:
         with pytest.raises(
-            (CorruptCheckpointError, CheckpointMismatchError), match=message + "|no tensor in the check"
+            (CorruptCheckpointError, CheckpointMismatchError),
+            match=message + "|no tensor in the check",
         ):
             Checkpointer(step_dir.parent).load({"b": torch.zeros(2)})

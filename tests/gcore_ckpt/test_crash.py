@@ -41,12 +41,16 @@ def test_kill_at_any_moment_leaves_whole_steps(fork_server: ForkServer, tmp_path
         writer = fork_server.fork("save_for_ever", path, tmp_path / f"log-{kill}")
         deadline = time.monotonic() + 300
         while kill % 2 and not writer.log() and time.monotonic() < deadline:
-            time.sleep(0.005)  # every other one has committed something, however slow the machine is
+            time.sleep(
+                0.005
+            )  # every other one has committed something, however slow the machine is
         time.sleep(rng.uniform(0.0, 0.1))
         writer.kill()
 
         steps = Checkpointer(path).steps()
-        assert steps[-1:] >= [int(step) for step in writer.log()][-1:], "an acknowledged step is gone"
+        assert steps[-1:] >= [int(step) for step in writer.log()][-1:], (
+            "an acknowledged step is gone"
+        )
         for step in steps:
             verify(path, step)
         if steps:
@@ -62,12 +66,16 @@ def test_kill_at_any_moment_leaves_whole_steps(fork_server: ForkServer, tmp_path
     assert leftovers(path) == []
 
 
-def test_second_writer_is_refused_while_the_first_lives(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_second_writer_is_refused_while_the_first_lives(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     path = tmp_path / "checkpoints"
     writer = fork_server.fork("hold_the_lock", path, tmp_path / "log")
     wait_until(writer.log)
     second = Checkpointer(path)
-    with pytest.raises(CheckpointLockedError, match=f"{path} is being written to by process {writer.pid} on "):
+    with pytest.raises(
+        CheckpointLockedError, match=f"{path} is being written to by process {writer.pid} on "
+    ):
         second.save(2, {})
     assert torch.equal(second.load()["x"], torch.ones(3))
     writer.kill()
@@ -75,7 +83,9 @@ def test_second_writer_is_refused_while_the_first_lives(fork_server: ForkServer,
     second.close()
 
 
-def test_lock_dies_with_the_writer_not_with_its_forked_children(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_lock_dies_with_the_writer_not_with_its_forked_children(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     path = tmp_path / "checkpoints"
     writer = fork_server.fork("hold_the_lock_and_fork", path, tmp_path / "log")
     wait_until(lambda: writer.log() and writer.log()[0].endswith("child process"))
@@ -89,7 +99,9 @@ def test_lock_dies_with_the_writer_not_with_its_forked_children(fork_server: For
     assert error == "this Checkpointer was used before a fork: make a new one in the child process"
 
 
-def test_full_disk_is_reported_and_leaves_the_last_step(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_the_last_step(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     path = tmp_path / "checkpoints"
     writer = fork_server.fork("fill_the_disk", path, tmp_path / "log")
     writer.join()

@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from gcore_ckpt import (
@@ -79,7 +84,13 @@ def test_what_dcp_saved_in_one_process(tmp_path: Path) -> None:
 def test_what_two_ranks_saved(tmp_path: Path) -> None:
     script = Path(__file__).with_name("save_with_dcp.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, script, tmp_path], env=environment, check=True, timeout=600, stderr=subprocess.PIPE)
+    subprocess.run(
+        [sys.executable, script, tmp_path],
+        env=environment,
+        check=True,
+        timeout=600,
+        stderr=subprocess.PIPE,
+    )
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
     import_dcp(tmp_path / "dcp", tmp_path / "ckpt")
     found = Checkpointer(tmp_path / "ckpt").load()
@@ -110,12 +121,20 @@ def test_metadata_as_older_versions_of_torch_pickled_them(tmp_path: Path, source
 
 def test_where_it_cannot_be_saved(tmp_path: Path, source: Path) -> None:
     import_dcp(source, tmp_path / "ckpt", step=3)
-    with pytest.raises(CheckpointWriteError, match="already holds step 3; a committed step is never overwritten"):
+    with pytest.raises(
+        CheckpointWriteError, match="already holds step 3; a committed step is never overwritten"
+    ):
         import_dcp(source, tmp_path / "ckpt", step=3)
-    with pytest.raises(CheckpointNotFoundError, match=r"holds no \.metadata, as torch\.distributed\.checkpoint writes"):
+    with pytest.raises(
+        CheckpointNotFoundError,
+        match=r"holds no \.metadata, as torch\.distributed\.checkpoint writes",
+    ):
         import_dcp(tmp_path, tmp_path / "ckpt", step=4)
     save(tmp_path / "set", {"x": 1j})
-    with pytest.raises(CheckpointWriteError, match=r"holds what cannot be saved: state\['x'\] is a builtins.complex"):
+    with pytest.raises(
+        CheckpointWriteError,
+        match=r"holds what cannot be saved: state\['x'\] is a builtins.complex",
+    ):
         import_dcp(tmp_path / "set", tmp_path / "ckpt", step=4)
 
 
@@ -139,7 +158,9 @@ def assert_refused(source: Path, path: Path, message: str) -> None:
 def test_a_malicious_pickle_is_not_run(tmp_path: Path, source: Path, protocol: int) -> None:
     bomb = Creates(tmp_path / "created")
     (source / ".metadata").write_bytes(pickle.dumps(Metadata({}, bomb, {}), protocol))
-    assert_refused(source, tmp_path / "ckpt", r"\.metadata: names [\w.]+, which metadata of DCP do not hold")
+    assert_refused(
+        source, tmp_path / "ckpt", r"\.metadata: names [\w.]+, which metadata of DCP do not hold"
+    )
     assert not (tmp_path / "created").exists()
 
 
@@ -162,12 +183,21 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path: Path, source
 
 @pytest.mark.parametrize(
     "name",
-    ["builtins eval", "torch load", "torch.storage _load_from_bytes", "torch nn", "os system", "torch Size.count"],
+    [
+        "builtins eval",
+        "torch load",
+        "torch.storage _load_from_bytes",
+        "torch nn",
+        "os system",
+        "torch Size.count",
+    ],
 )
 def test_names_that_metadata_do_not_hold(tmp_path: Path, source: Path, name: str) -> None:
     module, _, attribute = name.partition(" ")
     (source / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
-    assert_refused(source, tmp_path / "ckpt", f"names {module}.{attribute}, which metadata of DCP do not hold")
+    assert_refused(
+        source, tmp_path / "ckpt", f"names {module}.{attribute}, which metadata of DCP do not hold"
+    )
 
 
 def edit(source: Path, change: Callable[[Metadata], object]) -> None:
@@ -184,12 +214,16 @@ def with_storage(**fields: object) -> Callable[[Metadata], Metadata]:
     return change
 
 
-def with_tensor(size: list[int] | None = None, *, dtype: object = torch.float32) -> Callable[[Metadata], Metadata]:
+def with_tensor(
+    size: list[int] | None = None, *, dtype: object = torch.float32
+) -> Callable[[Metadata], Metadata]:
     def change(metadata: Metadata) -> Metadata:
         tensor = metadata.state_dict_metadata["w"]
         assert isinstance(tensor, TensorStorageMetadata)
         properties = TensorProperties(dtype=dtype)  # pyright: ignore[reportArgumentType]
-        metadata.state_dict_metadata["w"] = replace(tensor, size=torch.Size(size or [2, 3]), properties=properties)
+        metadata.state_dict_metadata["w"] = replace(
+            tensor, size=torch.Size(size or [2, 3]), properties=properties
+        )
         return metadata
 
     return change
@@ -203,28 +237,51 @@ def with_tensor(size: list[int] | None = None, *, dtype: object = torch.float32)
             ": file name '../secret' is not a plain name inside the folder",
         ),
         (with_storage(relative_path="other"), r"No such file"),
-        (with_storage(length=10**9), r"__0_0.distcp has \d+ bytes; expected more: it was cut short"),
+        (
+            with_storage(length=10**9),
+            r"__0_0.distcp has \d+ bytes; expected more: it was cut short",
+        ),
         (with_storage(length=3), "fewer bytes than its shape"),
         (with_storage(offset=-1), "size is -1; expected 0 or more"),
         (with_storage(offset=40), r"torch.load\(weights_only=True\) refuses what is at byte 40"),
-        (with_storage(transform_descriptors=["zstd"]), "was transformed by an extension of DCP; expected plain files"),
+        (
+            with_storage(transform_descriptors=["zstd"]),
+            "was transformed by an extension of DCP; expected plain files",
+        ),
         (with_tensor([2, 4]), "do not hold each of its 8 elements once"),
         (with_tensor([2**30, 2**30]), "do not hold each of its 1152921504606846976 elements once"),
         (with_tensor([2**40, 2**40]), "is too large"),
         (with_tensor([1, 3]), "has a chunk outside of its shape"),
         (with_tensor(dtype=torch.int32), "holds something else at byte .* than a tensor of"),
         (with_tensor(dtype=3), "has a int for its dtype"),
-        (lambda metadata: replace(metadata, storage_data={}), "holds a NoneType in the place of a _StorageInfo"),
-        (lambda metadata: replace(metadata, storage_data=None), "storage_data is None; expected dict"),
+        (
+            lambda metadata: replace(metadata, storage_data={}),
+            "holds a NoneType in the place of a _StorageInfo",
+        ),
+        (
+            lambda metadata: replace(metadata, storage_data=None),
+            "storage_data is None; expected dict",
+        ),
         (lambda metadata: replace(metadata, planner_data={"w": ("n.lr",)}), "is another's"),
-        (lambda metadata: replace(metadata, planner_data={"w": ("n.lr", "x")}), "is another's|leads through a value"),
-        (lambda metadata: replace(metadata, planner_data={"w": ()}), "a path is a tuple of 0 parts"),
-        (lambda metadata: replace(metadata, planner_data={"w": ("l", 10**12)}), "a list has 1000000000001 items"),
+        (
+            lambda metadata: replace(metadata, planner_data={"w": ("n.lr", "x")}),
+            "is another's|leads through a value",
+        ),
+        (
+            lambda metadata: replace(metadata, planner_data={"w": ()}),
+            "a path is a tuple of 0 parts",
+        ),
+        (
+            lambda metadata: replace(metadata, planner_data={"w": ("l", 10**12)}),
+            "a list has 1000000000001 items",
+        ),
         (lambda _: MetadataIndex("w"), "holds a MetadataIndex in the place of a Metadata"),
         (lambda _: [1], "holds a list in the place of a Metadata"),
     ],
 )
-def test_damaged_metadata(tmp_path: Path, source: Path, change: Callable[[Metadata], object], message: str) -> None:
+def test_damaged_metadata(
+    tmp_path: Path, source: Path, change: Callable[[Metadata], object], message: str
+) -> None:
     edit(source, change)
     assert_refused(source, tmp_path / "ckpt", message)
 

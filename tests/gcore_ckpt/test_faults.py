@@ -55,14 +55,22 @@ def test_kill_at_any_moment(rank_server: RankServer, tmp_path: Path, incremental
         log = tmp_path / f"log-{number}"
         survivors = [rank for rank in range(size) if rank not in killed]
         with rank_server.pool(size) as pool:
-            pool.start("save_for_ever", str(path), str(log), {"incremental": incremental}, ranks=range(size))
+            pool.start(
+                "save_for_ever",
+                str(path),
+                str(log),
+                {"incremental": incremental},
+                ranks=range(size),
+            )
             wait_until(log.exists)
             time.sleep(rng.uniform(0.0, 0.1))
             for rank in killed:
                 pool.kill(rank)
             for outcome in pool.collect(survivors, HEARD_WITHIN_S):
                 assert f"rank {killed[0]} of {size} died" in outcome["error"]
-                assert outcome["error"].startswith(("CheckpointWriteError: saving step ", "LostRankError: "))
+                assert outcome["error"].startswith(
+                    ("CheckpointWriteError: saving step ", "LostRankError: ")
+                )
         check_steps(path, log)
 
     with rank_server.pool(3) as pool:
@@ -79,10 +87,15 @@ def test_a_rank_that_is_dead_from_the_start(rank_server: RankServer, tmp_path: P
         pool.kill(1)
         pool.start("save_once_connected", str(tmp_path), 1.0, ranks=[0, 2])
         for outcome in pool.collect([0, 2], HEARD_WITHIN_S):
-            assert "the 3 ranks that save or load together did not all connect within 1 s" in outcome["error"]
+            assert (
+                "the 3 ranks that save or load together did not all connect within 1 s"
+                in outcome["error"]
+            )
 
 
-def test_a_late_rank_is_named_and_a_new_checkpointer_works(rank_server: RankServer, tmp_path: Path) -> None:
+def test_a_late_rank_is_named_and_a_new_checkpointer_works(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     with rank_server.pool(3) as pool:
         heard = pool.run("save_while_one_is_late", str(tmp_path), 2, size=3)
     assert heard[0][0] == "LostRankError: rank 2 of 3 did not answer within 5 s"
@@ -99,7 +112,10 @@ def small_file_system(size: str) -> Generator[Path | None]:
     """A new file system of this size; None where this process may not mount one."""
     folder = Path(tempfile.mkdtemp(prefix="mount-"))
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    mounted = (
+        shutil.which("mount") is not None
+        and subprocess.run(command, capture_output=True).returncode == 0
+    )
     try:
         yield folder if mounted else None
     finally:
@@ -122,7 +138,11 @@ def test_full_disk(rank_server: RankServer, tmp_path: Path) -> None:
             assert message.startswith(f"saving step {step} to {path} failed: rank ")
             assert problem in message
         assert Checkpointer(path).steps() == [1, 5, 6]
-        for step, expected in ((1, torch.arange(10)), (5, torch.arange(10)), (6, torch.ones(300_000))):
+        for step, expected in (
+            (1, torch.arange(10)),
+            (5, torch.arange(10)),
+            (6, torch.ones(300_000)),
+        ):
             verify(path, step)
             assert torch.equal(Checkpointer(path).load(step=step)["x"], expected)
         assert list(path.glob(".tmp-*")) == []
@@ -156,25 +176,35 @@ def test_read_only_folder(rank_server: RankServer) -> None:
                 assert pool.run("load_step", str(folder), 1, size=3) == [True] * 3
             pool.run("save_as", str(folder), 3, user, size=3)
         problem = "[Errno 30] Read-only file system" if mounted else "[Errno 13] Permission denied"
-        assert all(error.startswith("CheckpointWriteError: ") and problem in error for error in errors), errors
+        assert all(
+            error.startswith("CheckpointWriteError: ") and problem in error for error in errors
+        ), errors
         assert Checkpointer(folder).steps() == [1, 3]
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_rank_that_does_not_see_the_path(rank_server: RankServer, tmp_path: Path, lost: int) -> None:
+def test_a_rank_that_does_not_see_the_path(
+    rank_server: RankServer, tmp_path: Path, lost: int
+) -> None:
     path, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
     with rank_server.pool(3) as pool:
-        for message in pool.run("save_where_one_rank_is_elsewhere", str(path), str(elsewhere), lost, size=3):
+        for message in pool.run(
+            "save_where_one_rank_is_elsewhere", str(path), str(elsewhere), lost, size=3
+        ):
             assert message.startswith(f"saving step 1 to {path} failed: rank {lost}: ")
             assert f"No such file or directory: '{elsewhere}/" in message
         assert Checkpointer(path).steps() == []
         pool.run("save_steps", str(path), [1], {}, size=3)
-        errors = pool.errors("load_where_one_rank_is_elsewhere", str(path), str(elsewhere), lost, size=3)
+        errors = pool.errors(
+            "load_where_one_rank_is_elsewhere", str(path), str(elsewhere), lost, size=3
+        )
         assert all(str(elsewhere) in error for error in errors)
         assert all(f"rank {lost}: " in error for rank, error in enumerate(errors) if rank != lost)
 
 
-def test_a_second_group_is_refused_on_all_its_ranks(rank_server: RankServer, tmp_path: Path) -> None:
+def test_a_second_group_is_refused_on_all_its_ranks(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     with rank_server.pool(4) as pool:
         messages = pool.run("two_groups_save", str(tmp_path), size=4)
         refused = f"{tmp_path} is being written to by process {pool.pids[0]} on "
@@ -212,4 +242,7 @@ def test_own_values_on_another_number_of_ranks(rank_server: RankServer, tmp_path
     for rank, (first, made, refused) in enumerate(outcomes):
         assert first == [[7.0] * 3, 0]
         assert made == [None, 30 + rank]
-        assert "values that each of 2 ranks has of its own, and 3 load it; say what they get in the template" in refused
+        assert (
+            "values that each of 2 ranks has of its own, and 3 load it; say what they get in the template"
+            in refused
+        )

@@ -45,7 +45,9 @@ def from_pretrained(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
-def box(tensor: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], name: str | None = None) -> Shard:
+def box(
+    tensor: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], name: str | None = None
+) -> Shard:
     return Shard(tensor=tensor, global_shape=shape, offset=offset, name=name)
 
 
@@ -55,11 +57,15 @@ def save(path: Path, state: dict[str, Any]) -> Path:
     return path
 
 
-def assert_equal_to_the_bit(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal_to_the_bit(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (name, found[name].dtype, found[name].shape) == (name, tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name
 
 
 @torch.no_grad()
@@ -82,7 +88,10 @@ def test_transformers_loads_what_is_exported(
     tmp_path: Path, config_folder: Path, tied: bool, max_shard_bytes: int
 ) -> None:
     model = tiny_model(tied=tied)
-    save(tmp_path / "ckpt", {"model": model.state_dict(), "optim": {"step": torch.ones(3)}, "lr": 0.1})
+    save(
+        tmp_path / "ckpt",
+        {"model": model.state_dict(), "optim": {"step": torch.ones(3)}, "lr": 0.1},
+    )
     model.config.save_pretrained(tmp_path / "config")
     sizes: list[int] = []
     export_hf(
@@ -97,9 +106,17 @@ def test_transformers_loads_what_is_exported(
     assert_equal_to_the_bit(loaded.state_dict(), model.state_dict())
     assert torch.equal(logits(loaded), logits(model))
     assert sum(sizes) == sum(p.nbytes for p in model.parameters())
-    weights = [path for path in (tmp_path / "deep" / "hf").iterdir() if path.suffix == ".safetensors"]
-    assert len(weights) == 1 or all(path.stat().st_size < max_shard_bytes + 2_000 for path in weights)
-    assert (tmp_path / "deep" / "hf" / INDEX).exists() == (len(weights) > 1) == (max_shard_bytes < 10**6)
+    weights = [
+        path for path in (tmp_path / "deep" / "hf").iterdir() if path.suffix == ".safetensors"
+    ]
+    assert len(weights) == 1 or all(
+        path.stat().st_size < max_shard_bytes + 2_000 for path in weights
+    )
+    assert (
+        (tmp_path / "deep" / "hf" / INDEX).exists()
+        == (len(weights) > 1)
+        == (max_shard_bytes < 10**6)
+    )
 
 
 def test_the_index_file_is_what_transformers_would_write(tmp_path: Path) -> None:
@@ -111,16 +128,26 @@ def test_the_index_file_is_what_transformers_would_write(tmp_path: Path) -> None
     assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
     files = sorted(set(ours["weight_map"].values()))
-    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
 
 
-def test_a_dtype_converts_floats_alone_and_is_stated_in_the_config(tmp_path: Path, config_folder: Path) -> None:
+def test_a_dtype_converts_floats_alone_and_is_stated_in_the_config(
+    tmp_path: Path, config_folder: Path
+) -> None:
     model = tiny_model()
-    state = {**model.state_dict(), "count": torch.arange(3), "scale": torch.ones(3, dtype=torch.float8_e8m0fnu)}
+    state = {
+        **model.state_dict(),
+        "count": torch.arange(3),
+        "scale": torch.ones(3, dtype=torch.float8_e8m0fnu),
+    }
     save(tmp_path / "ckpt", state)
     export_hf(tmp_path / "ckpt", tmp_path / "hf", dtype="bfloat16", config_from=config_folder)
     found = load_file(tmp_path / "hf" / WEIGHTS)
-    expected = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in state.items()}
+    expected = {
+        name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in state.items()
+    }
     del expected["lm_head.weight"]
     assert_equal_to_the_bit(found, expected)
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
@@ -142,7 +169,9 @@ def test_every_dtype_that_safetensors_knows_is_exported(tmp_path: Path) -> None:
     with safe_open(tmp_path / "hf" / WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert_equal_to_the_bit(load_file(tmp_path / "hf" / WEIGHTS), state)
-    assert_equal_to_the_bit(Checkpointer(tmp_path / "hf").load(), load_file(tmp_path / "hf" / WEIGHTS))
+    assert_equal_to_the_bit(
+        Checkpointer(tmp_path / "hf").load(), load_file(tmp_path / "hf" / WEIGHTS)
+    )
 
 
 def test_sharded_tensors_are_exported_whole(tmp_path: Path) -> None:
@@ -156,16 +185,40 @@ def test_sharded_tensors_are_exported_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"prefix": "nothing"}, CheckpointMismatchError, "no tensors under the prefix 'nothing'; it holds some under "),
+        (
+            {"prefix": "nothing"},
+            CheckpointMismatchError,
+            "no tensors under the prefix 'nothing'; it holds some under ",
+        ),
         ({"prefix": "lr"}, CheckpointMismatchError, "no tensors under the prefix 'lr'"),
-        ({"prefix": "complex"}, CheckpointMismatchError, "complex.x has dtype complex64, for which safetensors has no"),
-        ({"prefix": "fp8"}, CheckpointMismatchError, "fp8.x has dtype float8_e4m3fnuz, .* expected a dtype to convert"),
+        (
+            {"prefix": "complex"},
+            CheckpointMismatchError,
+            "complex.x has dtype complex64, for which safetensors has no",
+        ),
+        (
+            {"prefix": "fp8"},
+            CheckpointMismatchError,
+            "fp8.x has dtype float8_e4m3fnuz, .* expected a dtype to convert",
+        ),
         ({"prefix": "twice"}, CheckpointMismatchError, "holds two tensors of the name 'twice.a.b'"),
         ({"prefix": "own"}, CheckpointMismatchError, "own.rank 0.x is one rank's own"),
-        ({"prefix": "kept"}, CheckpointMismatchError, "kept.__metadata__ has a name that safetensors keeps"),
-        ({"dtype": "int8"}, ValueError, "dtype is 'int8'; expected None or one of float16, float32, "),
+        (
+            {"prefix": "kept"},
+            CheckpointMismatchError,
+            "kept.__metadata__ has a name that safetensors keeps",
+        ),
+        (
+            {"dtype": "int8"},
+            ValueError,
+            "dtype is 'int8'; expected None or one of float16, float32, ",
+        ),
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes is 0; expected 1 or more"),
-        ({"config_from": "nowhere"}, ValueError, "config_from is 'nowhere'; expected a folder that holds config.json"),
+        (
+            {"config_from": "nowhere"},
+            ValueError,
+            "config_from is 'nowhere'; expected a folder that holds config.json",
+        ),
         ({"step": 7}, CheckpointNotFoundError, r"holds no step 7; its committed steps are \[1\]"),
     ],
 )
@@ -192,16 +245,26 @@ def test_a_folder_that_holds_something_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     export_hf(tmp_path / "ckpt", tmp_path / "hf")
     before = (tmp_path / "hf" / WEIGHTS).stat()
-    with pytest.raises(CheckpointWriteError, match="hf is there already; expected a new folder, or an empty one"):
+    with pytest.raises(
+        CheckpointWriteError, match="hf is there already; expected a new folder, or an empty one"
+    ):
         export_hf(tmp_path / "ckpt", tmp_path / "hf")
     assert (tmp_path / "hf" / WEIGHTS).stat() == before
 
 
-def test_an_export_into_the_folder_of_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_into_the_folder_of_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(2)})
-    for name in ("step-00000002", "set-aside-00000002-0123456789ab", ".tmp-step-00000002-0123456789ab"):
-        with pytest.raises(CheckpointWriteError, match=f"{name} has a name that {tmp_path} keeps for itself"):
+    for name in (
+        "step-00000002",
+        "set-aside-00000002-0123456789ab",
+        ".tmp-step-00000002-0123456789ab",
+    ):
+        with pytest.raises(
+            CheckpointWriteError, match=f"{name} has a name that {tmp_path} keeps for itself"
+        ):
             export_hf(tmp_path, tmp_path / name)
 
     def save_meanwhile(progress: int) -> None:

@@ -23,10 +23,21 @@ PARTS = [(slice(0, 1), slice(0, 4)), (slice(1, 3), slice(0, 3)), (slice(1, 3), s
 @pytest.fixture
 def step_dir(tmp_path: Path) -> Path:
     """A step of tensors `w`, `half`, `deep.0.#` (at another path, too) and `parts`, of three shards."""
-    boxes = [Shard(global_shape=(3, 4), offset=(r.start, c.start), tensor=WHOLE[r, c]) for r, c in PARTS]
+    boxes = [
+        Shard(global_shape=(3, 4), offset=(r.start, c.start), tensor=WHOLE[r, c]) for r, c in PARTS
+    ]
     deep = torch.ones(5)
-    state = {"w": torch.zeros(2, 3), "half": torch.ones(3).half(), "deep": [{"#": deep}], "tied": deep}
-    save(tmp_path, {**state, "parts": Shards(boxes), "lr": 0.1, "x.y": 1, "x": {"y": torch.zeros(1)}}, step=4)
+    state = {
+        "w": torch.zeros(2, 3),
+        "half": torch.ones(3).half(),
+        "deep": [{"#": deep}],
+        "tied": deep,
+    }
+    save(
+        tmp_path,
+        {**state, "parts": Shards(boxes), "lr": 0.1, "x.y": 1, "x": {"y": torch.zeros(1)}},
+        step=4,
+    )
     return tmp_path / "step-00000004"
 
 
@@ -42,7 +53,9 @@ def test_it_says_once_what_is_known(step_dir: Path) -> None:
     assert tree["tied"] == {"tensor": 1}
     assert content["tensors"]["names"] == []
     file = content["files"][DATA]
-    assert [content["tensors"]["types"][content["tensors"]["type"][row]] for row in file["tensors"]] == [
+    assert [
+        content["tensors"]["types"][content["tensors"]["type"][row]] for row in file["tensors"]
+    ] == [
         ["float32", [2, 3]],
         ["float32", [5]],
         ["float32", [1]],
@@ -63,12 +76,19 @@ def names_of(state: dict[str, Any], path: Path) -> tuple[list[str], list[Any]]:
 
 def test_a_name_that_is_no_path_is_written(tmp_path: Path) -> None:
     own = Shard(global_shape=(1,), offset=(0,), tensor=torch.ones(1), name="own")
-    state = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}, "in": {"x": own}, "\ud800": torch.ones(3)}
+    state = {
+        "a.b": torch.ones(1),
+        "a": {"b": torch.ones(2)},
+        "in": {"x": own},
+        "\ud800": torch.ones(3),
+    }
     names, written = names_of(state, tmp_path / "some")
     assert names == ["a.b", "a.b#2", "own", "\\ud800"]
     assert written == [[1, "a.b#2"], [2, "own"], [3, "\\ud800"]]
     assert names_of({"state": torch.ones(1)}, tmp_path / "none") == (["state"], [])
-    assert names_of({"x" * 1001: {"y": {"z": torch.ones(1)}}}, tmp_path / "long")[1] == [[0, f"{'x' * 1001}.y.z"]]
+    assert names_of({"x" * 1001: {"y": {"z": torch.ones(1)}}}, tmp_path / "long")[1] == [
+        [0, f"{'x' * 1001}.y.z"]
+    ]
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -99,7 +119,11 @@ def test_what_earlier_releases_wrote_is_read(version: int) -> None:
     if version == 3:
         assert torch.equal(state["view"], w.t())
         assert state["view"].data_ptr() == state["w"].data_ptr()
-        assert (state["bytes"], state["set"], state["scalar"]) == (b"\x00\xff", {1, "a"}, np.float32(0.5))
+        assert (state["bytes"], state["set"], state["scalar"]) == (
+            b"\x00\xff",
+            {1, "a"},
+            np.float32(0.5),
+        )
 
 
 def tensors(**fields: object) -> Callable[[dict[str, Any]], None]:
@@ -143,40 +167,85 @@ def replaced(name: str, number: int, value: object) -> Callable[[dict[str, Any]]
         (tensors(names=[[0, 3]]), "name is 3; expected str"),
         (tensors(names=[[0]]), "entry of names has 1 members; expected 2"),
         (tensors(names=[[0, "half"]]), "5 tensors have 4 names; expected one for each"),
-        (lambda index: index["tree"]["dict"].update(w={"tensor": 5}), "tree: tensor 5 is not in the index"),
-        (lambda index: index["tree"]["dict"].update(w={"tensor": -1}), "tree: tensor -1 is not in the index"),
-        (lambda index: index["tree"]["dict"].update(w={"tensor": True}), "tree: tensor True is not in the index"),
-        (lambda index: index["tree"]["dict"].update(w={"tensor": "w"}), "tree: tensor w is not in the index"),
+        (
+            lambda index: index["tree"]["dict"].update(w={"tensor": 5}),
+            "tree: tensor 5 is not in the index",
+        ),
+        (
+            lambda index: index["tree"]["dict"].update(w={"tensor": -1}),
+            "tree: tensor -1 is not in the index",
+        ),
+        (
+            lambda index: index["tree"]["dict"].update(w={"tensor": True}),
+            "tree: tensor True is not in the index",
+        ),
+        (
+            lambda index: index["tree"]["dict"].update(w={"tensor": "w"}),
+            "tree: tensor w is not in the index",
+        ),
         (lambda index: index["tree"]["dict"].update(w={"items": [3]}), "tensor 0 has no name"),
-        (lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)), "tensor 0 has no name"),
-        (lambda index: index.update(checksum_block_bytes=0), "checksum_block_bytes is 0; expected 1 or more"),
+        (
+            lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)),
+            "tensor 0 has no name",
+        ),
+        (
+            lambda index: index.update(checksum_block_bytes=0),
+            "checksum_block_bytes is 0; expected 1 or more",
+        ),
         (lambda index: index["files"][DATA].pop("tensors"), "'tensors' is missing"),
         (replaced("tensors", 0, 5), "tensors is 5; expected 0 or more, less than 5"),
         (replaced("tensors", 0, 1), "tensor 'w': its shards hold 0 elements"),
-        (lambda index: index["files"][DATA]["tensors"].pop(), f"{DATA} has 6 tensors and 7 offsets_bytes; expected"),
-        (replaced("offsets_bytes", 0, 0), f"tensor 'w': shard at bytes 0 to 24 is outside the data of {DATA}, bytes"),
-        (replaced("offsets_bytes", 0, 10**18), "offsets_bytes is 1000000000000000000; expected 0 or more, less than"),
+        (
+            lambda index: index["files"][DATA]["tensors"].pop(),
+            f"{DATA} has 6 tensors and 7 offsets_bytes; expected",
+        ),
+        (
+            replaced("offsets_bytes", 0, 0),
+            f"tensor 'w': shard at bytes 0 to 24 is outside the data of {DATA}, bytes",
+        ),
+        (
+            replaced("offsets_bytes", 0, 10**18),
+            "offsets_bytes is 1000000000000000000; expected 0 or more, less than",
+        ),
         (replaced("offsets_bytes", 0, -8), "offsets_bytes is -8; expected 0 or more, less than"),
         (
-            lambda index: replaced("offsets_bytes", 6, index["files"][DATA]["offsets_bytes"][0] + 4)(index),
+            lambda index: replaced(
+                "offsets_bytes", 6, index["files"][DATA]["offsets_bytes"][0] + 4
+            )(index),
             "tensors 'w' and 'half' share bytes",
         ),
-        (part(0, [0, 0], [1, 3]), r"tensor 'w': its shards hold 3 elements, its shape \(2, 3\) has 6"),
+        (
+            part(0, [0, 0], [1, 3]),
+            r"tensor 'w': its shards hold 3 elements, its shape \(2, 3\) has 6",
+        ),
         (part(0, [0, 1], [2, 3]), r"tensor 'w': shard of shape \(2, 3\) at \(0, 1\) is not inside"),
         (part(0, [0], [2, 3]), r"tensor 'w': shard of shape \(2, 3\) at \(0,\) is not inside"),
         (part(7, [0, 0], [2, 3]), "part is 7; expected 0 or more, less than 7"),
         (part(0, [0, 0]), "part has 2 members; expected 3"),
-        (columns(parts=[[3, [0, 0], [1, 4]], [4, [1, 0], [2, 3]], [5, [1, 2], [2, 1]]]), "'parts': its shards overlap"),
+        (
+            columns(parts=[[3, [0, 0], [1, 4]], [4, [1, 0], [2, 3]], [5, [1, 2], [2, 1]]]),
+            "'parts': its shards overlap",
+        ),
         (columns(parts=[]), "tensor 'parts': "),
-        (columns(checksums=""), f"{DATA} has 0 digits of checksums; expected 112 for what it holds"),
-        (columns(checksums="0" * 113), f"{DATA} has 113 digits of checksums; expected 112 for what it holds"),
+        (
+            columns(checksums=""),
+            f"{DATA} has 0 digits of checksums; expected 112 for what it holds",
+        ),
+        (
+            columns(checksums="0" * 113),
+            f"{DATA} has 113 digits of checksums; expected 112 for what it holds",
+        ),
         (columns(checksums=None), "checksums is None; expected str"),
     ],
 )
-def test_a_wrong_index(step_dir: Path, edit: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_wrong_index(
+    step_dir: Path, edit: Callable[[dict[str, Any]], None], message: str
+) -> None:
     edit_index(step_dir, edit)
     for use in (load, verify):
-        with pytest.raises(CorruptCheckpointError, match=f"^{re.escape(str(step_dir / INDEX))}: .*({message})"):
+        with pytest.raises(
+            CorruptCheckpointError, match=f"^{re.escape(str(step_dir / INDEX))}: .*({message})"
+        ):
             use(step_dir.parent)
 
 
@@ -193,7 +262,9 @@ def test_bytes_that_are_read_twice(step_dir: Path) -> None:
             file["checksums"] += file["checksums"][:16]
 
     edit_index(step_dir, edit)
-    with pytest.raises(CorruptCheckpointError, match=f"tensors .* and .* share bytes of {DATA}, from byte "):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"tensors .* and .* share bytes of {DATA}, from byte "
+    ):
         load(step_dir.parent)
 
 
@@ -218,7 +289,9 @@ def test_a_damaged_small_tensor_is_named(step_dir: Path) -> None:
             damaged[shard.offset_bytes + shard.size_bytes - 1] ^= 1
             (step_dir / DATA).write_bytes(damaged)
             for use in (load, verify):
-                with pytest.raises(CorruptCheckpointError, match=f"{DATA}: tensor '{re.escape(name)}' has checksum"):
+                with pytest.raises(
+                    CorruptCheckpointError, match=f"{DATA}: tensor '{re.escape(name)}' has checksum"
+                ):
                     use(step_dir.parent)
 
 

@@ -36,7 +36,9 @@ class Run:
         AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage]
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
         rows: Any = list(torch.randn(24, 4))
@@ -121,11 +123,23 @@ def test_ranks_of_fsdp2_resume_in_another_number(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def run(ranks: int, path: str, first: int, last: int) -> list[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
         arguments: list[Any] = [tmp_path / "program.py", tmp_path / path, first, last]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         output = subprocess.run(
-            [*command, *map(str, arguments)], env=environment, check=True, capture_output=True, text=True, timeout=300
+            [*command, *map(str, arguments)],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         return output.stdout.split()
 

@@ -15,7 +15,10 @@ from torch.distributed.checkpoint.state_dict_loader import (
     _load_state_dict_from_keys as load_whole,  # pyright: ignore[reportPrivateUsage]
     load as load_with_dcp,
 )
-from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_with_dcp, save as save_with_dcp
+from torch.distributed.checkpoint.state_dict_saver import (
+    async_save as async_save_with_dcp,
+    save as save_with_dcp,
+)
 
 import gcore_ckpt
 from gcore_ckpt import Checkpointer, verify
@@ -23,7 +26,9 @@ from gcore_ckpt.integrations.dcp import StorageReader, StorageWriter
 from gcore_ckpt.loading.reader import open_step, step_leaves
 from gcore_ckpt.storage.local import open_storage
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is (disabled|unavailable):UserWarning"
+)
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -77,35 +82,54 @@ def test_one_process_saves_and_loads(tmp_path: Path) -> None:
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(
-        optimizer.state_dict()["state"][0]["exp_avg"], other_optimizer.state_dict()["state"][0]["exp_avg"]
+        optimizer.state_dict()["state"][0]["exp_avg"],
+        other_optimizer.state_dict()["state"][0]["exp_avg"],
     )
 
 
 def test_the_step_is_nested_as_the_state_was(tmp_path: Path) -> None:
     model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer, "rows": [torch.ones(2), {"rate": 0.5}], "pair": (1, "a")}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "rows": [torch.ones(2), {"rate": 0.5}],
+        "pair": (1, "a"),
+    }
     save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=3))
     loaded = gcore_ckpt.load(tmp_path)
     assert list(loaded) == list(state)
     assert torch.equal(loaded["model"]["weight"], model.state_dict()["weight"])
     assert loaded["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
-    assert torch.equal(loaded["optimizer"]["state"]["1"]["exp_avg"], optimizer.state_dict()["state"][1]["exp_avg"])
+    assert torch.equal(
+        loaded["optimizer"]["state"]["1"]["exp_avg"], optimizer.state_dict()["state"][1]["exp_avg"]
+    )
     assert (loaded["rows"][1], loaded["pair"]) == ({"rate": 0.5}, (1, "a"))
     with open_step(open_storage(tmp_path), 3) as reader:
-        assert {"model.weight", "optimizer.state.0.exp_avg", "rows.0"} <= {leaf.path for leaf in step_leaves(reader)}
+        assert {"model.weight", "optimizer.state.0.exp_avg", "rows.0"} <= {
+            leaf.path for leaf in step_leaves(reader)
+        }
 
 
 def test_what_a_checkpointer_has_saved_is_loaded(tmp_path: Path) -> None:
     model, optimizer = trained()
     shared = torch.arange(6.0).view(2, 3)
-    state = {"model": model, "optimizer": optimizer, "tied": shared, "twice": shared, "epoch": 3, "by_number": {7: "x"}}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "tied": shared,
+        "twice": shared,
+        "epoch": 3,
+        "by_number": {7: "x"},
+    }
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, state)
     whole = load_whole(storage_reader=StorageReader(tmp_path, step=5))
     assert torch.equal(whole["tied"], shared)
     assert torch.equal(whole["twice"], shared)
     assert (whole["epoch"], whole["by_number"]) == (3, {"7": "x"})
-    assert torch.equal(whole["optimizer"]["state"]["0"]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        whole["optimizer"]["state"]["0"]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
     assert whole["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
@@ -113,7 +137,9 @@ def test_a_checkpointer_keeps_its_options_and_stays_open(tmp_path: Path) -> None
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         writer = StorageWriter(checkpointer)
         for step in (1, 2, 3):
-            save_with_dcp({"w": torch.full((2,), float(step))}, checkpoint_id=str(step), storage_writer=writer)
+            save_with_dcp(
+                {"w": torch.full((2,), float(step))}, checkpoint_id=str(step), storage_writer=writer
+            )
         checkpointer.wait()
         assert checkpointer.steps() == [2, 3]
     loaded = {"w": torch.zeros(2)}
@@ -123,7 +149,9 @@ def test_a_checkpointer_keeps_its_options_and_stays_open(tmp_path: Path) -> None
 
 def test_an_async_save_keeps_what_was_there(tmp_path: Path) -> None:
     weights = torch.ones(1000)
-    saving = async_save_with_dcp({"w": weights, "n": 1}, storage_writer=StorageWriter(tmp_path, step=1))
+    saving = async_save_with_dcp(
+        {"w": weights, "n": 1}, storage_writer=StorageWriter(tmp_path, step=1)
+    )
     weights.zero_()
     cast("Any", saving).result()
     assert torch.equal(gcore_ckpt.load(tmp_path)["w"], torch.ones(1000))
@@ -152,7 +180,9 @@ if __name__ == "__main__":
     assert gcore_ckpt.load(tmp_path / "steps")["w"].tolist() == [1, 1, 1]
 
 
-def test_a_save_that_nothing_waits_for_is_committed_at_the_end_of_the_program(tmp_path: Path) -> None:
+def test_a_save_that_nothing_waits_for_is_committed_at_the_end_of_the_program(
+    tmp_path: Path,
+) -> None:
     program = f"""
 import torch
 import torch.distributed.checkpoint as dcp
@@ -171,7 +201,9 @@ dcp.async_save({{"w": torch.ones(3)}}, storage_writer=StorageWriter("{tmp_path}"
         ({"a": torch.ones(2).to_sparse()}, r"state\['a'\] has layout torch.sparse_coo"),
     ],
 )
-def test_what_no_state_may_hold_is_refused_with_its_path(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+def test_what_no_state_may_hold_is_refused_with_its_path(
+    tmp_path: Path, state: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointException) as raised:
         save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=1))
     [(error, _)] = raised.value.failures.values()
@@ -205,19 +237,31 @@ def test_a_step_has_a_number(tmp_path: Path) -> None:
 def test_what_was_not_saved_is_not_loaded(tmp_path: Path) -> None:
     save_with_dcp({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path, step=1))
     reader = StorageReader(tmp_path)
-    assert "Missing key" in failure(lambda: load_with_dcp({"v": torch.ones(2)}, storage_reader=reader))
-    assert "Size mismatch" in failure(lambda: load_with_dcp({"w": torch.ones(3)}, storage_reader=reader))
+    assert "Missing key" in failure(
+        lambda: load_with_dcp({"v": torch.ones(2)}, storage_reader=reader)
+    )
+    assert "Size mismatch" in failure(
+        lambda: load_with_dcp({"w": torch.ones(3)}, storage_reader=reader)
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_ranks_save_and_other_numbers_of_ranks_load(ranks: RankPool, tmp_path: Path, is_async: bool) -> None:
+def test_ranks_save_and_other_numbers_of_ranks_load(
+    ranks: RankPool, tmp_path: Path, is_async: bool
+) -> None:
     expected = ranks.run("train_and_save_by_dcp", str(tmp_path), 2, is_async, size=2)[0]
     verify(tmp_path)
     state = gcore_ckpt.load(tmp_path)
     assert state["app"]["model"]["0.weight"].shape == (7, 10)
     writers = Counter(path.name for path in (tmp_path / "step-00000007").glob("data-*"))
-    assert writers == {"data-00000.safetensors": 1, "data-00001.safetensors": 1}, "every rank has written a part"
-    for load, size in (("load_by_dcp_and_train", 3), ("load_by_dcp_and_train", 1), ("load_as_stateful_and_train", 3)):
+    assert writers == {"data-00000.safetensors": 1, "data-00001.safetensors": 1}, (
+        "every rank has written a part"
+    )
+    for load, size in (
+        ("load_by_dcp_and_train", 3),
+        ("load_by_dcp_and_train", 1),
+        ("load_as_stateful_and_train", 3),
+    ):
         for found in ranks.run(load, str(tmp_path), size, size=size):
             for name, weights in expected.items():
                 assert torch.allclose(found[name], weights, rtol=0, atol=1e-6), (load, size, name)
@@ -230,9 +274,14 @@ def test_ranks_save_stateful_objects_and_dcp_loads_them(ranks: RankPool, tmp_pat
             assert torch.allclose(found[name], weights, rtol=0, atol=1e-6)
 
 
-def test_values_that_differ_between_ranks_are_refused_or_kept(ranks: RankPool, tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks_are_refused_or_kept(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     for error in ranks.errors("save_own_values", str(tmp_path), 2, False, size=2, timeout_s=60):
-        assert "state['place'] is of 0 on rank 0 and of 1 on rank 1; wrap what each rank has of its own" in error
+        assert (
+            "state['place'] is of 0 on rank 0 and of 1 on rank 1; wrap what each rank has of its own"
+            in error
+        )
     assert Checkpointer(tmp_path).steps() == []
     ranks.run("save_own_values", str(tmp_path), 2, True, size=2, timeout_s=60)
     assert ranks.run("load_own_values", str(tmp_path), 2, size=2, timeout_s=60) == ["of 0", "of 1"]

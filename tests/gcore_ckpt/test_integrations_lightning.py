@@ -22,7 +22,9 @@ class Model(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)
+        )
         self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
@@ -33,7 +35,10 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        }
 
     def train_dataloader(self) -> Any:
         rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -62,7 +67,9 @@ def test_resumed_losses_are_those_of_one_run(tmp_path: Path) -> None:
     whole = Model()
     make_trainer(tmp_path / "whole", 4, ModelCheckpoint(save_top_k=-1)).fit(whole)
     first, second = Model(), Model()
-    saver = ModelCheckpoint(tmp_path / "parts", save_last=True, save_top_k=2, monitor="loss", filename="{epoch}")
+    saver = ModelCheckpoint(
+        tmp_path / "parts", save_last=True, save_top_k=2, monitor="loss", filename="{epoch}"
+    )
     make_trainer(tmp_path, 2, saver).fit(first)
     for path in (tmp_path / "parts" / "epoch=1.ckpt", tmp_path / "parts" / "last.ckpt"):
         verify(path)
@@ -89,14 +96,18 @@ def test_the_best_are_kept_and_the_others_deleted(tmp_path: Path) -> None:
 
 def test_what_no_state_may_hold_is_named(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1, Bad(), ModelCheckpoint(tmp_path))
-    with pytest.raises(TypeError, match=r"state\['callbacks'\]\['Bad'\]\['made'\] is a builtins.object"):
+    with pytest.raises(
+        TypeError, match=r"state\['callbacks'\]\['Bad'\]\['made'\] is a builtins.object"
+    ):
         trainer.fit(Model())
 
 
 def test_a_save_that_fails_is_raised_by_the_next(tmp_path: Path) -> None:
     plugin = CheckpointerIO()
     plugin.save_checkpoint({"w": torch.ones(1), "global_step": 3}, tmp_path / "a.ckpt")
-    plugin.save_checkpoint({"w": torch.zeros(1), "global_step": 3}, tmp_path / "a.ckpt")  # in its place
+    plugin.save_checkpoint(
+        {"w": torch.zeros(1), "global_step": 3}, tmp_path / "a.ckpt"
+    )  # in its place
     assert plugin.load_checkpoint(tmp_path / "a.ckpt")["w"].tolist() == [0.0]
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(CheckpointWriteError, match="file"):

@@ -39,7 +39,9 @@ def test_resumed_losses_are_those_of_one_run(
     assert list(losses(whole)) == list(range(1, 21))
     path = tmp_path / "checkpoints"
     with Checkpointer(path) as checkpointer:
-        trainer = make_trainer(tmp_path, [CheckpointCallback(checkpointer), StopAfter(stop)], **options)
+        trainer = make_trainer(
+            tmp_path, [CheckpointCallback(checkpointer), StopAfter(stop)], **options
+        )
         with pytest.raises(InterruptedError):
             trainer.train()
     with Checkpointer(path) as checkpointer:
@@ -62,11 +64,29 @@ def test_resumed_losses_are_those_of_one_run(
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_ranks_resume(tmp_path: Path, is_sharded: bool) -> None:
     def run(path: str, stop: int) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        arguments = [tiny_trainer.__file__, tmp_path, path, stop, *(["--is-sharded"] if is_sharded else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
+        arguments = [
+            tiny_trainer.__file__,
+            tmp_path,
+            path,
+            stop,
+            *(["--is-sharded"] if is_sharded else []),
+        ]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
         done = subprocess.run(
-            [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300, check=False
+            [*command, *map(str, arguments)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
 
@@ -92,7 +112,9 @@ def test_without_a_committed_step_training_starts(tmp_path: Path) -> None:
         assert checkpointer.steps() == [8, 9]
         saved = checkpointer.load(step=8)
     assert saved["trainer"]["global_step"] == 8
-    assert [entry["step"] for entry in saved["trainer"]["log_history"]] == list(range(1, 9)), "its own log is there"
+    assert [entry["step"] for entry in saved["trainer"]["log_history"]] == list(range(1, 9)), (
+        "its own log is there"
+    )
     assert saved["model"]["lm_head.weight"] is saved["model"]["model.embed_tokens.weight"]
 
 
@@ -112,7 +134,9 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         callback = CheckpointCallback(checkpointer)
         with pytest.raises(ValueError, match="save_strategy is 'best'"):
-            make_trainer(tmp_path, [callback], save_strategy="best", metric_for_best_model="loss").train()
+            make_trainer(
+                tmp_path, [callback], save_strategy="best", metric_for_best_model="loss"
+            ).train()
 
 
 def test_a_trainer_that_does_not_start_where_it_was_prepared_to_is_refused(tmp_path: Path) -> None:
@@ -121,7 +145,9 @@ def test_a_trainer_that_does_not_start_where_it_was_prepared_to_is_refused(tmp_p
         callback = CheckpointCallback(checkpointer)
         trainer = make_trainer(tmp_path, [callback])
         folder = callback.resume(trainer)
-        with pytest.raises(ValueError, match="resume was called for step 2, and the Trainer starts at step 0"):
+        with pytest.raises(
+            ValueError, match="resume was called for step 2, and the Trainer starts at step 0"
+        ):
             trainer.train()
         trainer.train(resume_from_checkpoint=folder)
         assert checkpointer.steps()[-1] == 20

@@ -59,7 +59,9 @@ def check_steps(path: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["save_until_stopped", "save_until_stopped_and_leave_open"])
-def test_a_signal_at_any_moment_ends_the_process(fork_server: ForkServer, tmp_path: Path, function: str) -> None:
+def test_a_signal_at_any_moment_ends_the_process(
+    fork_server: ForkServer, tmp_path: Path, function: str
+) -> None:
     path = tmp_path / "checkpoints"
     rng = random.Random(function)
     for number in range(ROUNDS):
@@ -107,7 +109,9 @@ def test_a_job_that_is_asked_to_end_saves_its_last_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 2])
-def test_all_ranks_save_when_one_is_asked_to_end(rank_server: RankServer, tmp_path: Path, asked: int) -> None:
+def test_all_ranks_save_when_one_is_asked_to_end(
+    rank_server: RankServer, tmp_path: Path, asked: int
+) -> None:
     with rank_server.pool(3) as pool:
         outcomes = pool.run("save_when_one_is_asked", str(tmp_path / "checkpoints"), asked, size=3)
     assert outcomes == [(5, rank == asked, True) for rank in range(3)]
@@ -169,14 +173,22 @@ MOMENTS: Mapping[str, tuple[Any, str]] = {
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {"step": step, "sizes": [50_000, 3], "tensors": [torch.full((50_000,), step), torch.full((3,), step)]}
+    return {
+        "step": step,
+        "sizes": [50_000, 3],
+        "tensors": [torch.full((50_000,), step), torch.full((3,), step)],
+    }
 
 
 @pytest.mark.parametrize("staging", ["full", "chunked"])
 @pytest.mark.parametrize("raising", [stop, interrupt])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupted_save_leaves_whole_steps_and_a_usable_checkpointer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, raising: Callable[[], NoReturn], staging: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    raising: Callable[[], NoReturn],
+    staging: Any,
 ) -> None:
     path = tmp_path / "checkpoints"
     if moment != "opening":
@@ -274,7 +286,9 @@ def test_a_wait_that_is_interrupted_anywhere_lets_the_other_thread_finish(does_w
         pytest.fail("there are more places than were tried")
 
 
-def test_an_interrupted_close_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_can_be_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closing, released = threading.Event(), threading.Event()
     commit, close = LocalStorage.commit, SavePipeline.close
     interruption = Interruption(interrupt)
@@ -301,7 +315,9 @@ def test_an_interrupted_close_can_be_called_again(tmp_path: Path, monkeypatch: p
         second.save(2, state_of(2))
 
 
-def test_an_interrupted_load_stops_writing_to_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_load_stops_writing_to_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {f"x{i}": torch.ones(2 << 20) for i in range(16)})
         checkpointer.wait()
@@ -313,7 +329,9 @@ def test_an_interrupted_load_stops_writing_to_the_template(tmp_path: Path, monke
                 checkpointer.load(template)
         for tensor in template.values():
             tensor.fill_(-1)
-        checkpointer.load({"x0": torch.zeros(2 << 20)})  # after all that the interrupted load still does
+        checkpointer.load(
+            {"x0": torch.zeros(2 << 20)}
+        )  # after all that the interrupted load still does
         assert all((tensor == -1).all() for tensor in template.values())
         checkpointer.save(2, state_of(2)).wait()
 
@@ -358,10 +376,14 @@ def test_all_ranks_hear_of_an_interruption_and_can_save_again(
     rank_server: RankServer, tmp_path: Path, moment: str, interrupted: int
 ) -> None:
     with rank_server.pool(3) as pool:
-        heard = pool.run("save_while_one_is_interrupted", str(tmp_path), moment, interrupted, size=3)
+        heard = pool.run(
+            "save_while_one_is_interrupted", str(tmp_path), moment, interrupted, size=3
+        )
     assert heard[interrupted] == "KeyboardInterrupt"
     reason = f"rank {interrupted}: the call was interrupted by a signal in its process"
-    assert all(reason in message for rank, message in enumerate(heard) if rank != interrupted), heard
+    assert all(reason in message for rank, message in enumerate(heard) if rank != interrupted), (
+        heard
+    )
     assert Checkpointer(tmp_path).steps() == [1, 3]
     for step in (1, 3):
         verify(tmp_path, step)
@@ -376,7 +398,9 @@ def test_an_interrupted_load_of_one_rank_is_an_error_on_all(
         heard = pool.run("load_while_one_is_interrupted", str(tmp_path), interrupted, size=3)
     assert heard[interrupted] == "KeyboardInterrupt"
     reason = f"rank {interrupted}: the call was interrupted by a signal in its process"
-    assert all(reason in message for rank, message in enumerate(heard) if rank != interrupted), heard
+    assert all(reason in message for rank, message in enumerate(heard) if rank != interrupted), (
+        heard
+    )
 
 
 @pytest.mark.slow
@@ -393,7 +417,9 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_others_can_leave(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_ranks_hear_of_one_whose_process_ends(rank_server: RankServer, tmp_path: Path, interrupted: int) -> None:
+def test_ranks_hear_of_one_whose_process_ends(
+    rank_server: RankServer, tmp_path: Path, interrupted: int
+) -> None:
     with rank_server.pool(3) as pool:
         pool.start("exit_while_saving", str(tmp_path), interrupted, ranks=range(3))
         outcomes = pool.collect(range(3), LONG_S)

@@ -21,7 +21,12 @@ def saved(tmp_path: Path) -> Path:
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(3, 40)).sum().backward()
     optim.step()
-    state = {"model": model.state_dict(), "optim": optim.state_dict(), "step": 7, "array": np.arange(5)}
+    state = {
+        "model": model.state_dict(),
+        "optim": optim.state_dict(),
+        "step": 7,
+        "array": np.arange(5),
+    }
     gcore_ckpt.save(tmp_path / "ckpt", state, step=3)
     return tmp_path / "ckpt"
 
@@ -58,7 +63,11 @@ def test_another_dtype_and_strides(saved: Path, dtype: torch.dtype) -> None:
 
 def test_a_box_of_a_tensor(saved: Path) -> None:
     expected = gcore_ckpt.load(saved)["model"]["0.weight"]
-    for rows, columns in ((slice(0, 30), slice(0, 40)), (slice(3, 9), slice(0, 40)), (slice(29, 30), slice(5, 33))):
+    for rows, columns in (
+        (slice(0, 30), slice(0, 40)),
+        (slice(3, 9), slice(0, 40)),
+        (slice(29, 30), slice(5, 33)),
+    ):
         tensor = torch.zeros(expected[rows, columns].shape)
         shard = Shard(global_shape=(30, 40), offset=(rows.start, columns.start), tensor=tensor)
         loaded = gcore_ckpt.load(saved, {"model": {"0.weight": shard}})
@@ -74,7 +83,8 @@ def test_parts_by_their_paths(saved: Path) -> None:
     assert list(part["optim"]["state"]) == [0, 1, 2, 3]
     assert torch.equal(part["optim"]["state"][2]["exp_avg"], whole["optim"]["state"][2]["exp_avg"])
     with pytest.raises(
-        CheckpointMismatchError, match="holds nothing under 'modle'; it holds model, optim, step, array"
+        CheckpointMismatchError,
+        match="holds nothing under 'modle'; it holds model, optim, step, array",
     ):
         gcore_ckpt.load(saved, only=["modle", "step"])
 
@@ -84,7 +94,9 @@ def test_parts_by_patterns(saved: Path) -> None:
     part = gcore_ckpt.load(saved, only=["*.bias", "optim.*.[02].exp_avg*", "model"])
     assert list(part) == ["model", "optim"]
     assert part["model"].keys() == whole["model"].keys()
-    assert {i: set(own) for i, own in part["optim"]["state"].items()} == {i: {"exp_avg", "exp_avg_sq"} for i in (0, 2)}
+    assert {i: set(own) for i, own in part["optim"]["state"].items()} == {
+        i: {"exp_avg", "exp_avg_sq"} for i in (0, 2)
+    }
     assert list(gcore_ckpt.load(saved, only=["model.?.bias"])["model"]) == ["0.bias", "1.bias"]
     with pytest.raises(CheckpointMismatchError, match=r"holds nothing under '\*\.bia'"):
         gcore_ckpt.load(saved, only=["model", "*.bia"])
@@ -131,11 +143,26 @@ def test_tied_weights_that_were_saved_once_are_not_missed(tmp_path: Path) -> Non
             r"\['0.weight'\] has shape \(30, 41\) in the template, \(30, 40\)",
         ),
         ({"model": {"9.weight": torch.zeros(1)}}, r"does not hold state\['model'\]\['9.weight'\]"),
-        ({"model": {"0.weight": torch.zeros(30, 40).int()}}, "has dtype torch.int32 in the template, to which torch"),
-        ({"step": torch.zeros(1)}, r"state\['step'\] is a tensor in the template, no tensor in the checkpoint"),
-        ({"step": {"x": torch.zeros(1)}}, r"state\['step'\] is a dict in the template, int in the checkpoint"),
-        ({"model": [torch.zeros(1)]}, r"state\['model'\] is a sequence of 1 items in the template, dict in the"),
-        ({"step": PerRank(None)}, r"state\['step'\] is PerRank in the template and was not saved as such"),
+        (
+            {"model": {"0.weight": torch.zeros(30, 40).int()}},
+            "has dtype torch.int32 in the template, to which torch",
+        ),
+        (
+            {"step": torch.zeros(1)},
+            r"state\['step'\] is a tensor in the template, no tensor in the checkpoint",
+        ),
+        (
+            {"step": {"x": torch.zeros(1)}},
+            r"state\['step'\] is a dict in the template, int in the checkpoint",
+        ),
+        (
+            {"model": [torch.zeros(1)]},
+            r"state\['model'\] is a sequence of 1 items in the template, dict in the",
+        ),
+        (
+            {"step": PerRank(None)},
+            r"state\['step'\] is PerRank in the template and was not saved as such",
+        ),
         (
             {"model": {"0.bias": Shard(global_shape=(30,), offset=(9,), tensor=torch.zeros(30))}},
             r"is a Shard of shape \(30,\) at \(9,\), which is not inside the global shape \(30,\)",
@@ -167,11 +194,15 @@ def test_blocks_at_the_edges_of_a_box(tmp_path: Path, size: int) -> None:
     data = torch.arange(size)
     gcore_ckpt.save(tmp_path, {"x": data})
     block = (4 << 20) // data.itemsize
-    edges = sorted({0, 1, block - 1, block, block + 1, 2 * block, size - 1, size} & set(range(size + 1)))
+    edges = sorted(
+        {0, 1, block - 1, block, block + 1, 2 * block, size - 1, size} & set(range(size + 1))
+    )
     for first in edges:
         for last in (edge for edge in edges if edge > first):
             target = torch.zeros(last - first, dtype=torch.int64)
-            gcore_ckpt.load(tmp_path, {"x": Shard(global_shape=(size,), offset=(first,), tensor=target)})
+            gcore_ckpt.load(
+                tmp_path, {"x": Shard(global_shape=(size,), offset=(first,), tensor=target)}
+            )
             assert torch.equal(target, data[first:last])
 
 
@@ -193,18 +224,31 @@ def test_columns_are_read_in_whole_blocks_once(
         for parts in (2, 64):
             for part in data.chunk(parts, dim)[::31]:
                 offset = [0] * len(shape)
-                offset[dim] = int((part.data_ptr() - data.data_ptr()) // data.itemsize // data.stride(dim))
+                offset[dim] = int(
+                    (part.data_ptr() - data.data_ptr()) // data.itemsize // data.stride(dim)
+                )
                 target = torch.zeros_like(part, memory_format=torch.contiguous_format)
                 reads.clear()
-                gcore_ckpt.load(tmp_path, {"x": Shard(global_shape=shape, offset=tuple(offset), tensor=target)})
+                gcore_ckpt.load(
+                    tmp_path, {"x": Shard(global_shape=shape, offset=tuple(offset), tensor=target)}
+                )
                 assert torch.equal(target, part)
-                assert max(reads) <= 4 << 20, "memory of one block for each thread, however many ranks share a tensor"
+                assert max(reads) <= 4 << 20, (
+                    "memory of one block for each thread, however many ranks share a tensor"
+                )
                 assert sum(reads) <= data.nbytes + 1000, "the header and each block at most once"
 
 
-def test_chunked_staging_saves_the_same_with_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_staging_saves_the_same_with_less_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gcore_ckpt.saving.staging.CHUNK_BYTES", 10_000)
-    state = {"a": torch.randn(100, 77), "b": torch.randn(20_002)[::2], "c": torch.arange(3), "d": torch.randn(50, 60).T}
+    state = {
+        "a": torch.randn(100, 77),
+        "b": torch.randn(20_002)[::2],
+        "c": torch.arange(3),
+        "d": torch.randn(50, 60).T,
+    }
     with Checkpointer(tmp_path, staging="chunked") as checkpointer:
         for step in range(2):
             checkpointer.save(step, state).wait()
@@ -235,10 +279,14 @@ def test_incremental_saves_link_what_has_not_changed(tmp_path: Path) -> None:
     }
     assert (folder / "step-00000000-data-00000.safetensors").stat().st_nlink == 2
     assert (folder / "data-00000.safetensors").stat().st_size < 1000
-    with Checkpointer(tmp_path, incremental=True) as checkpointer:  # a new process builds on what it finds
+    with Checkpointer(
+        tmp_path, incremental=True
+    ) as checkpointer:  # a new process builds on what it finds
         base.add_(1)
         checkpointer.save(9, state).wait()
-        assert {path.name for path in (tmp_path / "step-00000009").glob("*.safetensors")} == {"data-00000.safetensors"}
+        assert {path.name for path in (tmp_path / "step-00000009").glob("*.safetensors")} == {
+            "data-00000.safetensors"
+        }
         assert torch.equal(checkpointer.load()["base"], base)
 
 
@@ -253,7 +301,9 @@ def test_an_incremental_save_builds_on_no_damaged_step(tmp_path: Path) -> None:
     verify(tmp_path)
 
 
-def test_a_step_of_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_more_files_than_a_process_may_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gcore_ckpt.format.boxes._FILE_BYTES", 1)
     monkeypatch.setattr("gcore_ckpt.format.boxes._MAX_FILES", 10_000)
     state = {f"x{i}": torch.tensor([i]) for i in range(450)}
@@ -286,13 +336,18 @@ def test_format_version_1() -> None:
     assert state["list"] == [1, 2**80, (None, True, float("inf"))]
     assert state["lr"] == 0.1
     row = torch.zeros(1, 2)
-    gcore_ckpt.load(GOLDEN / "version-1", {"w": Shard(global_shape=(2, 3), offset=(1, 1), tensor=row)})
+    gcore_ckpt.load(
+        GOLDEN / "version-1", {"w": Shard(global_shape=(2, 3), offset=(1, 1), tensor=row)}
+    )
     assert torch.equal(row, torch.tensor([[4.0, 5.0]]))
 
 
 def boxes_of(tensor: torch.Tensor, cuts: list[tuple[slice, slice]]) -> Shards:
     return Shards(
-        [Shard(global_shape=tuple(tensor.shape), offset=(r.start, c.start), tensor=tensor[r, c]) for r, c in cuts]
+        [
+            Shard(global_shape=tuple(tensor.shape), offset=(r.start, c.start), tensor=tensor[r, c])
+            for r, c in cuts
+        ]
     )
 
 
@@ -309,7 +364,9 @@ def test_several_boxes_at_one_place(tmp_path: Path) -> None:
         assert gcore_ckpt.load(tmp_path / path, template)["model"]["w"] is template["model"]["w"]
         assert torch.equal(filled[3:], whole[3:])
         assert not filled[:3].any()
-        assert gcore_ckpt.load(tmp_path / path, {"model": {"w": Shards([])}})["model"]["w"].parts == []
+        assert (
+            gcore_ckpt.load(tmp_path / path, {"model": {"w": Shards([])}})["model"]["w"].parts == []
+        )
 
 
 def test_a_box_outside_its_tensor_is_refused(tmp_path: Path) -> None:
@@ -319,5 +376,8 @@ def test_a_box_outside_its_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_policies_of_own_values_are_checked() -> None:
-    with pytest.raises(ValueError, match="otherwise is 'last'; expected None, 'first' or a function of rank and size"):
+    with pytest.raises(
+        ValueError,
+        match="otherwise is 'last'; expected None, 'first' or a function of rank and size",
+    ):
         PerRank(1, otherwise="last")  # pyright: ignore[reportArgumentType]

@@ -47,7 +47,12 @@ def save(path: str | Path, *steps: int, frozen: float = 1.0, keep: int | None = 
     with Checkpointer(path, incremental=True, keep=keep) as checkpointer:
         for step in steps:
             checkpointer.save(
-                step, {"step": step, "frozen": torch.full((50_000,), frozen), "x": torch.full((9,), step)}
+                step,
+                {
+                    "step": step,
+                    "frozen": torch.full((50_000,), frozen),
+                    "x": torch.full((9,), step),
+                },
             )
 
 
@@ -72,9 +77,15 @@ def test_an_uploaded_folder_is_read_like_a_local_one(
     upload(tmp_path, url)
     check(url, 10, 20, 30)
     assert main(["ls", url]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["10", "20", "30"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == [
+        "10",
+        "20",
+        "30",
+    ]
     assert main(["verify", url, "--all"]) == 0
-    with pytest.raises(CheckpointNotFoundError, match=r"no step 40; its committed steps are \[10, 20, 30\]"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no step 40; its committed steps are \[10, 20, 30\]"
+    ):
         Checkpointer(url).load(step=40)
 
 
@@ -93,14 +104,18 @@ def test_a_step_that_is_uploaded_in_part_is_no_step(url: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 100, -1])
-def test_an_uploaded_file_that_is_short_is_an_error(url: str, tmp_path: Path, kept_bytes: int) -> None:
+def test_an_uploaded_file_that_is_short_is_an_error(
+    url: str, tmp_path: Path, kept_bytes: int
+) -> None:
     save(tmp_path, 10)
     upload(tmp_path, url)
     name = "step-00000010/data-00000.safetensors"
     data = (tmp_path / name).read_bytes()
     Objects(url).write(name, data[:kept_bytes])
     size = len(data[:kept_bytes])
-    with pytest.raises(CorruptCheckpointError, match=f"{name}: has {size} bytes; expected {len(data)}"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"{name}: has {size} bytes; expected {len(data)}"
+    ):
         Checkpointer(url).load()
 
 
@@ -108,7 +123,9 @@ def test_an_uploaded_index_that_is_damaged_is_an_error(url: str, tmp_path: Path)
     save(tmp_path, 10)
     upload(tmp_path, url)
     index = (tmp_path / "step-00000010/index.json").read_bytes()
-    Objects(url).write("step-00000010/index.json", index.replace(b'"saved_at":"2', b'"saved_at":"1'))
+    Objects(url).write(
+        "step-00000010/index.json", index.replace(b'"saved_at":"2', b'"saved_at":"1')
+    )
     assert Checkpointer(url).steps() == [10]
     with pytest.raises(CorruptCheckpointError, match=r"step-00000010/index.json: checksum is "):
         Checkpointer(url).load()
@@ -156,13 +173,17 @@ def test_an_incremental_save_writes_what_has_changed(url: str) -> None:
     save(url, 1, 2, 3, 4)
     check(url, 1, 2, 3, 4)
     sizes = {key: len(Objects(url).read(key).value) for key in keys(url, "safetensors")}
-    assert [key.partition("/")[0] for key, size in sizes.items() if size > 100_000] == ["step-00000001"]
+    assert [key.partition("/")[0] for key, size in sizes.items() if size > 100_000] == [
+        "step-00000001"
+    ]
     assert len(sizes) == 4
     for step in (1, 2):
         with Checkpointer(url):
             ObjectStorage(url).remove(step)
         check(url, *range(step + 1, 5))
-    assert [key.partition("/")[0] for key in keys(url, "safetensors")] == [f"step-0000000{step}" for step in (1, 3, 4)]
+    assert [key.partition("/")[0] for key in keys(url, "safetensors")] == [
+        f"step-0000000{step}" for step in (1, 3, 4)
+    ]
 
 
 def test_what_a_kept_step_refers_to_outlives_its_own_step(url: str) -> None:
@@ -193,7 +214,9 @@ def test_a_commit_that_links_to_what_is_gone_is_refused(url: str) -> None:
     attempt = storage.begin(2)
     storage.link_file(attempt, 1, "data-00000.safetensors", "step-00000001-data-00000.safetensors")
     ObjectStorage(url).remove(1)
-    with pytest.raises(OSError, match=r"step-00000001/.*/data-00000.safetensors is missing; 5 bytes"):
+    with pytest.raises(
+        OSError, match=r"step-00000001/.*/data-00000.safetensors is missing; 5 bytes"
+    ):
         storage.commit(attempt, 2, b"", {"step-00000001-data-00000.safetensors": 5})
     assert storage.steps() == []
 
@@ -212,7 +235,9 @@ def test_a_death_in_an_incremental_commit_leaves_the_step_before(
 
     storage = ObjectStorage(url)
     attempt = storage.begin(3)
-    storage.link_file(attempt, 2, "step-00000001-data-00000.safetensors", "step-00000001-data-00000.safetensors")
+    storage.link_file(
+        attempt, 2, "step-00000001-data-00000.safetensors", "step-00000001-data-00000.safetensors"
+    )
     size = len(Objects(url).read(keys(url, "step-00000001/.*safetensors")[0]).value)
     monkeypatch.setattr(Objects, "write", die)
     with pytest.raises(KeyboardInterrupt):
@@ -228,7 +253,9 @@ def test_damaged_links(url: str) -> None:
     save(url, 1, 2)
     [links] = keys(url, "links.json")
     Objects(url).write(links, b'{"step-00000001-data-00000.safetensors": 1}')
-    with pytest.raises(CorruptCheckpointError, match=r"links.json: step-00000001-.* is 1; expected str"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"links.json: step-00000001-.* is 1; expected str"
+    ):
         Checkpointer(url).load()
     Objects(url).write(links, None)
     with pytest.raises(CorruptCheckpointError, match="the file is missing"):

@@ -24,7 +24,9 @@ from gcore_ckpt.storage.object_store import ObjectStorage
 
 
 class RankPool(Protocol):
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]: ...
+    def run(
+        self, function: str, *arguments: object, size: int, timeout_s: float = 60
+    ) -> list[Any]: ...
 
 
 class RankServer(Protocol):
@@ -99,7 +101,9 @@ def s3(server_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(params=["s3", "memory"])
 def url(request: pytest.FixtureRequest) -> str:
-    return request.getfixturevalue("s3") if request.param == "s3" else f"memory://{uuid.uuid4().hex}"
+    return (
+        request.getfixturevalue("s3") if request.param == "s3" else f"memory://{uuid.uuid4().hex}"
+    )
 
 
 def request(port: int, method: str, path: str, body: bytes = b"") -> str:
@@ -126,9 +130,13 @@ def write(storage: Storage, step: int, files: Mapping[str, bytes]) -> str:
     return attempt
 
 
-def commit(storage: Storage, step: int, files: Mapping[str, bytes], attempt: str | None = None) -> None:
+def commit(
+    storage: Storage, step: int, files: Mapping[str, bytes], attempt: str | None = None
+) -> None:
     attempt = attempt or write(storage, step, files)
-    storage.commit(attempt, step, b"index %d" % step, {name: len(data) for name, data in files.items()})
+    storage.commit(
+        attempt, step, b"index %d" % step, {name: len(data) for name, data in files.items()}
+    )
 
 
 def read(storage: Storage, step: int, name: str) -> bytes:
@@ -142,9 +150,15 @@ def read(storage: Storage, step: int, name: str) -> bytes:
 def test_round_trip_by_ranges(url: str) -> None:
     storage = ObjectStorage(url)
     storage.acquire()
-    data = {f"data-{number}": os.urandom(10_000) for number in range(8)} | {"empty": b"", "one": b"1"}
+    data = {f"data-{number}": os.urandom(10_000) for number in range(8)} | {
+        "empty": b"",
+        "one": b"1",
+    }
     attempt = storage.begin(12)
-    parts = {name: [memoryview(content)[:3000], memoryview(content)[3000:]] for name, content in data.items()}
+    parts = {
+        name: [memoryview(content)[:3000], memoryview(content)[3000:]]
+        for name, content in data.items()
+    }
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda name: storage.write_file(attempt, name, parts[name]), data))
     commit(storage, 12, data, attempt)
@@ -221,10 +235,16 @@ def test_commit_whose_answer_was_lost(s3: str, server_log: Path) -> None:
     commit(storage, 1, {"data": b"1"})
     assert read(storage, 1, "data") == b"1"
     tries = re.findall("(HEAD|PUT) .*/lossy/ckpt/step-00000001/committed", server_log.read_text())
-    assert tries == ["HEAD", "PUT", "HEAD"]  # tensorstore asks first, then creates if absent, then tries again
+    assert tries == [
+        "HEAD",
+        "PUT",
+        "HEAD",
+    ]  # tensorstore asks first, then creates if absent, then tries again
 
 
-@pytest.mark.parametrize("written", [{}, {"data": b"12"}, {"data": b""}, {"data": b"1234"}, {"data": b"123456"}])
+@pytest.mark.parametrize(
+    "written", [{}, {"data": b"12"}, {"data": b""}, {"data": b"1234"}, {"data": b"123456"}]
+)
 def test_commit_wants_every_file_whole(url: str, written: dict[str, bytes]) -> None:
     storage = ObjectStorage(url)
     attempt = write(storage, 1, written)
@@ -253,7 +273,9 @@ def test_removal_first_takes_the_commit_back(s3: str, server_log: Path) -> None:
     storage = ObjectStorage(s3)
     commit(storage, 1, {"data": b"1"})
     storage.remove(1)
-    deleted = re.findall(f"DELETE /bucket/{s3.removeprefix('s3://bucket/')}/(.*) HTTP", server_log.read_text())
+    deleted = re.findall(
+        f"DELETE /bucket/{s3.removeprefix('s3://bucket/')}/(.*) HTTP", server_log.read_text()
+    )
     assert len(deleted) == 3
     assert deleted[0] == "step-00000001/committed"
 
@@ -276,7 +298,11 @@ def test_commit_clears_what_dead_writers_left(s3: str, server_port: int) -> None
     ]
     commit(alive, 2, {"data": b"in flight"}, own)
     commit(dead, 4, {"data": b"may be alive"}, above)
-    assert [read(alive, step, "data") for step in alive.steps()] == [b"in flight", b"3", b"may be alive"]
+    assert [read(alive, step, "data") for step in alive.steps()] == [
+        b"in flight",
+        b"3",
+        b"may be alive",
+    ]
 
 
 def test_foreign_objects_are_left_alone(s3: str, server_port: int) -> None:
@@ -318,16 +344,35 @@ def test_prefixes_are_folders(url: str) -> None:
 
 def test_damaged_commit(s3: str, server_port: int) -> None:
     storage = ObjectStorage(s3)
-    request(server_port, "PUT", f"/bucket/{s3.removeprefix('s3://bucket/')}/step-00000001/committed", b'{"attempt": ')
+    request(
+        server_port,
+        "PUT",
+        f"/bucket/{s3.removeprefix('s3://bucket/')}/step-00000001/committed",
+        b'{"attempt": ',
+    )
     with pytest.raises(CorruptCheckpointError, match="committed is damaged"), storage.open_step(1):
         pass
 
 
-def test_ranks_copy_steps_from_their_machines(s3: str, rank_server: RankServer, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "no_proxy"}
-    options = {"machines": [0, 0, 1, 1], "every": 2, "slow": f"{s3}/slow", "environment": environment}
+def test_ranks_copy_steps_from_their_machines(
+    s3: str, rank_server: RankServer, tmp_path: Path
+) -> None:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("AWS_") or name == "no_proxy"
+    }
+    options = {
+        "machines": [0, 0, 1, 1],
+        "every": 2,
+        "slow": f"{s3}/slow",
+        "environment": environment,
+    }
     pool = rank_server.shared()
-    assert pool.run("save_in_tiers", str(tmp_path), [1, 2, 3, 4, 5, 6], options, size=4) == [[4, 5, 6]] * 4
+    assert (
+        pool.run("save_in_tiers", str(tmp_path), [1, 2, 3, 4, 5, 6], options, size=4)
+        == [[4, 5, 6]] * 4
+    )
     assert ObjectStorage(f"{s3}/slow").steps() == [4, 6]
     for machine in (0, 1):
         shutil.rmtree(tmp_path / f"machine-{machine}")
@@ -377,7 +422,9 @@ def test_killed_writer_leaves_the_previous_step(s3: str) -> None:
     storage = ObjectStorage(s3)
     commit(storage, 1, {"data": b"1"})
     child = [sys.executable, "-c", CHILD + "print(attempt, flush=True); sys.stdin.read()", s3]
-    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         attempt = writer.stdout.readline().strip()
         writer.kill()
@@ -400,7 +447,9 @@ if pid == 0:
 assert os.waitpid(pid, 0)[1] == 0
 print(storage.steps())
 """
-    output = subprocess.check_output([sys.executable, "-W", "ignore", "-c", CHILD + child, s3], text=True)
+    output = subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-c", CHILD + child, s3], text=True
+    )
     assert output.startswith('CheckpointError("')
     assert "before a fork" in output
     assert output.endswith("\n[]\n")  # the parent's

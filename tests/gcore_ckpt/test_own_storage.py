@@ -17,7 +17,9 @@ class MemoryStorage:
 
     name: str
     max_file_bytes: int | None = None
-    files: dict[int | str, dict[str, bytes]] = field(default_factory=dict[int | str, dict[str, bytes]])
+    files: dict[int | str, dict[str, bytes]] = field(
+        default_factory=dict[int | str, dict[str, bytes]]
+    )
     """The files of each committed step, and of each attempt."""
     aside: list[int] = field(default_factory=list[int])
 

@@ -35,20 +35,30 @@ print(gcore_ckpt.load({str(tmp_path)!r})["w"].tolist())
 @pytest.mark.parametrize(
     ("module", "extra", "use"),
     [
-        ("tensorstore", "object-store", "from gcore_ckpt import Checkpointer; Checkpointer('s3://bucket/steps')"),
+        (
+            "tensorstore",
+            "object-store",
+            "from gcore_ckpt import Checkpointer; Checkpointer('s3://bucket/steps')",
+        ),
         ("transformers", "transformers", "import gcore_ckpt.integrations.transformers"),
         ("accelerate", "accelerate", "import gcore_ckpt.integrations.accelerate"),
         ("lightning", "lightning", "import gcore_ckpt.integrations.lightning"),
     ],
 )
 def test_a_missing_extra_is_named(module: str, extra: str, use: str) -> None:
-    found = subprocess.run([sys.executable, "-c", HIDE + use], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", HIDE + use], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 1
-    assert found.stderr.endswith(f"{module!r} is not installed: pip install 'gcore-ckpt[{extra}]'\n")
+    assert found.stderr.endswith(
+        f"{module!r} is not installed: pip install 'gcore-ckpt[{extra}]'\n"
+    )
 
 
 def test_importing_the_package_imports_no_integration() -> None:
     program = "import sys, gcore_ckpt; gcore_ckpt.Checkpointer; print(sorted(sys.modules))"
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True)
     assert "gcore_ckpt.checkpointer" in loaded
-    assert not [name for name in (*HIDDEN, "torch", "gcore_ckpt.integrations") if f"'{name}'" in loaded]
+    assert not [
+        name for name in (*HIDDEN, "torch", "gcore_ckpt.integrations") if f"'{name}'" in loaded
+    ]

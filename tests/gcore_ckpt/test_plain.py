@@ -30,14 +30,43 @@ class Mode(Enum):
 
 BASE = torch.arange(24.0).view(2, 3, 4)
 PLAIN: list[Any] = [
-    *(torch.zeros(3), torch.zeros(0, 2), torch.tensor(1.0), torch.zeros(4, 2).t(), torch.zeros(2).expand(3, 2)),
-    *(torch.nn.Parameter(torch.zeros(2)), torch.ones(2).bfloat16(), torch.ones(2, dtype=torch.complex64).conj()),
+    *(
+        torch.zeros(3),
+        torch.zeros(0, 2),
+        torch.tensor(1.0),
+        torch.zeros(4, 2).t(),
+        torch.zeros(2).expand(3, 2),
+    ),
+    *(
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.ones(2).bfloat16(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ),
     *(np.zeros(3), np.zeros((2, 3)).T, np.zeros(4)[::-2], np.zeros(0), np.array(2, np.uint8)),
-    *(None, True, 3, 2**80, 0.1, math.inf, "text", "\ud800", b"bytes", {1, "a"}, np.float32(1), {}, [], (), Mode.ON),
+    *(
+        None,
+        True,
+        3,
+        2**80,
+        0.1,
+        math.inf,
+        "text",
+        "\ud800",
+        b"bytes",
+        {1, "a"},
+        np.float32(1),
+        {},
+        [],
+        (),
+        Mode.ON,
+    ),
 ]
 OTHER: list[Any] = [
     *(BASE, BASE[0], BASE[:, 1], BASE.view(-1), BASE.permute(2, 1, 0)),
-    *(Shard(global_shape=(2,), offset=(0,), tensor=torch.zeros(2), name="own"), torch.zeros(2, device="meta")),
+    *(
+        Shard(global_shape=(2,), offset=(0,), tensor=torch.zeros(2), name="own"),
+        torch.zeros(2, device="meta"),
+    ),
     *(
         torch.eye(2).to_sparse(),
         torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
@@ -74,11 +103,17 @@ def test_the_short_way_ends_where_the_long_one_does(state: Any) -> None:
         expected = held(state)
         assert expected is not None
         assert plain[:2] == expected[:2]
-        assert [*map(id, plain.data)] == [*map(id, expected.data)] or any(0 in data.shape for data in plain.data)
+        assert [*map(id, plain.data)] == [*map(id, expected.data)] or any(
+            0 in data.shape for data in plain.data
+        )
 
 
 def test_what_is_plain_goes_the_short_way() -> None:
-    state: Any = {"leaves": PLAIN, "deep": OrderedDict(a=[{1: (PLAIN[0].clone(), 3)}]), "own": PerRank([torch.ones(1)])}
+    state: Any = {
+        "leaves": PLAIN,
+        "deep": OrderedDict(a=[{1: (PLAIN[0].clone(), 3)}]),
+        "own": PerRank([torch.ones(1)]),
+    }
     assert collect_plain(state) is not None
     for leaf in OTHER:
         assert collect_plain([leaf, BASE]) is None
@@ -102,14 +137,18 @@ def test_a_place_without_shards_is_no_dict() -> None:
 def test_boxes_that_are_known_are_kept() -> None:
     first = collect_plain({"a": torch.zeros(2), "b": torch.zeros(3)})
     assert first is not None
-    second = collect_plain({"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(3)}, 0, first.boxes)
+    second = collect_plain(
+        {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(3)}, 0, first.boxes
+    )
     assert second is not None
     assert [box.shape for box in second.boxes] == [(2,), (4,), (3,)]
     assert second.boxes[0] is first.boxes[0]
 
 
 def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    data = torch.randint(0, 2 if dtype == "bool" else 256, (math.prod(shape) * DTYPES[dtype].size_bytes,))
+    data = torch.randint(
+        0, 2 if dtype == "bool" else 256, (math.prod(shape) * DTYPES[dtype].size_bytes,)
+    )
     return data.to(torch.uint8).view(TORCH_DTYPES[dtype]).view(shape)
 
 
@@ -121,7 +160,13 @@ def zeros(dtype: torch.dtype | np.dtype[Any], shape: tuple[int, ...]) -> torch.T
 
 def bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg()
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    integers = {
+        1: torch.uint8,
+        2: torch.int16,
+        4: torch.int32,
+        8: torch.int64,
+        16: torch.complex128,
+    }
     return plain.view(integers[plain.itemsize]).numpy().tobytes()
 
 
@@ -147,28 +192,40 @@ def make_small() -> dict[str, Any]:
 def test_small_tensors_of_every_kind(tmp_path: Path, staging: Any) -> None:
     state = make_small()
     expected = {
-        name: value.tobytes() if isinstance(value, np.ndarray) else bits(value) for name, value in state.items()
+        name: value.tobytes() if isinstance(value, np.ndarray) else bits(value)
+        for name, value in state.items()
     }
     with Checkpointer(tmp_path, staging=staging) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state)
     verify(tmp_path)
     with torch.inference_mode():  # tensors that only inference may change
-        template = {name: zeros(value.dtype, value.shape) for name, value in load(tmp_path, mmap=True).items()}
+        template = {
+            name: zeros(value.dtype, value.shape)
+            for name, value in load(tmp_path, mmap=True).items()
+        }
     turned = {name: zeros(value.dtype, value.shape[::-1]).t() for name, value in template.items()}
     for found in (load(tmp_path), load(tmp_path, template), load(tmp_path, turned)):
         assert found.keys() == expected.keys()
         for name, value in found.items():
-            assert (value.tobytes() if isinstance(value, np.ndarray) else bits(value)) == expected[name], name
+            assert (value.tobytes() if isinstance(value, np.ndarray) else bits(value)) == expected[
+                name
+            ], name
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_small_tensors_on_a_cuda_device(tmp_path: Path) -> None:
-    expected = {name: value for name, value in make_small().items() if isinstance(value, torch.Tensor)}
+    expected = {
+        name: value for name, value in make_small().items() if isinstance(value, torch.Tensor)
+    }
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            state = {name: value.cuda() for name, value in expected.items() if value.dtype != torch.complex32}
+            state = {
+                name: value.cuda()
+                for name, value in expected.items()
+                if value.dtype != torch.complex32
+            }
             checkpointer.save(step, state)
             for name in ("float32.0", "float32.1", "int64.0", "bool.0"):
                 state[name].zero_()
@@ -192,7 +249,9 @@ def test_what_changes_after_a_save_is_not_in_it(tmp_path: Path) -> None:
             assert torch.equal(found, torch.arange(2000.0).add(step)[:, None].expand(2000, 8))
 
 
-def test_files_are_laid_out_again_when_tensors_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_laid_out_again_when_tensors_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned: list[int] = []
 
     def count(boxes: dict[int, HeldBox], max_file_bytes: int | None) -> Any:
@@ -202,6 +261,8 @@ def test_files_are_laid_out_again_when_tensors_have_changed(tmp_path: Path, monk
     monkeypatch.setattr("gcore_ckpt.saving.pipeline.lay_out", count)
     with Checkpointer(tmp_path) as checkpointer:
         for step, size in enumerate([3, 3, 3, 4, 4]):
-            checkpointer.save(step, {"a": torch.zeros(size), "step": step, "b": [torch.ones(2)]}).wait()
+            checkpointer.save(
+                step, {"a": torch.zeros(size), "step": step, "b": [torch.ones(2)]}
+            ).wait()
             assert load(tmp_path)["a"].shape == (size,)
             assert len(planned) == (1 if step < 3 else 2)

@@ -28,8 +28,12 @@ from gcore_ckpt.tools.cli import main
 
 
 class RankPool(Protocol):
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]: ...
-    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[str]: ...
+    def run(
+        self, function: str, *arguments: object, size: int, timeout_s: float = 60
+    ) -> list[Any]: ...
+    def errors(
+        self, function: str, *arguments: object, size: int, timeout_s: float = 60
+    ) -> list[str]: ...
 
 
 class RankServer(Protocol):
@@ -62,7 +66,9 @@ def test_a_run_that_goes_back_keeps_its_own_steps(path: str) -> None:
         assert checkpointer.steps() == [10, 20]
         assert checkpointer.load()["step"] == 20
         for step in (30, 40, 50, 60):
-            checkpointer.save(step, {"step": step, "run": "new", "x": torch.full((5,), step)}).wait()
+            checkpointer.save(
+                step, {"step": step, "run": "new", "x": torch.full((5,), step)}
+            ).wait()
             found = checkpointer.load()
             assert (found["step"], found["run"]) == (step, "new")
     assert runs(path) == {50: "new", 60: "new"}
@@ -79,7 +85,9 @@ def test_a_run_that_goes_back_keeps_its_own_steps(path: str) -> None:
 
 
 @pytest.mark.parametrize("step", [30, 45, 50])
-def test_a_save_that_is_not_above_the_latest_is_refused_before_anything_is_written(path: str, step: int) -> None:
+def test_a_save_that_is_not_above_the_latest_is_refused_before_anything_is_written(
+    path: str, step: int
+) -> None:
     save_steps(path, 20, 50)
     with Checkpointer(path, keep=2) as checkpointer:
         checkpointer.load(step=20)
@@ -94,11 +102,15 @@ def test_a_save_that_is_not_above_the_latest_is_refused_before_anything_is_writt
 
 def test_a_new_process_that_saves_below_the_latest_is_refused(path: str) -> None:
     save_steps(path, 20, 50)
-    with pytest.raises(CheckpointWriteError, match="step is 30; expected more than 50, the latest step that"):
+    with pytest.raises(
+        CheckpointWriteError, match="step is 30; expected more than 50, the latest step that"
+    ):
         save(path, {}, step=30)
     with Checkpointer(path) as checkpointer:
         checkpointer.save(60, {"run": "new"})
-        checkpointer.save(55, {"run": "new"})  # below one of its own: what order it saves in is its own affair
+        checkpointer.save(
+            55, {"run": "new"}
+        )  # below one of its own: what order it saves in is its own affair
         checkpointer.wait()
         checkpointer.load(step=20)
         with pytest.raises(CheckpointWriteError, match="step is 30; expected more than 60"):
@@ -110,7 +122,10 @@ def test_a_new_process_that_saves_below_the_latest_is_refused(path: str) -> None
 def test_what_cannot_be_rolled_back_to(path: str) -> None:
     save_steps(path, 20, 50)
     with Checkpointer(path) as checkpointer:
-        with pytest.raises(CheckpointNotFoundError, match=r"no step 30 to roll back to; its committed steps are \[20"):
+        with pytest.raises(
+            CheckpointNotFoundError,
+            match=r"no step 30 to roll back to; its committed steps are \[20",
+        ):
             checkpointer.rollback(30)
         with pytest.raises(TypeError, match="step is 'latest'; expected an int"):
             checkpointer.rollback("latest")  # pyright: ignore[reportArgumentType]
@@ -130,7 +145,9 @@ def test_saves_in_flight_are_set_aside_too(path: str) -> None:
 def test_a_damaged_record_is_an_error_and_nothing_is_loaded(tmp_path: Path) -> None:
     save_steps(tmp_path, 20, 50)
     (tmp_path / "rollback.json").write_text(json.dumps({"pending": "all"}))
-    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/rollback.json: format is 'None'; expected"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"{tmp_path}/rollback.json: format is 'None'; expected"
+    ):
         Checkpointer(tmp_path).load()
 
 
@@ -167,7 +184,9 @@ def test_a_kill_at_any_moment_leaves_the_old_truth_or_the_new(tmp_path: Path) ->
     save_steps(tmp_path / "origin", 10, 20, 30, 40, 50)
     truths: list[Sequence[int]] = []
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         code, number = 9, 0
@@ -194,7 +213,9 @@ def test_a_kill_at_any_moment_leaves_the_old_truth_or_the_new(tmp_path: Path) ->
     assert truths[0] != [10, 20]
 
 
-def test_a_failure_halfway_is_completed_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_halfway_is_completed_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_steps(tmp_path, 10, 20, 30)
     rename = Path.rename
 
@@ -226,7 +247,9 @@ def test_removing_a_step_of_an_object_store_keeps_what_was_set_aside_under_its_n
     assert storage.steps() == [3]
     assert storage.steps_set_aside() == [2]
     objects = Objects(path)
-    kept = {key.rpartition("/")[2] for key in objects.list_keys() if key.startswith("step-00000002/")}
+    kept = {
+        key.rpartition("/")[2] for key in objects.list_keys() if key.startswith("step-00000002/")
+    }
     assert {"data-00000.safetensors", "index.json"} <= kept
     storage.remove_set_aside()
     assert not [key for key in objects.list_keys() if key.startswith("step-00000002/")]
@@ -242,4 +265,7 @@ def test_all_ranks_go_back_together(rank_server: RankServer, tmp_path: Path) -> 
         assert Checkpointer(tmp_path).steps() == [1, 2]
         assert ranks.run("load_step", str(tmp_path), 2, size=3) == [True] * 3
         errors = ranks.errors("roll_back", str(tmp_path), 7, size=3)
-    assert all("CheckpointNotFoundError" in error and "no step 7 to roll back to" in error for error in errors), errors
+    assert all(
+        "CheckpointNotFoundError" in error and "no step 7 to roll back to" in error
+        for error in errors
+    ), errors

@@ -100,13 +100,32 @@ SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def texts(max_size: int | None = None) -> st.SearchStrategy[str]:
-    return st.text(st.characters(), max_size=max_size).filter(lambda text: not SURROGATE_PAIR.search(text))
+    return st.text(st.characters(), max_size=max_size).filter(
+        lambda text: not SURROGATE_PAIR.search(text)
+    )
 
 
 @st.composite
 def numpy_scalars(draw: st.DrawFn) -> np.generic:
     """Of every type that comes back as itself; a float64 is a Python float, and comes back as one."""
-    kinds = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "c8", "c16", "M8[ns]", "M8[25s]", "m8[D]"]
+    kinds = [
+        "?",
+        "i1",
+        "i2",
+        "i4",
+        "i8",
+        "u1",
+        "u2",
+        "u4",
+        "u8",
+        "f2",
+        "f4",
+        "c8",
+        "c16",
+        "M8[ns]",
+        "M8[25s]",
+        "m8[D]",
+    ]
     dtype = np.dtype(draw(st.sampled_from(kinds)))
     data = draw(st.binary(min_size=dtype.itemsize, max_size=dtype.itemsize))
     return np.frombuffer(data if dtype != np.bool_ else bytes([data[0] & 1]), dtype)[0]
@@ -123,10 +142,16 @@ leaves = st.one_of(
     texts(),
     st.binary(max_size=20),
     numpy_scalars(),
-    st.sets(st.one_of(st.none(), st.integers(), texts(), st.binary(max_size=4), st.frozensets(st.integers()))),
+    st.sets(
+        st.one_of(
+            st.none(), st.integers(), texts(), st.binary(max_size=4), st.frozensets(st.integers())
+        )
+    ),
     st.frozensets(st.tuples(texts(2), st.floats(allow_nan=False))),
 )
-keys = st.one_of(texts(4), st.sampled_from(["a", "b", "a.b", "1", 1, "-1", -1, "0x1", "None"]), st.integers())
+keys = st.one_of(
+    texts(4), st.sampled_from(["a", "b", "a.b", "1", 1, "-1", -1, "0x1", "None"]), st.integers()
+)
 states = st.recursive(
     leaves,
     lambda children: st.one_of(
@@ -159,7 +184,12 @@ def test_random_tensors_open_in_safetensors(state: dict[str, Any]) -> None:
 
 def test_data_file_has_the_names_of_the_tree(tmp_path: Path) -> None:
     model, optim = torch.nn.Linear(3, 2), torch.ones(2, dtype=torch.bfloat16)
-    state = {"model": model.state_dict(), "optim": [{"exp_avg": optim}], "a.b": np.arange(3), "a": {"b": np.zeros(2)}}
+    state = {
+        "model": model.state_dict(),
+        "optim": [{"exp_avg": optim}],
+        "a.b": np.arange(3),
+        "a": {"b": np.zeros(2)},
+    }
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(12, state)
     with safe_open(tmp_path / "step-00000012" / "data-00000.safetensors", "pt") as file:
@@ -170,7 +200,10 @@ def test_data_file_has_the_names_of_the_tree(tmp_path: Path) -> None:
 
 
 def test_bare_tensor_reserved_name_and_text_that_is_not_unicode() -> None:
-    assert_same(round_trip({"\ud800": torch.arange(3), "s": "\udfff"}), {"\ud800": torch.arange(3), "s": "\udfff"})
+    assert_same(
+        round_trip({"\ud800": torch.arange(3), "s": "\udfff"}),
+        {"\ud800": torch.arange(3), "s": "\udfff"},
+    )
     assert_same(round_trip(torch.arange(3)), torch.arange(3))
     assert_same(round_trip({"__metadata__": torch.arange(3)}), {"__metadata__": torch.arange(3)})
 
@@ -205,7 +238,13 @@ class Point(NamedTuple):
 
 def test_subclasses_come_back_as_what_they_equal() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    state = {"o": OrderedDict(a=1), "n": Point(1, 2.0), "e": Color.RED, "f": np.float64(0.1), "p": parameter}
+    state = {
+        "o": OrderedDict(a=1),
+        "n": Point(1, 2.0),
+        "e": Color.RED,
+        "f": np.float64(0.1),
+        "p": parameter,
+    }
     loaded = round_trip(state)
     expected = {"o": {"a": 1}, "n": (1, 2.0), "e": 3, "f": 0.1, "p": torch.ones(2)}
     assert_same(loaded, expected)
@@ -214,7 +253,10 @@ def test_subclasses_come_back_as_what_they_equal() -> None:
 def test_conjugate_view_and_numbers_too_long_for_decimal_digits() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
     state = {"conj": tensor, "plain": tensor.conj(), "int": -(3**20_000)}
-    assert_same(round_trip(state), {"conj": tensor.resolve_conj(), "plain": tensor.conj(), "int": -(3**20_000)})
+    assert_same(
+        round_trip(state),
+        {"conj": tensor.resolve_conj(), "plain": tensor.conj(), "int": -(3**20_000)},
+    )
 
 
 def test_mutation_after_save_changes_nothing(tmp_path: Path) -> None:
@@ -264,16 +306,32 @@ class Same(str):
     ],
     ids=lambda key: f"{type(key).__name__}",
 )  # fmt: skip
-@pytest.mark.parametrize("other", [{}, {"w": 2, 7: 3}, {Same("weight"): 2, 7: 3}], ids=["alone", "more", "same"])
-def test_a_key_that_would_not_come_back_as_it_is_is_refused(tmp_path: Path, key: Any, other: dict[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "other", [{}, {"w": 2, 7: 3}, {Same("weight"): 2, 7: 3}], ids=["alone", "more", "same"]
+)
+def test_a_key_that_would_not_come_back_as_it_is_is_refused(
+    tmp_path: Path, key: Any, other: dict[Any, Any]
+) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises((TypeError, ValueError), match=r"^state\['model'\] (has the key|is or has a key with)"):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^state\['model'\] (has the key|is or has a key with)"
+        ):
             checkpointer.save(1, {"model": {**other, key: torch.ones(1)}})
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_keys_that_look_alike_stay_apart() -> None:
-    state = {1: torch.ones(1), "1": torch.zeros(1), "01": 2, -1: "x", "-1": "y", 2**60: 1, "0x1": 3, "": 4, "True": 5}
+    state = {
+        1: torch.ones(1),
+        "1": torch.zeros(1),
+        "01": 2,
+        -1: "x",
+        "-1": "y",
+        2**60: 1,
+        "0x1": 3,
+        "": 4,
+        "True": 5,
+    }
     assert_same(round_trip(state), state)
 
 
@@ -292,7 +350,10 @@ def shard(value: float, name: str | None = None) -> Shard:
     ],
 )
 def test_a_shard_whose_name_is_that_of_another_entry_is_refused(tmp_path: Path, state: Any) -> None:
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"keys 'a' and 'w'|'w' and 'a'|name"):
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(ValueError, match=r"keys 'a' and 'w'|'w' and 'a'|name"),
+    ):
         checkpointer.save(1, state)
 
 
@@ -313,22 +374,34 @@ cyclic.append(cyclic)
             {"optim": {"state": {None: 1}}},
             r"state\['optim'\]\['state'\] has the key None of type NoneType; dict keys must be",
         ),
-        ({"a": [bytearray(2)]}, r"state\['a'\]\[0\] is a builtins.bytearray; a state holds dict, list, tuple, set, "),
+        (
+            {"a": [bytearray(2)]},
+            r"state\['a'\]\[0\] is a builtins.bytearray; a state holds dict, list, tuple, set, ",
+        ),
         ({"a": {torch.ones(2)}}, r"state\['a'\]\['item'\] is a torch.Tensor; a state holds"),
         ({"a": np.void(b"ab")}, r"state\['a'\] is a numpy.void; a state holds"),
         ({"a": np.array(["x"])}, r"state\['a'\] has dtype <U1; expected one of bool, uint8, "),
         ({"a": np.zeros(2, ">f4")}, r"state\['a'\] has dtype >f4; expected one of"),
-        ({"a": np.ma.masked_array([1])}, r"state\['a'\] is a MaskedArray; expected a plain numpy.ndarray"),
+        (
+            {"a": np.ma.masked_array([1])},
+            r"state\['a'\] is a MaskedArray; expected a plain numpy.ndarray",
+        ),
         (
             {"a": torch.zeros(2, device="meta")},
             r"state\['a'\] has layout torch.strided on device meta; expected a dense",
         ),
-        ({"a": torch.eye(2).to_sparse()}, r"state\['a'\] has layout torch.sparse_coo on device cpu; expected a dense"),
+        (
+            {"a": torch.eye(2).to_sparse()},
+            r"state\['a'\] has layout torch.sparse_coo on device cpu; expected a dense",
+        ),
         (
             {"a": torch.empty(2, dtype=torch.bits8)},
             r"has dtype torch.bits8; expected one of",
         ),
-        ({"a": cyclic}, r"state\['a'\]\[0\]\[0\]\.\.\. nests more than 100 containers, or contains itself"),
+        (
+            {"a": cyclic},
+            r"state\['a'\]\[0\]\[0\]\.\.\. nests more than 100 containers, or contains itself",
+        ),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, message: str) -> None:
@@ -350,18 +423,23 @@ def test_tensors_on_a_cuda_device(tmp_path: Path) -> None:
         assert_same(checkpointer.load(), expected)
 
 
-def test_what_a_load_would_refuse_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_load_would_refuse_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Level(enum.Enum):
         LOW = 1
 
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, {"seen": {1, 2}}).wait()
-        with pytest.raises(CheckpointWriteError, match=r"saving step 2 .* a set holds an item twice"):
+        with pytest.raises(
+            CheckpointWriteError, match=r"saving step 2 .* a set holds an item twice"
+        ):
             checkpointer.save(2, {"seen": {1, Level.LOW}}).wait()
         for module in ("saving.saver", "storage.local"):
             monkeypatch.setattr(f"gcore_ckpt.{module}.MAX_INDEX_BYTES", 10_000)
         with pytest.raises(
-            CheckpointWriteError, match=r"index.json has \d+ bytes; expected at most 10000: it holds all"
+            CheckpointWriteError,
+            match=r"index.json has \d+ bytes; expected at most 10000: it holds all",
         ):
             checkpointer.save(3, {"blob": bytes(10_000)}).wait()
         assert checkpointer.load() == {"seen": {1, 2}}

@@ -12,16 +12,26 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
+from gcore_ckpt import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    verify,
+)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def assert_equal_to_the_bit(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal_to_the_bit(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (name, found[name].dtype, found[name].shape) == (name, tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name
 
 
 def test_other_names_of_a_file(tmp_path: Path) -> None:
@@ -29,7 +39,9 @@ def test_other_names_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
     assert_equal_to_the_bit(Checkpointer(tmp_path / "adapter").load(), state)
-    assert_equal_to_the_bit(Checkpointer(tmp_path / "adapter" / "adapter_model.safetensors").load(), state)
+    assert_equal_to_the_bit(
+        Checkpointer(tmp_path / "adapter" / "adapter_model.safetensors").load(), state
+    )
     save_file(state, tmp_path / "adapter" / "second.safetensors")
     with pytest.raises(CheckpointNotFoundError, match="holds no committed step"):
         Checkpointer(tmp_path / "adapter").load()
@@ -37,7 +49,9 @@ def test_other_names_of_a_file(tmp_path: Path) -> None:
 
 def test_steps_come_before_weights_and_a_step_is_no_folder_of_weights(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / WEIGHTS)
-    with pytest.raises(CheckpointNotFoundError, match="holds safetensors files and no step 1; expected 'latest'"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="holds safetensors files and no step 1; expected 'latest'"
+    ):
         Checkpointer(tmp_path).load(step=1)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(1)})
@@ -58,7 +72,9 @@ def safetensors(header: object, data: bytes = bytes(24)) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)) -> dict[str, object]:
+def entry(
+    dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -67,7 +83,10 @@ def entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 2
     [
         (b"", "its header ends at byte 8, its 0 bytes"),
         (b"1234567", "its header ends at byte 8, its 7 bytes"),
-        (struct.pack("<Q", 2**64 - 1) + b"{}", "its header ends at byte 18446744073709551623, its 10 bytes"),
+        (
+            struct.pack("<Q", 2**64 - 1) + b"{}",
+            "its header ends at byte 18446744073709551623, its 10 bytes",
+        ),
         (safetensors(b"\xff\xfe"), "codec can't decode"),
         (safetensors(b"{"), "Expecting property name"),
         (safetensors(b"[" * 100_000), "recursion"),
@@ -77,17 +96,29 @@ def entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 2
         (safetensors(b'{"a": {}, "a": {}}'), "'a' is there twice"),
         (safetensors({"w": 3}), "tensor 'w': entry is .*; expected dict"),
         (safetensors({"w": {"dtype": "F32"}}), "tensor 'w': data_offsets and shape is missing"),
-        (safetensors({"w": entry(dtype="F31")}), "tensor 'w': unknown dtype 'F31'; expected one of BOOL, "),
+        (
+            safetensors({"w": entry(dtype="F31")}),
+            "tensor 'w': unknown dtype 'F31'; expected one of BOOL, ",
+        ),
         (safetensors({"w": entry(dtype=["F32"])}), "tensor 'w': dtype is .*; expected str"),
         (safetensors({"w": entry(shape=[6.0])}), "tensor 'w': shape is .*; expected int"),
         (safetensors({"w": entry(shape=[True, 6])}), "tensor 'w': shape is .*; expected int"),
         (safetensors({"w": entry(shape=[-2, -3])}), r"tensor 'w': shape is -2; expected 0 or more"),
-        (safetensors({"w": entry(shape=[2, 4])}), r"data_offsets 0 to 24 do not fit F32 of shape \(2, 4\), 32 bytes"),
+        (
+            safetensors({"w": entry(shape=[2, 4])}),
+            r"data_offsets 0 to 24 do not fit F32 of shape \(2, 4\), 32 bytes",
+        ),
         (safetensors({"w": entry(shape=[0, 2**62, 4], offsets=[0, 0])}, b""), "is too large"),
         (safetensors({"w": entry(offsets=[24, 0])}), "data_offsets 24 to 0 do not fit"),
         (safetensors({"w": entry(offsets=[0, 24, 48])}), "data_offsets are 3 numbers; expected 2"),
-        (safetensors({"w": entry(offsets=[1, 25])}), r"tensor 'w' begins at byte \d+, the one before it ends at"),
-        (safetensors({"v": entry(), "w": entry()}), r"tensor 'w' begins at byte \d+, the one before it ends at"),
+        (
+            safetensors({"w": entry(offsets=[1, 25])}),
+            r"tensor 'w' begins at byte \d+, the one before it ends at",
+        ),
+        (
+            safetensors({"v": entry(), "w": entry()}),
+            r"tensor 'w' begins at byte \d+, the one before it ends at",
+        ),
         (safetensors({"w": entry()}, bytes(23)), r"its tensors end at byte \d+, the file has"),
         (safetensors({"w": entry()}, bytes(25)), r"its tensors end at byte \d+, the file has"),
     ],
@@ -119,15 +150,35 @@ def drop(content: dict[str, Any]) -> None:
         (drop, "weight_map is missing"),
         (lambda content: content.update(weight_map=[]), "weight_map is .*; expected dict"),
         (lambda content: content["weight_map"].update(a=1), "file of 'a' is .*; expected str"),
-        (lambda content: content["weight_map"].update(a="../b"), "file name '../b' is not a plain name"),
-        (lambda content: content["weight_map"].update(a="/etc/passwd"), "file name '/etc/passwd' is not a plain name"),
-        (lambda content: content["weight_map"].update(a=".."), r"file name '\.\.' is not a plain name"),
-        (lambda content: content["weight_map"].update(c="1.safetensors"), "tensor 'c' is not in 1.safetensors, where"),
-        (lambda content: content["weight_map"].update(a="3.safetensors"), "3.safetensors: the file is missing"),
+        (
+            lambda content: content["weight_map"].update(a="../b"),
+            "file name '../b' is not a plain name",
+        ),
+        (
+            lambda content: content["weight_map"].update(a="/etc/passwd"),
+            "file name '/etc/passwd' is not a plain name",
+        ),
+        (
+            lambda content: content["weight_map"].update(a=".."),
+            r"file name '\.\.' is not a plain name",
+        ),
+        (
+            lambda content: content["weight_map"].update(c="1.safetensors"),
+            "tensor 'c' is not in 1.safetensors, where",
+        ),
+        (
+            lambda content: content["weight_map"].update(a="3.safetensors"),
+            "3.safetensors: the file is missing",
+        ),
     ],
 )
-def test_hostile_index_files(tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str) -> None:
-    content: dict[str, Any] = {"metadata": {}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+def test_hostile_index_files(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    content: dict[str, Any] = {
+        "metadata": {},
+        "weight_map": {"a": "1.safetensors", "b": "2.safetensors"},
+    }
     for name, file in content["weight_map"].items():
         save_file({name: torch.ones(2)}, tmp_path / file)
     (tmp_path / INDEX).write_text(json.dumps(content))
@@ -145,12 +196,18 @@ ENTRIES = st.fixed_dictionaries(
         "data_offsets": st.lists(NUMBERS, min_size=2, max_size=2) | st.lists(NUMBERS),
     }
 )
-HEADERS = st.dictionaries(st.sampled_from(["a", "b", "__metadata__", ""]), ENTRIES | st.none()).map(json.dumps)
+HEADERS = st.dictionaries(st.sampled_from(["a", "b", "__metadata__", ""]), ENTRIES | st.none()).map(
+    json.dumps
+)
 
 
 @pytest.mark.slow
 @settings(max_examples=150)
-@given(header=HEADERS.map(str.encode) | st.binary(max_size=40), size=st.integers(0, 40), cut=st.integers(0, 3))
+@given(
+    header=HEADERS.map(str.encode) | st.binary(max_size=40),
+    size=st.integers(0, 40),
+    cut=st.integers(0, 3),
+)
 def test_no_header_does_more_than_load_or_be_refused(
     header: bytes, size: int, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

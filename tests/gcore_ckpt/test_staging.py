@@ -66,7 +66,9 @@ class HostRegister:
         return {2: "out of memory"}[error]
 
     def holds(self, address: int) -> bool:
-        return any(start <= address < start + size_bytes for start, (size_bytes, _) in self.pinned.items())
+        return any(
+            start <= address < start + size_bytes for start, (size_bytes, _) in self.pinned.items()
+        )
 
 
 class LateStream:
@@ -89,7 +91,14 @@ class LateCuda(threading.local):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams, self.device = list(OWN), 0
-        names = ("is_initialized", "device_count", "current_device", "current_stream", "set_stream", "set_device")
+        names = (
+            "is_initialized",
+            "device_count",
+            "current_device",
+            "current_stream",
+            "set_stream",
+            "set_device",
+        )
         for name in (*names, "use_device"):
             monkeypatch.setattr(torch.cuda, name.replace("use_", ""), getattr(self, name))
 
@@ -141,9 +150,13 @@ class OnCuda(torch.Tensor):
                 target, source = args
                 assert kwargs == {"non_blocking": True}
                 register: Any = torch.cuda.cudart()
-                assert register.holds(target.data_ptr()) != register.is_full, "copied into pinned memory"
+                assert register.holds(target.data_ptr()) != register.is_full, (
+                    "copied into pinned memory"
+                )
                 stream = CUDA.current_stream(source.device)
-                assert (stream, CUDA.device) == (OWN[source.device.index], 0), "the caller's device and streams"
+                assert (stream, CUDA.device) == (OWN[source.device.index], 0), (
+                    "the caller's device and streams"
+                )
                 stream.queue.append(partial(target.copy_, source.as_subclass(torch.Tensor)))
                 return target
             case _ if func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
@@ -161,7 +174,9 @@ def put_states_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def stage_from_cuda(
         self: Stager, files: Sequence[FileLayout], holdings: Holdings, working: Working
     ) -> Iterator[StagedFile]:
-        data = tuple(x.as_subclass(OnCuda) if isinstance(x, torch.Tensor) else x for x in holdings.data)
+        data = tuple(
+            x.as_subclass(OnCuda) if isinstance(x, torch.Tensor) else x for x in holdings.data
+        )
         devices = frozenset(x.device for x in data if isinstance(x, torch.Tensor))
         return stage(self, files, holdings._replace(data=data, devices=devices), working)
 
@@ -171,13 +186,21 @@ def put_states_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("kind", ["full", "chunked"])
 def test_copies_end_before_a_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: HostRegister, kind: Staging, is_full: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    register: HostRegister,
+    kind: Staging,
+    is_full: bool,
 ) -> None:
     """Tensors on both devices, in the caller's streams: what changes after the save is not in it."""
     register.is_full = is_full
     monkeypatch.setattr(staging, "CHUNK_BYTES", 1 << 12)
     put_states_on_cuda(monkeypatch)
-    state = {"vector": torch.arange(3000.0), "matrix": torch.randn(40, 70), "half": torch.randn(9).bfloat16()}
+    state = {
+        "vector": torch.arange(3000.0),
+        "matrix": torch.randn(40, 70),
+        "half": torch.randn(9).bfloat16(),
+    }
     before = {name: tensor.clone() for name, tensor in state.items()}
     with Checkpointer(tmp_path, staging=kind) as checkpointer:
         for step in (1, 2):  # The memory of the first save is used again.
@@ -195,7 +218,9 @@ def test_copies_end_before_a_save_returns(
 
 
 @pytest.mark.usefixtures("register")
-def test_a_copy_that_fails_leaves_none_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_leaves_none_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise MemoryError("no memory for a copy")
 
@@ -207,7 +232,9 @@ def test_a_copy_that_fails_leaves_none_unfinished(tmp_path: Path, monkeypatch: p
         assert not any(stream.queue for stream in OWN)
 
 
-def test_pinned_memory_is_as_large_as_needed_and_is_unregistered_once_it_is_unused(register: HostRegister) -> None:
+def test_pinned_memory_is_as_large_as_needed_and_is_unregistered_once_it_is_unused(
+    register: HostRegister,
+) -> None:
     CUDA.set_device(1)
     with Workers(2) as workers:
         arena = Arena(workers)
@@ -239,7 +266,10 @@ def test_memory_that_cuda_does_not_pin_is_used_all_the_same(
         assert arena.reserve(1 << 20, pinned=True) is memory
         assert register.refused == [1 << 22]
         [warning] = caplog.messages
-        assert "CUDA cannot pin 4 MiB of host memory (cudaHostRegister: error 2, out of memory)" in warning
+        assert (
+            "CUDA cannot pin 4 MiB of host memory (cudaHostRegister: error 2, out of memory)"
+            in warning
+        )
         assert "ulimit -l" in warning
         del memory
         register.is_full = False

@@ -17,7 +17,10 @@ class Counter:
         self.values = values
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, **{f"seen_{value}": torch.tensor(value) for value in self.values}}
+        return {
+            "values": self.values,
+            **{f"seen_{value}": torch.tensor(value) for value in self.values},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values = state["values"]
@@ -35,7 +38,11 @@ def make(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5)}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5),
+    }
 
 
 def test_training_continues_with_the_objects_themselves(tmp_path: Path) -> None:
@@ -90,7 +97,8 @@ def test_an_object_that_was_not_saved_is_named(tmp_path: Path) -> None:
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     gcore_ckpt.save(tmp_path, {"model": torch.nn.Linear(3, 2)})
     with pytest.raises(
-        CheckpointMismatchError, match=r"state\['model'\]\['weight'\] has shape \(2, 4\) in the template"
+        CheckpointMismatchError,
+        match=r"state\['model'\]\['weight'\] has shape \(2, 4\) in the template",
     ):
         gcore_ckpt.load(tmp_path, {"model": torch.nn.Linear(4, 2)})
 

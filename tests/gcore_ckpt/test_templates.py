@@ -72,7 +72,12 @@ def test_types_of_the_template_come_back(tmp_path: Path) -> None:
     found = gcore_ckpt.load(tmp_path, template)
     progress = found["progress"]
     assert isinstance(progress, Progress)
-    assert (progress.step, progress.seen, progress.phase, progress.ready) == (7, {1, 3}, Phase.DECAY, True)
+    assert (progress.step, progress.seen, progress.phase, progress.ready) == (
+        7,
+        {1, 3},
+        Phase.DECAY,
+        True,
+    )
     assert progress.weights is weights
     assert torch.equal(weights, torch.arange(4.0))
     assert isinstance(found["moments"][0], Moments)
@@ -96,14 +101,17 @@ def test_without_a_template_they_are_plain(tmp_path: Path) -> None:
 def test_an_enum_that_lacks_the_value_is_named(tmp_path: Path) -> None:
     gcore_ckpt.save(tmp_path, {"a": {"level": 9}})
     with pytest.raises(
-        CheckpointMismatchError, match=r"state\['a'\]\['level'\] holds no Level in .*: 9 is not a valid"
+        CheckpointMismatchError,
+        match=r"state\['a'\]\['level'\] holds no Level in .*: 9 is not a valid",
     ):
         gcore_ckpt.load(tmp_path, {"a": {"level": Level.LOW}})
 
 
 def test_tensors_made_of_others(tmp_path: Path) -> None:
     """As quantized ones are: both parts are stored, and filled in place, or made on another device."""
-    gcore_ckpt.save(tmp_path, {"w": torch.nn.Parameter(TwoTensor(torch.arange(3.0), torch.ones(3)))})
+    gcore_ckpt.save(
+        tmp_path, {"w": torch.nn.Parameter(TwoTensor(torch.arange(3.0), torch.ones(3)))}
+    )
     saved = gcore_ckpt.load(tmp_path)["w"]
     assert torch.equal(saved["a"], torch.arange(3.0))
     assert saved["__class__"] == "torch.testing._internal.two_tensor.TwoTensor"
@@ -116,19 +124,29 @@ def test_tensors_made_of_others(tmp_path: Path) -> None:
     assert isinstance(made, TwoTensor)
     assert torch.equal(made.b, torch.ones(3))
 
-    gcore_ckpt.save(tmp_path, {"w": {"a": torch.ones(3), "b": torch.ones(3), "__class__": "another"}}, step=1)
-    with pytest.raises(CheckpointMismatchError, match=r"state\['w'\] is a torch.*TwoTensor in the template, something"):
+    gcore_ckpt.save(
+        tmp_path, {"w": {"a": torch.ones(3), "b": torch.ones(3), "__class__": "another"}}, step=1
+    )
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"state\['w'\] is a torch.*TwoTensor in the template, something",
+    ):
         gcore_ckpt.load(tmp_path, {"w": template})
 
 
 def test_a_report_of_what_was_missing_and_unused(tmp_path: Path) -> None:
-    saved = {"model": {"a": torch.ones(2), "head": torch.ones(5)}, "optim": {"state": {0: torch.ones(2)}}, "step": 3}
+    saved = {
+        "model": {"a": torch.ones(2), "head": torch.ones(5)},
+        "optim": {"state": {0: torch.ones(2)}},
+        "step": 3,
+    }
     gcore_ckpt.save(tmp_path, saved, step=4)
     a, new = torch.zeros(2), torch.full((3,), 7.0)
     template = {"model": {"a": a, "new_head": new, "tied": a}, "extra": {"x": {"y": 1}}}
     checkpointer = Checkpointer(tmp_path)
     with pytest.raises(
-        CheckpointMismatchError, match=r"does not hold state\['model'\]\['new_head'\], state\['extra'\]"
+        CheckpointMismatchError,
+        match=r"does not hold state\['model'\]\['new_head'\], state\['extra'\]",
     ):
         checkpointer.load(template)
     assert torch.equal(a, torch.zeros(2)), "nothing is filled by a load that is refused"
@@ -145,7 +163,9 @@ def test_a_report_of_what_was_missing_and_unused(tmp_path: Path) -> None:
     assert report.unused == ["model.head", "optim", "step"]
     assert report.size_bytes == 8
     # A shape that differs is no missing entry.
-    with pytest.raises(CheckpointMismatchError, match=r"\['a'\] has shape \(3,\) in the template, \(2,\)"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"\['a'\] has shape \(3,\) in the template, \(2,\)"
+    ):
         checkpointer.load({"model": {"a": torch.zeros(3)}}, strict=False)
     with pytest.raises(ValueError, match="strict is False and there is no template"):
         checkpointer.load(strict=False)
@@ -196,7 +216,9 @@ def test_what_a_save_did(tmp_path: Path) -> None:
     advances: list[tuple[int, int]] = []
     with Checkpointer(tmp_path) as checkpointer:
         start_s = time.perf_counter()
-        handle = checkpointer.save(1, {"w": torch.ones(1 << 20)}, progress=lambda *counts: advances.append(counts))
+        handle = checkpointer.save(
+            1, {"w": torch.ones(1 << 20)}, progress=lambda *counts: advances.append(counts)
+        )
         stall_s = time.perf_counter() - start_s
         handle.wait()
     report = handle.report
@@ -210,7 +232,9 @@ def test_what_a_save_did(tmp_path: Path) -> None:
 @st.composite
 def memories(draw: st.DrawFn) -> list[torch.Tensor]:
     """Tensors of which many lie in the memory of others."""
-    base = torch.randn(draw(st.integers(1, 4)), draw(st.integers(1, 4)), dtype=draw(st.sampled_from(DTYPES)))
+    base = torch.randn(
+        draw(st.integers(1, 4)), draw(st.integers(1, 4)), dtype=draw(st.sampled_from(DTYPES))
+    )
     rows, columns = base.shape
     others = {
         "the same": base.view(base.shape),
@@ -223,7 +247,9 @@ def memories(draw: st.DrawFn) -> list[torch.Tensor]:
         "another": torch.randn(2),
     }
     names = draw(st.lists(st.sampled_from(sorted(others)), max_size=6))
-    return draw(st.permutations([*draw(st.sampled_from(([base], []))), *(others[name] for name in names)]))
+    return draw(
+        st.permutations([*draw(st.sampled_from(([base], []))), *(others[name] for name in names)])
+    )
 
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -238,7 +264,9 @@ def test_memory_is_stored_once(tensors: list[torch.Tensor]) -> None:
         found = gcore_ckpt.load(path)
         templates = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         gcore_ckpt.load(path, templates)
-        size_bytes = sum(tensor.nbytes for tensor in gcore_ckpt.load(path, mmap=True) if tensor._base is None)
+        size_bytes = sum(
+            tensor.nbytes for tensor in gcore_ckpt.load(path, mmap=True) if tensor._base is None
+        )
     for tensor, new, template in zip(tensors, found, templates, strict=True):
         assert (new.dtype, new.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(new, tensor)
@@ -248,7 +276,9 @@ def test_memory_is_stored_once(tensors: list[torch.Tensor]) -> None:
         for tensor in whole[:i]:
             is_inside = base.data_ptr() <= tensor.data_ptr() < base.data_ptr() + base.nbytes
             if is_inside and tensor.dtype == base.dtype and tensor.nbytes < base.nbytes:
-                new, new_base = (found[next(k for k, t in enumerate(tensors) if t is x)] for x in (tensor, base))
+                new, new_base = (
+                    found[next(k for k, t in enumerate(tensors) if t is x)] for x in (tensor, base)
+                )
                 assert new.data_ptr() - new_base.data_ptr() == tensor.data_ptr() - base.data_ptr()
     assert size_bytes <= sum(t.nbytes for t in tensors)
 
@@ -263,7 +293,9 @@ def test_views_in_a_template_and_on_the_command_line(tmp_path: Path) -> None:
     gcore_ckpt.load(tmp_path / "a", {"m": {"tail": tail}})
     assert torch.equal(tail, w[1:].double())
     assert torch.equal(gcore_ckpt.load(tmp_path / "a", only=["m.turned"])["m"]["turned"], w.t())
-    with pytest.raises(CheckpointMismatchError, match=r"\['tail'\] has shape \(3, 4\) in the template, \(2, 4\)"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"\['tail'\] has shape \(3, 4\) in the template, \(2, 4\)"
+    ):
         gcore_ckpt.load(tmp_path / "a", {"m": {"tail": torch.zeros(3, 4)}})
 
     gcore_ckpt.export_hf(tmp_path / "a", tmp_path / "hf", prefix="m", dtype="bfloat16")
@@ -275,13 +307,18 @@ def test_views_in_a_template_and_on_the_command_line(tmp_path: Path) -> None:
     gcore_ckpt.save(tmp_path / "b", apart)
     a, b = (open_storage(tmp_path / name) for name in "ab")
     with open_step(a, 0) as first, open_step(b, 0) as second:
-        assert [(found.aspect, found.path) for found in compare(first, second)] == [("bytes", "m.tail")]
+        assert [(found.aspect, found.path) for found in compare(first, second)] == [
+            ("bytes", "m.tail")
+        ]
 
 
 @pytest.mark.parametrize(
-    ("kinds", "is_tied"), [(["view", "view"], True), (["view", "own"], False), (["own", "view"], False)]
+    ("kinds", "is_tied"),
+    [(["view", "view"], True), (["view", "own"], False), (["own", "view"], False)],
 )
-def test_ranks_need_not_tie_alike(ranks: RankPool, tmp_path: Path, kinds: list[str], is_tied: bool) -> None:
+def test_ranks_need_not_tie_alike(
+    ranks: RankPool, tmp_path: Path, kinds: list[str], is_tied: bool
+) -> None:
     found = ranks.run("save_tied", str(tmp_path), kinds, size=2)
     assert found == [[is_tied, [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]] * 2
 
@@ -289,8 +326,14 @@ def test_ranks_need_not_tie_alike(ranks: RankPool, tmp_path: Path, kinds: list[s
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        (["view", "wide"], r"state['turned'] has dtype float32 and shape (3, 2) on rank 0, dtype float64 and shape (3"),
-        (["flat", "own"], r"state['turned'] has dtype float32 and shape (6,) on rank 0, dtype float32 and shape (3, 2"),
+        (
+            ["view", "wide"],
+            r"state['turned'] has dtype float32 and shape (3, 2) on rank 0, dtype float64 and shape (3",
+        ),
+        (
+            ["flat", "own"],
+            r"state['turned'] has dtype float32 and shape (6,) on rank 0, dtype float32 and shape (3, 2",
+        ),
         (["view", "flat"], "state['turned'] is {'view': ['w', [3, 2]"),
         (["view", "number"], "state['turned'] is {'view': ['w', [3, 2]"),
         (["number", "view"], "state['turned'] is 3 on rank 0 and {'view': ['w'"),
@@ -312,7 +355,9 @@ def test_an_empty_dict_loads_what_was_saved_there(tmp_path: Path) -> None:
     model, optim = make()
     model(torch.ones(3)).sum().backward()
     optim.step()
-    gcore_ckpt.save(tmp_path, {"model": model.state_dict(), "optim": optim.state_dict(), "empty": {}, "x": 1})
+    gcore_ckpt.save(
+        tmp_path, {"model": model.state_dict(), "optim": optim.state_dict(), "empty": {}, "x": 1}
+    )
     other_model, other_optim = make()
     template = {"model": other_model.state_dict(), "optim": other_optim.state_dict(), "empty": {}}
     saved = gcore_ckpt.load(tmp_path, template)
@@ -322,6 +367,11 @@ def test_an_empty_dict_loads_what_was_saved_there(tmp_path: Path) -> None:
         one_optim.zero_grad()
         one(torch.ones(3)).sum().backward()
         one_optim.step()
-    assert torch.equal(other_optim.state_dict()["state"][0]["exp_avg"], optim.state_dict()["state"][0]["exp_avg"])
-    with pytest.raises(CheckpointMismatchError, match=r"state\['x'\] is a dict in the template, int in the checkpoint"):
+    assert torch.equal(
+        other_optim.state_dict()["state"][0]["exp_avg"], optim.state_dict()["state"][0]["exp_avg"]
+    )
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"state\['x'\] is a dict in the template, int in the checkpoint",
+    ):
         gcore_ckpt.load(tmp_path, {"x": {}})

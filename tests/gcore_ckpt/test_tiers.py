@@ -41,9 +41,13 @@ def data(*ranks: int) -> list[str]:
     return [f"data-{rank:05d}.safetensors" for rank in ranks]
 
 
-def test_each_machine_has_its_own_files_and_its_neighbours(rank_server: RankServer, tmp_path: Path) -> None:
+def test_each_machine_has_its_own_files_and_its_neighbours(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     pool = rank_server.shared()
-    for steps in pool.run("save_in_tiers", str(tmp_path), [3, 4, 5, 6], {"machines": [0, 0, 1, 1]}, size=4):
+    for steps in pool.run(
+        "save_in_tiers", str(tmp_path), [3, 4, 5, 6], {"machines": [0, 0, 1, 1]}, size=4
+    ):
         assert steps == [5, 6]
     whole = data(0, 1, 2, 3)
     places = [
@@ -58,7 +62,9 @@ def test_each_machine_has_its_own_files_and_its_neighbours(rank_server: RankServ
 
     root = tmp_path / "four"
     pool.run("save_in_tiers", str(root), [1], {}, size=4)
-    assert files(root) == {f"machine-{i}/step-00000001": sorted(data(i, (i - 1) % 4)) for i in range(4)}
+    assert files(root) == {
+        f"machine-{i}/step-00000001": sorted(data(i, (i - 1) % 4)) for i in range(4)
+    }
 
 
 def test_a_lost_machine_is_completed_by_its_neighbour_for_any_number_of_ranks(
@@ -83,7 +89,9 @@ def test_a_lost_machine_is_completed_by_its_neighbour_for_any_number_of_ranks(
     assert pool.run("load_from_tiers", str(tmp_path), 5, {}, size=4) == [(5, [5, 6])] * 4
 
 
-def test_a_copy_that_is_damaged_is_an_error_on_all_ranks(rank_server: RankServer, tmp_path: Path) -> None:
+def test_a_copy_that_is_damaged_is_an_error_on_all_ranks(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     pool = rank_server.shared()
     pool.run("save_in_tiers", str(tmp_path), [6, 7], {}, size=4)
     shutil.rmtree(tmp_path / "machine-2")
@@ -93,7 +101,8 @@ def test_a_copy_that_is_damaged_is_an_error_on_all_ranks(rank_server: RankServer
         file.write(b"\0" * 8)
     errors = pool.errors("load_from_tiers", str(tmp_path), None, {}, size=4)
     assert any(
-        "CorruptCheckpointError" in error and "data-00002.safetensors: tensor 'rows' has" in error for error in errors
+        "CorruptCheckpointError" in error and "data-00002.safetensors: tensor 'rows' has" in error
+        for error in errors
     )
     assert all("data-00002.safetensors" in error for error in errors)
     assert pool.run("load_from_tiers", str(tmp_path), 6, {}, size=4) == [(6, [6, 7])] * 4
@@ -101,7 +110,9 @@ def test_a_copy_that_is_damaged_is_an_error_on_all_ranks(rank_server: RankServer
     assert pool.run("load_from_tiers", str(tmp_path), None, {}, size=4) == [(6, [6])] * 4
 
 
-def test_a_rank_that_dies_while_others_read_from_it(rank_server: RankServer, tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_others_read_from_it(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     with rank_server.pool(3) as pool:
         pool.run("save_in_tiers", str(tmp_path), [6], {}, size=3)
         shutil.rmtree(tmp_path / "machine-1")
@@ -116,7 +127,11 @@ def resumed(log: Path) -> int:
 
 def saved(log: Path) -> list[int]:
     """The steps whose save has returned."""
-    return [int(step) for step in re.findall(r"saved (\d+)\n", log.read_text())] if log.exists() else []
+    return (
+        [int(step) for step in re.findall(r"saved (\d+)\n", log.read_text())]
+        if log.exists()
+        else []
+    )
 
 
 @pytest.mark.parametrize("machines", [[0, 1, 2], [0, 2], [2, 3, 0, 0]])
@@ -134,7 +149,11 @@ def test_a_machine_lost_in_training_costs_at_most_one_step(
     size = len(machines)
     with rank_server.pool(size) as pool:
         pool.start(
-            "train_in_tiers", str(tmp_path), str(again), {"every": 1000, "machines": machines}, ranks=range(size)
+            "train_in_tiers",
+            str(tmp_path),
+            str(again),
+            {"every": 1000, "machines": machines},
+            ranks=range(size),
         )
         wait_until(lambda: len(saved(again)) > 2)
     assert saved(log)[-1] - 1 <= resumed(again) <= saved(log)[-1] + 1
@@ -167,7 +186,9 @@ def kills(rank_server: RankServer, root: Path, number: int, seed: int) -> None:
                 shutil.rmtree(root / f"machine-{lost}")
         others = [machine for machine in range(4) if machine not in current]
         if len(current) < 2 or (others and rng.random() < 0.5):
-            current.add(rng.choice(others))  # an empty machine, or one that comes back with steps of long ago
+            current.add(
+                rng.choice(others)
+            )  # an empty machine, or one that comes back with steps of long ago
 
 
 def test_kills_at_random_moments(rank_server: RankServer, tmp_path: Path) -> None:
@@ -184,7 +205,11 @@ def test_many_kills_at_random_moments(rank_server: RankServer, tmp_path: Path) -
     [
         ("writing", [1], {4}),
         ("copying", [1], {4}),
-        ("committing", [1], {5}),  # its files lie next to an index on the machine that has the copies
+        (
+            "committing",
+            [1],
+            {5},
+        ),  # its files lie next to an index on the machine that has the copies
         ("committing", [1, 2], {4}),  # and here they do not
         ("committed", [1], {5}),
     ],
@@ -200,12 +225,18 @@ def test_a_death_in_each_part_of_a_save(
     for lost in ("nothing", f"machine-{dying[0]}"):
         shutil.rmtree(tmp_path / lost, ignore_errors=True)
         with rank_server.pool(3) as pool:
-            loaded = {step for step, _ in pool.run("load_from_tiers", str(tmp_path), None, {}, size=3)}
+            loaded = {
+                step for step, _ in pool.run("load_from_tiers", str(tmp_path), None, {}, size=3)
+            }
         assert loaded == possible
 
 
-def test_a_copy_that_cannot_be_written_fails_the_save_on_all_ranks(rank_server: RankServer, tmp_path: Path) -> None:
-    for rank, heard in enumerate(rank_server.shared().run("save_while_one_disk_is_full", str(tmp_path), 2, size=4)):
+def test_a_copy_that_cannot_be_written_fails_the_save_on_all_ranks(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
+    for rank, heard in enumerate(
+        rank_server.shared().run("save_while_one_disk_is_full", str(tmp_path), 2, size=4)
+    ):
         assert heard == [
             "",
             f"saving step 2 to {tmp_path}/machine-{rank} failed: {heard[1].partition('failed: ')[2]}",
@@ -216,7 +247,10 @@ def test_a_copy_that_cannot_be_written_fails_the_save_on_all_ranks(rank_server: 
 
 
 def test_going_back_in_all_tiers(rank_server: RankServer, tmp_path: Path) -> None:
-    assert rank_server.shared().run("go_back_in_tiers", str(tmp_path), size=4) == [([6, 7], [5, 6])] * 4
+    assert (
+        rank_server.shared().run("go_back_in_tiers", str(tmp_path), size=4)
+        == [([6, 7], [5, 6])] * 4
+    )
     assert len(list(tmp_path.glob("machine-*/set-aside-*"))) == 8
 
 
@@ -238,7 +272,10 @@ def test_one_process_has_tiers_too(tmp_path: Path, caplog: pytest.LogCaptureFixt
             assert checkpointer.load()["step"] == 11
         assert f"step 11 is loaded from {tmp_path}/fast; the newest steps are " in caplog.text
         assert torch.equal(checkpointer.load(step=6)["x"], torch.full((100_000,), 6))
-        with pytest.raises(CheckpointNotFoundError, match=r"hold no step 4; their committed steps are \[3, 6, 9, 11\]"):
+        with pytest.raises(
+            CheckpointNotFoundError,
+            match=r"hold no step 4; their committed steps are \[3, 6, 9, 11\]",
+        ):
             checkpointer.load(step=4)
     for tier in tiers:
         verify(tier.path)
@@ -249,12 +286,18 @@ def test_one_process_has_tiers_too(tmp_path: Path, caplog: pytest.LogCaptureFixt
         checkpointer.save(2, {})
 
 
-def test_a_slow_tier_that_fails_is_reported_and_the_step_stays_in_the_fast_one(tmp_path: Path) -> None:
-    with TieredCheckpointer([Tier(tmp_path / "fast"), Tier(tmp_path / "slow", every=2)]) as checkpointer:
+def test_a_slow_tier_that_fails_is_reported_and_the_step_stays_in_the_fast_one(
+    tmp_path: Path,
+) -> None:
+    with TieredCheckpointer(
+        [Tier(tmp_path / "fast"), Tier(tmp_path / "slow", every=2)]
+    ) as checkpointer:
         checkpointer.save(1, {"step": 1}).wait()
         (tmp_path / "slow").rename(tmp_path / "elsewhere")
         checkpointer.save(2, {"step": 2}).wait()
-        with pytest.raises(CheckpointWriteError, match=f"step 2 is committed to {tmp_path}/fast, but copying it to"):
+        with pytest.raises(
+            CheckpointWriteError, match=f"step 2 is committed to {tmp_path}/fast, but copying it to"
+        ):
             checkpointer.wait()
         assert checkpointer.load()["step"] == 2
 
@@ -263,7 +306,9 @@ def test_what_a_dead_run_has_not_copied_is_copied_by_the_next(tmp_path: Path) ->
     with Checkpointer(tmp_path / "fast") as checkpointer:  # as after a death before any copy
         for step in range(1, 6):
             checkpointer.save(step, {"step": step})
-    with TieredCheckpointer([Tier(tmp_path / "fast", keep=1), Tier(tmp_path / "slow", every=2)]) as checkpointer:
+    with TieredCheckpointer(
+        [Tier(tmp_path / "fast", keep=1), Tier(tmp_path / "slow", every=2)]
+    ) as checkpointer:
         checkpointer.save(7, {"step": 7})
     assert Checkpointer(tmp_path / "slow").steps() == [4]
     assert Checkpointer(tmp_path / "slow").load()["step"] == 4
@@ -275,7 +320,10 @@ def test_what_a_dead_run_has_not_copied_is_copied_by_the_next(tmp_path: Path) ->
         ({"every": 0}, "every is 0; expected 1 or more"),
         ({"keep": 0}, "keep is 0; expected None"),
         ({"replicas": -1}, "replicas is -1; expected None"),
-        ({"path": "s3://bucket/run", "replicas": 1}, "replicas is 1 and path is s3://bucket/run; expected a folder"),
+        (
+            {"path": "s3://bucket/run", "replicas": 1},
+            "replicas is 1 and path is s3://bucket/run; expected a folder",
+        ),
     ],
 )
 def test_tiers_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
@@ -290,7 +338,9 @@ def test_lists_of_tiers_that_cannot_be() -> None:
         TieredCheckpointer([Tier("a"), Tier("b", replicas=1)])
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "a", "b", "b"], ["a", "b", "a", "c", "c", "c"]])
+@pytest.mark.parametrize(
+    "names", [["a"], ["a", "b"], ["a", "a", "b", "b"], ["a", "b", "a", "c", "c", "c"]]
+)
 def test_every_file_gets_to_the_next_machines(names: list[str]) -> None:
     machines = Machines(names)
     for distance in range(1, len(machines.ranks)):
@@ -304,7 +354,12 @@ def test_every_file_gets_to_the_next_machines(names: list[str]) -> None:
 
 def test_parts_of_two_attempts_are_no_step() -> None:
     def part(index: str, saved_at: str, here: list[str], missing: list[str]) -> dict[str, Any]:
-        return {"index": index, "saved_at": saved_at, "files": dict.fromkeys(here, 1), "missing": missing}
+        return {
+            "index": index,
+            "saved_at": saved_at,
+            "files": dict.fromkeys(here, 1),
+            "missing": missing,
+        }
 
     one = part("first", "2026-01-01", ["a"], ["b"])
     other = part("second", "2026-01-02", ["b"], ["a"])
@@ -334,7 +389,10 @@ def test_a_damaged_copy_is_replaced_by_that_of_the_next_tier(
     loading.load(template)
     assert torch.equal(template["x"], torch.arange(1000) * 2)
     warning = caplog.messages[-1]
-    assert f"step 2 of {fast} is damaged, and is loaded from {slow}: {fast}/step-00000002/{file}" in warning
+    assert (
+        f"step 2 of {fast} is damaged, and is loaded from {slow}: {fast}/step-00000002/{file}"
+        in warning
+    )
     with pytest.raises(CorruptCheckpointError, match=f"{fast}/step-00000001/{file}"):
         loading.load(step=1)
     flip_last_bit(slow / "step-00000002" / file)
@@ -349,7 +407,9 @@ def test_a_damaged_step_is_not_copied_to_the_next_tier(tmp_path: Path, file: str
     flip_last_bit(tmp_path / "fast/step-00000002" / file)
     checkpointer = TieredCheckpointer([Tier(tmp_path / "fast"), Tier(tmp_path / "slow", every=2)])
     checkpointer.save(3, {"step": 3})
-    with pytest.raises(CheckpointWriteError, match=rf"copying it to .* {tmp_path}/fast/step-00000002/{file}"):
+    with pytest.raises(
+        CheckpointWriteError, match=rf"copying it to .* {tmp_path}/fast/step-00000002/{file}"
+    ):
         checkpointer.close()
     assert Checkpointer(tmp_path / "slow").steps() == []
 
@@ -361,7 +421,10 @@ def flip_last_bit(path: Path) -> None:
 
 
 def test_the_best_steps_stay_in_a_tier_and_delete_is_for_all(tmp_path: Path) -> None:
-    tiers = [Tier(tmp_path / "fast", keep=1, replicas=0), Tier(tmp_path / "slow", keep=1, keep_best=1, best_mode="min")]
+    tiers = [
+        Tier(tmp_path / "fast", keep=1, replicas=0),
+        Tier(tmp_path / "slow", keep=1, keep_best=1, best_mode="min"),
+    ]
     with TieredCheckpointer(tiers, process_group=None) as checkpointer:
         for step, metric in enumerate((0.5, 0.1, 0.7, 0.9)):
             checkpointer.save(step, step, metric=metric)

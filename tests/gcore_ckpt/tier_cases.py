@@ -43,7 +43,9 @@ def state_at(step: int, rank: Rank) -> dict[str, Any]:
     """The state after a step, of which this rank holds its rows, on any number of ranks."""
     size = dist.get_world_size()
     first, last = rank.number * ROWS // size, (rank.number + 1) * ROWS // size
-    rows = torch.arange(first, last, dtype=torch.float64)[:, None] + torch.linspace(0, 1, 50, dtype=torch.float64)
+    rows = torch.arange(first, last, dtype=torch.float64)[:, None] + torch.linspace(
+        0, 1, 50, dtype=torch.float64
+    )
     return {
         "step": step,
         "rows": Shard(global_shape=(ROWS, 50), offset=(first, 0), tensor=torch.sin(rows * step)),
@@ -71,7 +73,9 @@ def save_in_tiers(rank: Rank, root: str, steps: list[int], options: dict[str, An
         return checkpointer.steps()
 
 
-def load_from_tiers(rank: Rank, root: str, step: int | None, options: dict[str, Any]) -> tuple[int, list[int]]:
+def load_from_tiers(
+    rank: Rank, root: str, step: int | None, options: dict[str, Any]
+) -> tuple[int, list[int]]:
     checkpointer = tiered(rank, root, **options)
     return checked_load(checkpointer, rank, step), checkpointer.steps()
 
@@ -100,7 +104,9 @@ def train_in_tiers(rank: Rank, root: str, log: str, options: dict[str, Any]) -> 
                 note("saved", step)
 
 
-def die_in_save(rank: Rank, root: str, moment: str, dying: list[int], options: dict[str, Any]) -> str:
+def die_in_save(
+    rank: Rank, root: str, moment: str, dying: list[int], options: dict[str, Any]
+) -> str:
     """Saves steps 1 to 5; some ranks die while they save the fifth, and the others return what they hear."""
 
     def deadly(function: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
@@ -113,10 +119,14 @@ def die_in_save(rank: Rank, root: str, moment: str, dying: list[int], options: d
         return wrapped
 
     deaths: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "writing": lambda: patch.object(LocalStorage, "write_file", deadly(LocalStorage.write_file)),
+        "writing": lambda: patch.object(
+            LocalStorage, "write_file", deadly(LocalStorage.write_file)
+        ),
         "copying": lambda: patch.object(transfer, "Buffer", deadly(transfer.Buffer)),
         "committing": lambda: patch.object(LocalStorage, "commit", deadly(LocalStorage.commit)),
-        "committed": lambda: patch.object(LocalStorage, "commit", deadly(LocalStorage.commit, after=True)),
+        "committed": lambda: patch.object(
+            LocalStorage, "commit", deadly(LocalStorage.commit, after=True)
+        ),
     }
     is_fifth = False
     with deaths[moment]() if moment else nullcontext():

@@ -31,7 +31,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator["Cluster"]:
         cloudpickle.register_pickle_by_value(module)
     cluster = Cluster()
     for name in ("controllers", "services"):
-        cluster.add_node(num_cpus=4, resources={name: 4}, object_store_memory=150 << 20, include_dashboard=False)
+        cluster.add_node(
+            num_cpus=4, resources={name: 4}, object_store_memory=150 << 20, include_dashboard=False
+        )
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
@@ -52,8 +54,12 @@ def on_ray(cluster: "Cluster") -> Iterator["Run"]:
         async def guarded() -> list[Any]:
             async with asyncio.timeout(HANG_S):
                 if world_size not in started:
-                    started[world_size] = await RayControllers.start(world_size=world_size, num_cpus=0.5)
-                return await started[world_size].run(program, roles=list[str](), timeout_s=timeout_s)
+                    started[world_size] = await RayControllers.start(
+                        world_size=world_size, num_cpus=0.5
+                    )
+                return await started[world_size].run(
+                    program, roles=list[str](), timeout_s=timeout_s
+                )
 
         return asyncio.run(guarded())
 

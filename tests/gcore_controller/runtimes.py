@@ -22,7 +22,9 @@ HANG_S = 120
 class Run(Protocol):
     """Run a program on so many controllers, to its end."""
 
-    def __call__(self, program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]: ...
+    def __call__(
+        self, program: AnyProgram, world_size: int, *, timeout_s: float | None = None
+    ) -> list[Any]: ...
 
 
 def inline(program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]:
@@ -37,7 +39,9 @@ def simulated(program: AnyProgram, world_size: int, *, timeout_s: float | None =
     return run_simulated(program, roles=[], world_size=world_size, timeout_s=timeout_s)
 
 
-def over_messages(program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]:
+def over_messages(
+    program: AnyProgram, world_size: int, *, timeout_s: float | None = None
+) -> list[Any]:
     """What Ray's controllers do, in one process and without Ray; it has no deadline."""
     assert timeout_s is None
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
@@ -60,14 +64,19 @@ async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
         try:
             received = pickle.loads(packed)
         except Exception as error:
-            raise UnpicklableValueError(f"rank {rank} cannot unpickle it: {type(error).__name__}: {error}") from error
+            raise UnpicklableValueError(
+                f"rank {rank} cannot unpickle it: {type(error).__name__}: {error}"
+            ) from error
         peers[rank].deliver(received)
 
     async def take_tickets(rank: int, count: int, counter: str, limit: int | None) -> range:
         await asyncio.sleep(0)
         return counters[rank].take(count, counter, limit)
 
-    peers += [PeerCollectives(rank, world_size, send=send, take_tickets=take_tickets) for rank in range(world_size)]
+    peers += [
+        PeerCollectives(rank, world_size, send=send, take_tickets=take_tickets)
+        for rank in range(world_size)
+    ]
 
     async def run(peer: PeerCollectives) -> Any:
         result = await run_program(program, Context(group=peer, roles=[]))

@@ -118,7 +118,9 @@ def test_values_are_shared_in_one_process_and_copied_on_ray(run: Run) -> None:
         return received
 
     one_object = run in (inline, simulated)
-    assert [found["rank"] for found in run(program, SIZE)] == ([99] * SIZE if one_object else [0, 99, 0, 0])
+    assert [found["rank"] for found in run(program, SIZE)] == (
+        [99] * SIZE if one_object else [0, 99, 0, 0]
+    )
 
 
 def test_a_channel_of_a_channel_is_another_one(run: Run) -> None:
@@ -169,7 +171,9 @@ def test_tickets_go_to_one_controller_each(run: Run) -> None:
             assert await ctx.group.take_tickets(1, counter=f"own {ctx.rank}") == range(i, i + 1)
         with pytest.raises(ValueError, match="count is -1; expected 0 or more"):
             await ctx.group.take_tickets(-1)
-        assert await ctx.group.take_tickets(ctx.rank, counter="elsewhere", at=ctx.rank) == range(ctx.rank)
+        assert await ctx.group.take_tickets(ctx.rank, counter="elsewhere", at=ctx.rank) == range(
+            ctx.rank
+        )
         return mine
 
     taken = run(program, SIZE)
@@ -196,7 +200,9 @@ Calls = Callable[[Collectives], Awaitable[Any]]
 SAME_CALLS = "every controller must make the same calls in the same order$"
 
 
-async def texts_of_failures(ctx: Ctx, call: Calls, *, channel: str = "") -> tuple[type[Exception], str]:
+async def texts_of_failures(
+    ctx: Ctx, call: Calls, *, channel: str = ""
+) -> tuple[type[Exception], str]:
     """The error of a call; a later call on the channel raises the same one."""
     group = ctx.group.channel(channel)
     with pytest.raises(ControllerError) as first:
@@ -212,10 +218,26 @@ async def texts_of_failures(ctx: Ctx, call: Calls, *, channel: str = "") -> tupl
 @pytest.mark.parametrize(
     ("ops", "usual", "odd"),
     [
-        (("barrier", "all_gather"), lambda group: group.barrier(), lambda group: group.all_gather(1)),
-        (("all_reduce", "all_gather"), lambda group: group.all_reduce(1), lambda group: group.all_gather(1)),
-        (("all_to_all", "all_gather"), lambda group: group.all_to_all([1] * 4), lambda group: group.all_gather(1)),
-        (("all_gather", "all_to_all"), lambda group: group.all_gather(1), lambda group: group.all_to_all([1] * 4)),
+        (
+            ("barrier", "all_gather"),
+            lambda group: group.barrier(),
+            lambda group: group.all_gather(1),
+        ),
+        (
+            ("all_reduce", "all_gather"),
+            lambda group: group.all_reduce(1),
+            lambda group: group.all_gather(1),
+        ),
+        (
+            ("all_to_all", "all_gather"),
+            lambda group: group.all_to_all([1] * 4),
+            lambda group: group.all_gather(1),
+        ),
+        (
+            ("all_gather", "all_to_all"),
+            lambda group: group.all_gather(1),
+            lambda group: group.all_to_all([1] * 4),
+        ),
         (
             (r"broadcast\(src=0\)", r"broadcast\(src=1\)"),
             lambda group: group.broadcast(1, src=0),
@@ -282,7 +304,9 @@ def test_every_rank_its_own_source(run: Run) -> None:
     async def program(ctx: Ctx) -> None:
         await ctx.group.broadcast(ctx.rank, src=ctx.rank)
 
-    with pytest.raises(CollectiveMismatchError, match=r"collective 0: rank \d called broadcast\(src=\d\), rank \d"):
+    with pytest.raises(
+        CollectiveMismatchError, match=r"collective 0: rank \d called broadcast\(src=\d\), rank \d"
+    ):
         run(program, SIZE)
 
 
@@ -303,7 +327,9 @@ def test_two_collectives_at_once_on_a_channel(run: Run) -> None:
         return str(raised.value)
 
     refused, *others = run(program, SIZE)
-    assert refused.startswith("rank 0 called barrier while its all_gather (collective 0) was in flight: a channel ")
+    assert refused.startswith(
+        "rank 0 called barrier while its all_gather (collective 0) was in flight: a channel "
+    )
     assert "ctx.group.channel(name)" in refused
     assert others == ["[0, 1, 2, 3]"] * 3
 
@@ -365,7 +391,10 @@ def test_a_rank_that_returns_early_is_named(run: Run, when: str) -> None:
             text,
         )
     # Ranks that were notified have returned, too, and others may have waited for them.
-    assert any("for rank 1, whose program has returned after 1 collective on" in found[rank][1] for rank in (0, 2, 3))
+    assert any(
+        "for rank 1, whose program has returned after 1 collective on" in found[rank][1]
+        for rank in (0, 2, 3)
+    )
 
 
 def test_a_broadcast_to_ranks_that_have_returned(run: Run) -> None:
@@ -430,7 +459,10 @@ def test_a_program_that_exits_is_named(run: Run, code: int) -> None:
             sys.exit(code)
         await ctx.group.barrier()
 
-    with pytest.raises(ProgramExitedError, match=rf"^the program of controller 1 called sys.exit\({code}\); a program"):
+    with pytest.raises(
+        ProgramExitedError,
+        match=rf"^the program of controller 1 called sys.exit\({code}\); a program",
+    ):
         run(program, SIZE)
 
 
@@ -444,7 +476,10 @@ def test_a_program_that_cancels_itself_is_named(run: Run) -> None:
             await helper
         await ctx.group.barrier()
 
-    with pytest.raises(ProgramExitedError, match=r"^the program of controller 1 was cancelled from within: it awaited"):
+    with pytest.raises(
+        ProgramExitedError,
+        match=r"^the program of controller 1 was cancelled from within: it awaited",
+    ):
         run(program, SIZE)
 
 
@@ -454,9 +489,15 @@ def test_collectives_end_with_the_program(run: Run) -> None:
     async def program(ctx: Ctx) -> None:
         async def late() -> None:
             await returned.wait()
-            with pytest.raises(CollectiveMismatchError, match=r"rank . called barrier after its program had returned"):
+            with pytest.raises(
+                CollectiveMismatchError,
+                match=r"rank . called barrier after its program had returned",
+            ):
                 await ctx.group.barrier()
-            with pytest.raises(CollectiveMismatchError, match=r"rank . called take_tickets after its program had ret"):
+            with pytest.raises(
+                CollectiveMismatchError,
+                match=r"rank . called take_tickets after its program had ret",
+            ):
                 await ctx.group.take_tickets(1)
 
         returned = asyncio.Event()
@@ -471,10 +512,26 @@ def test_collectives_end_with_the_program(run: Run) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda group: group.broadcast(1, src=4), ValueError, "src is 4; expected a rank from 0 to 3"),
-        (lambda group: group.broadcast(1, src=-1), ValueError, "src is -1; expected a rank from 0 to 3"),
-        (lambda group: group.broadcast(1, src=1.0), TypeError, "'float' object cannot be interpreted as an integer"),
-        (lambda group: group.take_tickets(1, at=-1), ValueError, "at is -1; expected a rank from 0 to 3"),
+        (
+            lambda group: group.broadcast(1, src=4),
+            ValueError,
+            "src is 4; expected a rank from 0 to 3",
+        ),
+        (
+            lambda group: group.broadcast(1, src=-1),
+            ValueError,
+            "src is -1; expected a rank from 0 to 3",
+        ),
+        (
+            lambda group: group.broadcast(1, src=1.0),
+            TypeError,
+            "'float' object cannot be interpreted as an integer",
+        ),
+        (
+            lambda group: group.take_tickets(1, at=-1),
+            ValueError,
+            "at is -1; expected a rank from 0 to 3",
+        ),
         (
             lambda group: group.all_to_all([1, 2]),
             ValueError,
@@ -520,7 +577,9 @@ def test_sums_of_numpy_scalars_are_python_floats(run: Run) -> None:
     assert run(program, SIZE) == [(True, 2.0**24 + 3)] * SIZE
 
 
-@pytest.mark.parametrize("run", ["messages", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "run", ["messages", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "broadcast"])
 def test_a_value_that_cannot_be_pickled(run: Run, operation: str) -> None:
     async def program(ctx: Ctx) -> tuple[type[Exception], str]:
@@ -548,14 +607,19 @@ class OnlyLeaves:
         return int, ("not a number",)
 
 
-@pytest.mark.parametrize("run", ["messages", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "run", ["messages", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_value_that_cannot_be_unpickled(run: Run) -> None:
     async def program(ctx: Ctx) -> tuple[type[Exception], str]:
         return await texts_of_failures(ctx, lambda group: group.broadcast(OnlyLeaves()))
 
     for kind, text in run(program, SIZE):
         assert kind is UnpicklableValueError
-        assert_matches(r"rank 0 called broadcast\(src=0\) \(collective 0\) with a value that .* rank \d cannot", text)
+        assert_matches(
+            r"rank 0 called broadcast\(src=0\) \(collective 0\) with a value that .* rank \d cannot",
+            text,
+        )
         assert "invalid literal for int" in text
 
 
@@ -595,7 +659,14 @@ def test_a_run_after_one_that_failed(run: Run) -> None:
         assert run(succeeds, SIZE) == [([0, 1, 2, 3], 6.0)] * SIZE
 
 
-OPERATIONS: tuple[str, ...] = ("all_gather", "all_reduce", "broadcast 0", "broadcast last", "all_to_all", "barrier")
+OPERATIONS: tuple[str, ...] = (
+    "all_gather",
+    "all_reduce",
+    "broadcast 0",
+    "broadcast last",
+    "all_to_all",
+    "barrier",
+)
 
 Step = tuple[str, str]
 """Channel and operation."""
@@ -644,7 +715,11 @@ def expected_errors(programs: list[list[Step]]) -> tuple[type[Exception], ...]:
         channels = {channel for channel, _ in called}
         if None in steps or len(channels) == 1:
             return (CollectiveMismatchError,)
-        return (CollectiveMismatchError, StuckError) if len(set(called)) > len(channels) else (StuckError,)
+        return (
+            (CollectiveMismatchError, StuckError)
+            if len(set(called)) > len(channels)
+            else (StuckError,)
+        )
     return ()
 
 

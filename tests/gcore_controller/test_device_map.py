@@ -6,7 +6,12 @@ from dataclasses import replace
 from gcore_controller import DeviceTimers, Sizes
 from gcore_controller.runtimes.ray.devices import ReservedDevice, SharedDevices
 
-GPUS = [ReservedDevice("b", ["0"]), ReservedDevice("a", ["10"]), ReservedDevice("a", ["2"]), ReservedDevice("b", ["1"])]
+GPUS = [
+    ReservedDevice("b", ["0"]),
+    ReservedDevice("a", ["10"]),
+    ReservedDevice("a", ["2"]),
+    ReservedDevice("b", ["1"]),
+]
 
 
 def test_ranks_follow_nodes_and_gpus() -> None:
@@ -21,8 +26,12 @@ def test_ranks_follow_nodes_and_gpus() -> None:
 
 def test_a_device_keeps_its_place_when_its_engine_moves() -> None:
     """The last engine of the policy becomes the last of the judge, and the ranks stay where they are."""
-    before = SharedDevices.of(Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=4, ranks_in_turns=True), GPUS)
-    after = SharedDevices.of(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=4, ranks_in_turns=True), GPUS)
+    before = SharedDevices.of(
+        Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=4, ranks_in_turns=True), GPUS
+    )
+    after = SharedDevices.of(
+        Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=4, ranks_in_turns=True), GPUS
+    )
     assert after.ranks == before.ranks
     moved = before.names["engine 2"]
     assert after.names["judge 1"] == moved
@@ -40,12 +49,26 @@ def test_judges_on_the_devices_of_engines() -> None:
 
 def test_engines_on_the_devices_of_ranks() -> None:
     """Two ranks for each lent engine of two devices, and a fifth with a device of its own."""
-    sizes = Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=5, devices_per_engine=2, lends_ranks=True)
+    sizes = Sizes(
+        controllers=1,
+        engines=1,
+        judges={"judge": 1},
+        ranks=5,
+        devices_per_engine=2,
+        lends_ranks=True,
+    )
     assert (sizes.num_lent, sizes.num_own_ranks, sizes.num_reserved) == (2, 1, 10)
     assert str(sizes) == "1 controller, 1 engine, 2 lent engines, 1 judge and 5 training ranks"
     own = [ReservedDevice("a", ["0", "1"]), ReservedDevice("a", ["2", "3"])]
-    found = SharedDevices.of(sizes, [*own, ReservedDevice("b", ["0", "1"]), ReservedDevice("a", ["4", "5"])])
-    assert [(device.node, *device.gpus) for device in found.ranks] == [("a", "4"), ("a", "5"), ("b", "0"), ("b", "1")]
+    found = SharedDevices.of(
+        sizes, [*own, ReservedDevice("b", ["0", "1"]), ReservedDevice("a", ["4", "5"])]
+    )
+    assert [(device.node, *device.gpus) for device in found.ranks] == [
+        ("a", "4"),
+        ("a", "5"),
+        ("b", "0"),
+        ("b", "1"),
+    ]
     ranks = {f"trainer {rank}": f"device {1 - rank // 2}" for rank in range(4)}
     assert found.names == {"lent 0": "device 0", "lent 1": "device 1", **ranks}
 

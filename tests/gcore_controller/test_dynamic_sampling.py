@@ -24,7 +24,12 @@ class Steps:
 
 
 async def sample(
-    accepted: list[bool], quotas: list[int], *, world_size: int, max_waves: int = 50, interrupted: bool = False
+    accepted: list[bool],
+    quotas: list[int],
+    *,
+    world_size: int,
+    max_waves: int = 50,
+    interrupted: bool = False,
 ) -> list[Steps]:
     """Collect a step for each quota; prompts carry a signal as ``accepted`` says, over and over."""
 
@@ -36,7 +41,11 @@ async def sample(
             nonlocal next_index
             indices = range(next_index, next_index + count)
             next_index += count
-            return [Group(t) for t in indices if t % world_size == ctx.rank and accepted[t % len(accepted)]]
+            return [
+                Group(t)
+                for t in indices
+                if t % world_size == ctx.rank and accepted[t % len(accepted)]
+            ]
 
         seen = Steps(batches=[], surplus=[], states=[])
         for quota in quotas:
@@ -66,14 +75,18 @@ quota_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 @given(patterns, quota_lists)
 @settings(max_examples=60)
-async def test_the_same_groups_for_any_number_of_controllers(accepted: list[bool], quotas: list[int]) -> None:
+async def test_the_same_groups_for_any_number_of_controllers(
+    accepted: list[bool], quotas: list[int]
+) -> None:
     alone = await sample(accepted, quotas, world_size=1, max_waves=10_000)
     indices = [t for t in range(100_000) if accepted[t % len(accepted)]]
     expected: list[list[int]] = []
     for quota in quotas:
         expected.append(indices[:quota])
         indices = indices[quota:]
-    assert chosen(alone) == expected, "each step takes the oldest groups with a signal: none is skipped or used twice"
+    assert chosen(alone) == expected, (
+        "each step takes the oldest groups with a signal: none is skipped or used twice"
+    )
     for world_size in (2, 4, 8):
         everyones = await sample(accepted, quotas, world_size=world_size, max_waves=10_000)
         assert chosen(everyones) == expected
@@ -115,7 +128,9 @@ async def test_state_round_trip(accepted: list[bool], quotas: list[int], world_s
 async def test_where_all_are_kept_a_wave_is_the_batch(quota: int, world_size: int) -> None:
     """Nothing is left over for a later step, which has other weights."""
     for seen in await sample([True], [quota] * 3, world_size=world_size, max_waves=1):
-        assert all((h.num_waves, h.num_sampled, h.num_groups) == (1, quota, quota) for h in seen.batches)
+        assert all(
+            (h.num_waves, h.num_sampled, h.num_groups) == (1, quota, quota) for h in seen.batches
+        )
         assert seen.surplus == [[], [], []]
 
 
@@ -131,7 +146,9 @@ async def test_surplus_is_used_before_anything_is_sampled() -> None:
 
 async def test_nothing_has_a_signal() -> None:
     for seen in await sample([False], [8, 8], world_size=2, max_waves=3):
-        assert all((h.groups, h.num_groups, h.num_waves, h.num_kept) == ([], 0, 3, 0) for h in seen.batches)
+        assert all(
+            (h.groups, h.num_groups, h.num_waves, h.num_kept) == ([], 0, 3, 0) for h in seen.batches
+        )
         # However poor the acceptance rate, a wave is never much larger than a step.
         assert all(h.num_sampled == 3 * 8 for h in seen.batches)
 

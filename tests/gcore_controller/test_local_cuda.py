@@ -24,12 +24,16 @@ def test_ranks_can_use_cuda(tmp_path: Path, own: str | None) -> None:
     (tmp_path / "nvml.c").write_text(NVML)
     command = ["cc", "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"]
     subprocess.run(command, check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"
+    }
     environment |= {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "1"}
     if own is not None:
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = own
     program = Path(__file__).with_name("ranks_that_look_for_cuda.py")
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "rank": {

@@ -22,15 +22,21 @@ def test_a_computed_permutation_is_well_shuffled() -> None:
     num_rows = 20_000
     orders = [
         [order[i] for i in range(num_rows)]
-        for order in (FeistelPermutation(num_rows, seed=s, epoch=e) for s, e in ((0, 0), (1, 0), (0, 1)))
+        for order in (
+            FeistelPermutation(num_rows, seed=s, epoch=e) for s, e in ((0, 0), (1, 0), (0, 1))
+        )
     ]
     for i, order in enumerate(orders):
         steps = [abs(b - a) for a, b in pairwise(order)]
-        assert sum(steps) / len(steps) == pytest.approx(num_rows / 3, rel=0.02), "as of independent draws"
+        assert sum(steps) / len(steps) == pytest.approx(num_rows / 3, rel=0.02), (
+            "as of independent draws"
+        )
         thirds = Counter(row * 3 // num_rows for row in order[: num_rows // 3])
         assert min(thirds.values()) > 0.95 * num_rows / 9
         for other in orders[:i]:
-            assert sum(a == b for a, b in zip(order, other, strict=True)) < 12, "about one in expectation"
+            assert sum(a == b for a, b in zip(order, other, strict=True)) < 12, (
+                "about one in expectation"
+            )
 
 
 def test_a_large_data_set_is_shuffled_in_constant_memory() -> None:
@@ -60,7 +66,9 @@ def test_joined_rows() -> None:
 
 
 def test_parts_of_a_mixture_have_their_shares() -> None:
-    parts = [[f"{name}{i}" for i in range(size)] for name, size in (("a", 40), ("b", 9000), ("c", 300))]
+    parts = [
+        [f"{name}{i}" for i in range(size)] for name, size in (("a", 40), ("b", 9000), ("c", 300))
+    ]
     rows = Mixture(parts, [1, 2, 0.5])
     drawn = [row for _, row in PromptLoader(rows, seed=5).take(7000)]
     assert Counter(row[0] for row in drawn) == {"a": 7 * 286, "b": 7 * 571, "c": 7 * 143}

@@ -27,20 +27,26 @@ def drawn(num_rows: int, seed: int, world_size: int, per_controller: int) -> dic
 
 
 @given(sizes, seeds, st.integers(1, 8), st.integers(0, 20))
-def test_controllers_share_out_one_order(num_rows: int, seed: int, world_size: int, per_controller: int) -> None:
+def test_controllers_share_out_one_order(
+    num_rows: int, seed: int, world_size: int, per_controller: int
+) -> None:
     alone = drawn(num_rows, seed, 1, world_size * per_controller)
     assert drawn(num_rows, seed, world_size, per_controller) == alone
 
 
 @given(sizes, seeds, st.integers(1, 4))
 def test_every_row_once_an_epoch(num_rows: int, seed: int, num_epochs: int) -> None:
-    rows = list(islice(ShardedSampler(num_rows, seed=seed, rank=0, world_size=1), num_rows * num_epochs))
+    rows = list(
+        islice(ShardedSampler(num_rows, seed=seed, rank=0, world_size=1), num_rows * num_epochs)
+    )
     for epoch in range(num_epochs):
         assert sorted(rows[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
 
 
 def test_epochs_and_seeds_differ_in_order() -> None:
-    first, second = (list(islice(ShardedSampler(50, seed=s, rank=0, world_size=1), 100)) for s in (0, 1))
+    first, second = (
+        list(islice(ShardedSampler(50, seed=s, rank=0, world_size=1), 100)) for s in (0, 1)
+    )
     assert first[:50] != second[:50]
     assert first[:50] != first[50:]
 
@@ -85,7 +91,9 @@ def test_a_resumed_loader_continues_in_the_same_order(
 ) -> None:
     """With another number of controllers too: the position is one number, the same on all of them."""
     rows = list(range(num_rows))
-    loaders = [PromptLoader(rows, seed=seed, rank=rank, world_size=before) for rank in range(before)]
+    loaders = [
+        PromptLoader(rows, seed=seed, rank=rank, world_size=before) for rank in range(before)
+    ]
     taken = [pair for loader in loaders for count in draws for pair in loader.take(count)]
     [state] = {tuple(sorted(loader.state().items())) for loader in loaders}
     resumed = [PromptLoader(rows, seed=seed, rank=rank, world_size=after) for rank in range(after)]
@@ -101,8 +109,14 @@ def test_a_state_of_other_data_is_refused() -> None:
     loader.take(2)
     expected = loader.state()
     for state, message in (
-        (PromptLoader([1, 2], seed=0).state(), "num_rows of the saved position is 2; expected 3, as this data set has"),
-        (PromptLoader([1, 2, 3], seed=9).state(), "seed of the saved position is 9; expected 0, as this data set has"),
+        (
+            PromptLoader([1, 2], seed=0).state(),
+            "num_rows of the saved position is 2; expected 3, as this data set has",
+        ),
+        (
+            PromptLoader([1, 2, 3], seed=9).state(),
+            "seed of the saved position is 9; expected 0, as this data set has",
+        ),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state(state)

@@ -20,7 +20,9 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
     "error",
     [
         RuntimeError(GLOO),
-        RuntimeError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"),
+        RuntimeError(
+            "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
+        ),
         RuntimeError("ncclCommAbort was called, because another rank is gone"),
         DistBackendError("remote process exited or there was a network error"),
         DistNetworkError("The client socket has timed out after 300s"),
@@ -38,7 +40,9 @@ def test_a_rank_that_misses_another_one_is_a_loss(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
+        RuntimeError(
+            "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"
+        ),
         ValueError("Connection closed by peer, says a loss"),
         ZeroDivisionError("division by zero"),
         OSError(28, "No space left on device"),
@@ -62,7 +66,9 @@ def test_an_error_of_code_is_none(error: Exception) -> None:
 def test_a_loss_is_named_by_every_later_call(number: str, how: str) -> None:
     """Of local ranks: the caller that met it may have carried on."""
     program = Path(__file__).with_name("ranks_that_are_killed.py")
-    done = subprocess.run([sys.executable, program, number], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, program, number], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["errors"] == [f"training rank 0 (process {found['pid']}) {how}"] * 4
@@ -75,7 +81,15 @@ def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) 
     def make_worker(device: str) -> Any:
         raise AssertionError(f"no rank meets the others on {device}")
 
-    spec = TrainerSpec(make_worker=make_worker, num_ranks=2, device="cpu", num_threads=1, enter_process=lambda _: None)
-    with pytest.raises(ClusterError, match=r"GLOO_SOCKET_IFNAME is 'eth77'; expected an interface of .+: lo") as info:
+    spec = TrainerSpec(
+        make_worker=make_worker,
+        num_ranks=2,
+        device="cpu",
+        num_threads=1,
+        enter_process=lambda _: None,
+    )
+    with pytest.raises(
+        ClusterError, match=r"GLOO_SOCKET_IFNAME is 'eth77'; expected an interface of .+: lo"
+    ) as info:
         join_ranks(spec, 0, None, "cpu")
     assert rank_failure(info.value, "training rank 0 failed", ()) is info.value

@@ -23,7 +23,13 @@ class Ended(BaseException):
 
 
 def spec(device: str, make_worker: Callable[[str], Any] = lambda _: WORKER) -> TrainerSpec:
-    return TrainerSpec(make_worker=make_worker, num_ranks=3, device=device, num_threads=1, enter_process=lambda _: None)
+    return TrainerSpec(
+        make_worker=make_worker,
+        num_ranks=3,
+        device=device,
+        num_threads=1,
+        enter_process=lambda _: None,
+    )
 
 
 @pytest.mark.parametrize(("rank", "device"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0")])
@@ -47,12 +53,16 @@ def test_local_ranks_have_the_gpus_in_turn(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ended)
     with pytest.raises(Ended):
-        local._run_rank(rank, spec("cuda"), tmp_path / "store", SimpleNamespace(), SimpleNamespace(value=0))  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # the body of a process
+        local._run_rank(
+            rank, spec("cuda"), tmp_path / "store", SimpleNamespace(), SimpleNamespace(value=0)
+        )  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # the body of a process
     assert calls == [f"set {device}", f"rank {rank} joins on {device}"]
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:1", "nccl"), ("cpu", "gloo")])
-def test_ranks_exchange_tensors_where_they_are(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_exchange_tensors_where_they_are(
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[tuple[str, int, int]] = []
 
     def init(name: str, *, store: Any, rank: int, world_size: int) -> None:
@@ -61,6 +71,8 @@ def test_ranks_exchange_tensors_where_they_are(device: str, backend: str, monkey
 
     monkeypatch.setattr(dist, "init_process_group", init)
     places: list[str] = []
-    worker, replicas = join_ranks(spec(device, lambda place: places.append(place) or WORKER), 2, "store", device)
+    worker, replicas = join_ranks(
+        spec(device, lambda place: places.append(place) or WORKER), 2, "store", device
+    )
     assert (worker, replicas, places) == (WORKER, {"actor": (0, 1)}, [device])
     assert found == [(backend, 2, 3)]

@@ -57,7 +57,10 @@ async def test_large_parts_arrive_whole() -> None:
     async def program(ctx: Ctx) -> bool:
         parts = [np.full(1 << 20, 10 * ctx.rank + to) for to in range(ctx.world_size)]
         received = await ctx.group.all_to_all(parts)
-        return all(int(part[0]) == int(part[-1]) == 10 * src + ctx.rank for src, part in enumerate(received))
+        return all(
+            int(part[0]) == int(part[-1]) == 10 * src + ctx.rank
+            for src, part in enumerate(received)
+        )
 
     assert await on_ray(program, 3) == [True] * 3
 
@@ -155,7 +158,9 @@ async def test_notices_reach_every_controller() -> None:
 
     try:
         assert await controllers.run(program, roles=list[str](), reported=reported) == [[], []]
-        assert await controllers.run(program, roles=["a", "b"], reported=reported) == [["a", "b"]] * 2
+        assert (
+            await controllers.run(program, roles=["a", "b"], reported=reported) == [["a", "b"]] * 2
+        )
     finally:
         await controllers.close()
 
@@ -172,7 +177,9 @@ async def test_what_a_listener_raises_ends_the_run() -> None:
         await run_ray(program, roles=list[str](), reported=reported)
 
 
-async def test_controllers_of_a_lost_node_start_on_another(cluster: Cluster, tmp_path: Path) -> None:
+async def test_controllers_of_a_lost_node_start_on_another(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """The error names one of them; the node that takes over is there already."""
     node = cluster.add_node(num_cpus=4, resources={"lost": 2}, object_store_memory=100 << 20)
 
@@ -190,7 +197,10 @@ async def test_controllers_of_a_lost_node_start_on_another(cluster: Cluster, tmp
         while len(list(tmp_path.iterdir())) < 2:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-        with pytest.raises(ControllerDiedError, match=r"controller [01], process \d+ on [\d.]+, died: (it|its node) "):
+        with pytest.raises(
+            ControllerDiedError,
+            match=r"controller [01], process \d+ on [\d.]+, died: (it|its node) ",
+        ):
             await asyncio.wait_for(running, 60)
         found = await asyncio.wait_for(controllers.run(later, roles=list[str]()), 60)
     finally:
@@ -266,7 +276,9 @@ async def test_no_cluster_answers() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    with pytest.raises(ConnectionError, match=rf"no Ray cluster answers at '127.0.0.1:{port}': .*refused"):
+    with pytest.raises(
+        ConnectionError, match=rf"no Ray cluster answers at '127.0.0.1:{port}': .*refused"
+    ):
         check_token(f"127.0.0.1:{port}")
 
 
@@ -279,7 +291,10 @@ async def test_one_program_at_a_time() -> None:
     try:
         first = asyncio.create_task(controllers.run(program, roles=list[str]()))
         await asyncio.sleep(0)
-        with pytest.raises(ClusterError, match="these controllers run another program; wait for it, or start others"):
+        with pytest.raises(
+            ClusterError,
+            match="these controllers run another program; wait for it, or start others",
+        ):
             await controllers.run(program, roles=list[str]())
         assert await first == [[0, 1]] * 2
     finally:
@@ -307,7 +322,9 @@ async def test_too_few_resources_are_refused_before_anything_starts() -> None:
     async def program(ctx: Ctx) -> None:
         raise AssertionError("it started")
 
-    with pytest.raises(ClusterError, match="99 controllers need 99 CPU: the cluster has 8; start more"):
+    with pytest.raises(
+        ClusterError, match="99 controllers need 99 CPU: the cluster has 8; start more"
+    ):
         await on_ray(program, 99)
     with pytest.raises(ClusterError, match="2 controllers need 2 TPU: the cluster has 0"):
         await run_ray(program, roles=list[str](), world_size=2, resources={"TPU": 1})
@@ -322,7 +339,10 @@ async def test_no_room_in_time() -> None:
     holding = asyncio.create_task(run_ray(holder, roles=list[str](), world_size=2, num_cpus=4))
     while ray.available_resources().get("CPU"):
         await asyncio.sleep(0.05)
-    with pytest.raises(ClusterError, match=r"2 controllers, each with \{'CPU': 1.0\}, found no capacity within 0.5 s"):
+    with pytest.raises(
+        ClusterError,
+        match=r"2 controllers, each with \{'CPU': 1.0\}, found no capacity within 0.5 s",
+    ):
         await run_ray(holder, roles=list[str](), world_size=2, start_timeout_s=0.5)
     holding.cancel()
     with pytest.raises(asyncio.CancelledError):

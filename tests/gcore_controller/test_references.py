@@ -27,23 +27,34 @@ LARGE = 1 << 22
 
 
 async def on_ray(program: AnyProgram, world_size: int) -> list[Any]:
-    return await run_ray(program, roles=list[str](), world_size=world_size, resources={"controllers": 1})
+    return await run_ray(
+        program, roles=list[str](), world_size=world_size, resources={"controllers": 1}
+    )
 
 
 async def exchange(ctx: Ctx) -> tuple[list[int], list[int], float]:
     """References go through an all-to-all, alone and inside other objects; then their values are read."""
-    own = [ctx.put(np.full(1000 * (ctx.rank + 1), 10 * ctx.rank + to)) for to in range(ctx.world_size)]
+    own = [
+        ctx.put(np.full(1000 * (ctx.rank + 1), 10 * ctx.rank + to)) for to in range(ctx.world_size)
+    ]
     received = await ctx.group.all_to_all(own)
     described = await ctx.group.all_gather({"first": own[0]})
     values = [await reference.get() for reference in received]
     first = [float((await one["first"].get())[0]) for one in described]
-    return [reference.nbytes for reference in received], [int(value[-1]) for value in values], sum(first)
+    return (
+        [reference.nbytes for reference in received],
+        [int(value[-1]) for value in values],
+        sum(first),
+    )
 
 
 def exchanged(world_size: int) -> list[tuple[list[int], list[int], float]]:
     ranks = range(world_size)
     nbytes = [8000 * (src + 1) for src in ranks]
-    return [(nbytes, [10 * src + rank for src in ranks], float(sum(10 * src for src in ranks))) for rank in ranks]
+    return [
+        (nbytes, [10 * src + rank for src in ranks], float(sum(10 * src for src in ranks)))
+        for rank in ranks
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -134,7 +145,9 @@ def consumer(cluster: Cluster) -> Iterator[Any]:
 async def test_bytes_move_only_to_who_gets_them(producer: Any, consumer: Any) -> None:
     """Controllers hand on what one service made to another one on their own node."""
 
-    async def program(ctx: Context[list[Any]]) -> tuple[int, set[str], tuple[int, bool, bool], set[str]] | None:
+    async def program(
+        ctx: Context[list[Any]],
+    ) -> tuple[int, set[str], tuple[int, bool, bool], set[str]] | None:
         make, use = ctx.roles
         made = await make.make.remote(7) if ctx.rank == 0 else None
         [reference] = await ctx.group.broadcast(made)
@@ -144,7 +157,9 @@ async def test_bytes_move_only_to_who_gets_them(producer: Any, consumer: Any) ->
         read = await use.read.remote({"images": reference})
         return reference.nbytes, before, read, await places_of(reference)
 
-    _, found = await run_ray(program, roles=[producer, consumer], world_size=2, resources={"controllers": 1})
+    _, found = await run_ray(
+        program, roles=[producer, consumer], world_size=2, resources={"controllers": 1}
+    )
     assert found is not None
     nbytes, before, read, after = found
     assert nbytes == 4 * LARGE
@@ -173,5 +188,8 @@ async def test_a_handle_is_small(producer: Any) -> None:
 async def test_a_value_is_lost_with_who_put_it(producer: Any) -> None:
     [reference] = await producer.make.remote(1)
     os.kill(await producer.pid.remote(), signal.SIGKILL)
-    with pytest.raises(ReferenceLostError, match=rf"a value of {4 * LARGE} bytes is lost, for the process that put it"):
+    with pytest.raises(
+        ReferenceLostError,
+        match=rf"a value of {4 * LARGE} bytes is lost, for the process that put it",
+    ):
         await asyncio.wait_for(reference.get(), 60)

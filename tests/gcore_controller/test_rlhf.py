@@ -29,7 +29,9 @@ from gcore_controller import (
 from gcore_controller.errors import RewardFailuresError
 from gcore_controller.rlhf.batch_producer import exchange
 
-CONFIG = RLHFConfig(total_steps=12, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8)
+CONFIG = RLHFConfig(
+    total_steps=12, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8
+)
 CLOCKS = ("timing_s/", "perf/throughput")
 
 
@@ -56,7 +58,9 @@ class Notebook:
                 self.samples.append(samples)
                 assert step == self.num_updating + self.first_step
                 assert all(spans) or metrics["timing_s/step"] == 0
-                self.metrics.append({name: value for name, value in metrics.items() if not name.startswith(CLOCKS)})
+                self.metrics.append(
+                    {name: value for name, value in metrics.items() if not name.startswith(CLOCKS)}
+                )
             case Reached(step=step, controllers=controllers):
                 assert step == self.num_updating + self.first_step
                 self.states.append(controllers)
@@ -117,7 +121,10 @@ class ShownTones(Tones):
         assert (prepared is None) == (batch.num_groups == 0)
         assert not any(take.has_signal for take in batch.filtered)
         return [
-            (hash((step, take.prompt_index)), {"prompt_index": take.prompt_index, "is_filtered": is_filtered})
+            (
+                hash((step, take.prompt_index)),
+                {"prompt_index": take.prompt_index, "is_filtered": is_filtered},
+            )
             for takes, is_filtered in ((batch.groups, False), (batch.filtered, True))
             for take in takes
         ]
@@ -134,18 +141,33 @@ def test_the_same_samples_are_shown_by_any_number_of_controllers() -> None:
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
 @pytest.mark.parametrize("partial_rollout", [False, True])
-def test_resumption_with_another_number_of_controllers(schedule: Any, *, partial_rollout: bool) -> None:
+def test_resumption_with_another_number_of_controllers(
+    schedule: Any, *, partial_rollout: bool
+) -> None:
     """Groups that wait in the surplus, and unfinished ones, have one owner each again."""
-    config = replace(CONFIG, schedule=schedule, max_staleness=3, partial_rollout=partial_rollout, over_sample_rate=0.5)
+    config = replace(
+        CONFIG,
+        schedule=schedule,
+        max_staleness=3,
+        partial_rollout=partial_rollout,
+        over_sample_rate=0.5,
+    )
     first = run(replace(config, total_steps=6), world_size=2)
     if partial_rollout:
         assert any(state["unfinished"] for state in first.states[-1])
-    assert sum(len(state["sampler"]["surplus"]) for states in first.states for state in states) or schedule == "sync"
+    assert (
+        sum(len(state["sampler"]["surplus"]) for states in first.states for state in states)
+        or schedule == "sync"
+    )
     waiting = sorted(
-        group["ticket"] for state in first.states[-1] for group in (*state["sampler"]["surplus"], *state["unfinished"])
+        group["ticket"]
+        for state in first.states[-1]
+        for group in (*state["sampler"]["surplus"], *state["unfinished"])
     )
     assert len(set(waiting)) == len(waiting)
-    start = RunStart(first_step=6, controllers=first.states[-1], is_policy_behind=True, is_evaluated=True)
+    start = RunStart(
+        first_step=6, controllers=first.states[-1], is_policy_behind=True, is_evaluated=True
+    )
     resumed = run(config, start, world_size=3, logits=first.weights[-1])
     assert [row["sampling/groups"] for row in resumed.metrics] == [6] * 6
     if schedule == "sync" and not partial_rollout:
@@ -158,7 +180,9 @@ def test_staleness_of_schedules() -> None:
     """An engine as slow as this one is a step behind, or as far as it may be."""
     config = replace(CONFIG, filter_groups=False, max_staleness=3)
     rows = run(replace(config, schedule="one_step_off"), world_size=2, seconds=1.0).metrics
-    assert [row["sampling/oldest_version"] for row in rows] == [max(0, step - 2) for step in range(1, 13)]
+    assert [row["sampling/oldest_version"] for row in rows] == [
+        max(0, step - 2) for step in range(1, 13)
+    ]
     rows = run(replace(config, schedule="async"), world_size=2, seconds=1.0).metrics
     staleness = [step - row["sampling/oldest_version"] for step, row in enumerate(rows)]
     assert 1 <= max(staleness) <= 3
@@ -173,7 +197,9 @@ class _Louder(Tones):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_metric_is_recorded_once_the_modality_returns_it(world_size: int) -> None:
-    plain, louder = (run(CONFIG, world_size=world_size, modality=kind).metrics for kind in (Tones, _Louder))
+    plain, louder = (
+        run(CONFIG, world_size=world_size, modality=kind).metrics for kind in (Tones, _Louder)
+    )
     assert [row.pop("critic/score/max") for row in louder] == [0.0] * 12
     assert louder == plain
 
@@ -181,7 +207,9 @@ def test_a_metric_is_recorded_once_the_modality_returns_it(world_size: int) -> N
 class _Stale(Tones):
     async def generate(self, ctx: Context[Roles], wave: Wave[int]) -> Generated[Take]:
         generated = await super().generate(ctx, wave)
-        return Generated(groups=[replace(g, oldest_version=-g.prompt_index) for g in generated.groups])
+        return Generated(
+            groups=[replace(g, oldest_version=-g.prompt_index) for g in generated.groups]
+        )
 
 
 def test_a_sample_of_other_weights_is_an_error() -> None:
@@ -226,7 +254,10 @@ async def test_exchange_gives_every_controller_its_part() -> None:
         mine = range(ctx.rank * 3, ctx.rank * 3 + 3)
         groups = [Take(i, np.zeros(1, np.int64), np.zeros(1), 0) for i in mine]
         costs = [float(i * i % 7) for i in mine]
-        return [g.prompt_index for g in await exchange(groups, costs, balance=heaviest_first, group=ctx.group)]
+        return [
+            g.prompt_index
+            for g in await exchange(groups, costs, balance=heaviest_first, group=ctx.group)
+        ]
 
     parts = await run_inline(program, roles=None, world_size=3)
     all_costs = [float(i * i % 7) for i in range(9)]

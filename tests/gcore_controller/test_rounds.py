@@ -27,7 +27,12 @@ from gcore_controller import (
 )
 
 CONFIG = RLHFConfig(
-    total_steps=4, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8, reports_waves=True
+    total_steps=4,
+    train_batch_size=6,
+    test_freq=4,
+    filter_groups=True,
+    max_num_gen_batches=8,
+    reports_waves=True,
 )
 
 
@@ -85,7 +90,9 @@ def run(config: RLHFConfig, *, world_size: int, observer: Observer | None = None
 
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 5))
 @settings(max_examples=15)
-def test_each_prompt_and_token_of_a_step_is_in_one_round(world_size: int, batch_size: int, max_waves: int) -> None:
+def test_each_prompt_and_token_of_a_step_is_in_one_round(
+    world_size: int, batch_size: int, max_waves: int
+) -> None:
     config = replace(CONFIG, train_batch_size=batch_size, max_num_gen_batches=max_waves)
     for rounds, sampled, stepped in run(config, world_size=world_size).steps:
         assert [done.number for done in rounds] == list(range(1, 1 + len(rounds)))
@@ -104,7 +111,8 @@ def test_training_is_the_same_whether_waves_are_reported_or_not() -> None:
     def shown(observer: Observer) -> list[dict[str, float]]:
         clocks = ("timing_s/", "perf/throughput")
         return [
-            {k: v for k, v in stepped.metrics.items() if not k.startswith(clocks)} for _, _, stepped in observer.steps
+            {k: v for k, v in stepped.metrics.items() if not k.startswith(clocks)}
+            for _, _, stepped in observer.steps
         ]
 
     reported = run(CONFIG, world_size=2)

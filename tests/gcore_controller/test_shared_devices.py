@@ -74,7 +74,9 @@ async def connect_engine(handle: Any, *, start_timeout_s: float) -> Any:
 
 def make_worker(device: str) -> Any:
     """A rank without models."""
-    return SimpleNamespace(roles=["actor"], replica=lambda _: (0, 1), device=device, close=lambda: None)
+    return SimpleNamespace(
+        roles=["actor"], replica=lambda _: (0, 1), device=device, close=lambda: None
+    )
 
 
 def enter(rank: int) -> None:
@@ -113,7 +115,9 @@ async def test_controllers_with_models_have_gpus_of_their_own() -> None:
 
 
 async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
-    reserved = SimpleNamespace(cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=60.0)
+    reserved = SimpleNamespace(
+        cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=60.0
+    )
     config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
     engines = RoleActors[Any](
         ["engine", "judge"],
@@ -123,7 +127,9 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
         put_to_sleep=put_to_sleep,
         connect=connect_engine,
     )
-    spec = TrainerSpec(make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter)
+    spec = TrainerSpec(
+        make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter
+    )
     group = RayTrainerGroup()
     try:
         await engines.resize(SIZES, config)

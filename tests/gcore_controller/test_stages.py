@@ -66,7 +66,9 @@ def test_a_stage_ends_when_it_raises() -> None:
 Tree = list[tuple[str, int, "Tree"]]
 trees: st.SearchStrategy[Tree] = st.recursive(
     st.just([]),
-    lambda children: st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), children), max_size=3),
+    lambda children: st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 5), children), max_size=3
+    ),
     max_leaves=12,
 )
 

@@ -9,10 +9,20 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tones import Roles, Synthesizer, Take, Tones, Trainer
 
-from gcore_controller import Context, Generated, RLHFConfig, State, TrainingBatch, Wave, run_simulated
+from gcore_controller import (
+    Context,
+    Generated,
+    RLHFConfig,
+    State,
+    TrainingBatch,
+    Wave,
+    run_simulated,
+)
 from gcore_controller.rlhf.batch_producer import BatchProducer
 
-CONFIG = RLHFConfig(total_steps=1, train_batch_size=6, test_freq=1, tail_batching=True, over_sample_rate=0.5)
+CONFIG = RLHFConfig(
+    total_steps=1, train_batch_size=6, test_freq=1, tail_batching=True, over_sample_rate=0.5
+)
 
 
 class Melodies(Tones):
@@ -47,7 +57,14 @@ class Melodies(Tones):
                     deferred.append(index)
                 elif length > 0:
                     scores = np.array([0.0, float(length % 2 == 0)])
-                    takes.append(Take(index, np.zeros(length, np.int64), scores, ctx.roles.policy.weight_version))
+                    takes.append(
+                        Take(
+                            index,
+                            np.zeros(length, np.int64),
+                            scores,
+                            ctx.roles.policy.weight_version,
+                        )
+                    )
         return Generated(groups=takes, deferred=deferred)
 
 
@@ -89,10 +106,14 @@ def run(
 ) -> Run:
     async def program(ctx: Context[Synthesizer]) -> list[TrainingBatch[Take]]:
         roles = Roles(policy=ctx.roles, learner=Trainer(np.zeros(8), ctx.group))
-        producer = BatchProducer(ctx.with_roles(roles), modality(lengths), config, first_step=0, state=state)
+        producer = BatchProducer(
+            ctx.with_roles(roles), modality(lengths), config, first_step=0, state=state
+        )
         return [await producer.sample() for _ in range(num_steps)]
 
-    steps = list(zip(*run_simulated(program, roles=Synthesizer(), world_size=world_size), strict=True))
+    steps = list(
+        zip(*run_simulated(program, roles=Synthesizer(), world_size=world_size), strict=True)
+    )
     return Run(
         indices=[sorted(g.prompt_index for batch in step for g in batch.groups) for step in steps],
         metrics=[step[0].metrics for step in steps],
@@ -117,12 +138,19 @@ def test_each_prompt_is_trained_on_once_or_queued(
     for world_size, modality in ((2, Melodies), (4, ShoutedMelodies)):
         together = run(lengths, num_steps, config, world_size=world_size, modality=modality)
         assert (together.indices, together.metrics) == (alone.indices, alone.metrics)
-        assert [state["tail"] for state in together.states[-1]] == [alone.states[-1][0]["tail"]] * world_size
+        assert [state["tail"] for state in together.states[-1]] == [
+            alone.states[-1][0]["tail"]
+        ] * world_size
 
 
-@given(st.lists(st.integers(-1, 12).map(lambda x: x**3), min_size=1, max_size=60).filter(any), st.integers(1, 3))
+@given(
+    st.lists(st.integers(-1, 12).map(lambda x: x**3), min_size=1, max_size=60).filter(any),
+    st.integers(1, 3),
+)
 @settings(max_examples=15, deadline=None)
-def test_with_a_filter_and_failures_nothing_else_is_lost(lengths: list[int], max_num_gen_batches: int) -> None:
+def test_with_a_filter_and_failures_nothing_else_is_lost(
+    lengths: list[int], max_num_gen_batches: int
+) -> None:
     config = replace(CONFIG, filter_groups=True, max_num_gen_batches=max_num_gen_batches)
     found = run(lengths, 8, config, world_size=2)
     lost = set(range(found.num_drawn)) - {*found.trained, *found.queued}
@@ -134,7 +162,9 @@ def test_with_a_filter_and_failures_nothing_else_is_lost(lengths: list[int], max
 
 @given(heavy_tails, st.integers(1, 7), st.sampled_from([(1, 1), (2, 2), (4, 1), (1, 3)]))
 @settings(max_examples=15, deadline=None)
-def test_a_resumed_run_is_an_uninterrupted_one(lengths: list[int], at: int, world_sizes: tuple[int, int]) -> None:
+def test_a_resumed_run_is_an_uninterrupted_one(
+    lengths: list[int], at: int, world_sizes: tuple[int, int]
+) -> None:
     before, after = world_sizes
     whole = run(lengths, 8, world_size=before)
     rest = run(lengths, 8 - at, world_size=after, state=whole.states[at - 1][0])
@@ -152,7 +182,9 @@ def test_short_steps_are_short_and_long_ones_take_what_was_deferred() -> None:
     assert all(1000 in by_step[step] for step in long)
     # The first step has measured the lengths; in the others no short response waits for a long one.
     assert not any(1000 in by_step[step] for step in range(1, 40) if step not in long)
-    assert all(row["sampling/dropped_groups"] == row["sampling/stale_groups"] == 0 for row in found.metrics)
+    assert all(
+        row["sampling/dropped_groups"] == row["sampling/stale_groups"] == 0 for row in found.metrics
+    )
 
 
 def test_the_length_follows_what_it_defers() -> None:

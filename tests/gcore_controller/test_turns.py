@@ -29,7 +29,9 @@ from gcore_controller import (
     run_simulated,
 )
 
-CONFIG = RLHFConfig(total_steps=3, train_batch_size=6, test_freq=2, filter_groups=True, max_num_gen_batches=8)
+CONFIG = RLHFConfig(
+    total_steps=3, train_batch_size=6, test_freq=2, filter_groups=True, max_num_gen_batches=8
+)
 
 
 @dataclass
@@ -67,8 +69,15 @@ class SleepingSynthesizer(Synthesizer):
         parts = {"weights": weights, "cache": cache}
         self.device.wake(*(f"{self.name} {part}" for part, wakes in parts.items() if wakes))
 
-    async def play(self, indices: Sequence[int], n: int) -> AsyncGenerator[tuple[int, NDArray[np.int64], int]]:
-        assert self.device.awake == {"engine weights", "engine cache", "judge weights", "judge cache"}
+    async def play(
+        self, indices: Sequence[int], n: int
+    ) -> AsyncGenerator[tuple[int, NDArray[np.int64], int]]:
+        assert self.device.awake == {
+            "engine weights",
+            "engine cache",
+            "judge weights",
+            "judge cache",
+        }
         async for take in super().play(indices, n):
             yield take
 
@@ -112,7 +121,9 @@ def run(
 ) -> tuple[list[dict[str, float]], SharedDevice]:
     logits, metrics, device = np.zeros(NUM_TONES), list[dict[str, float]](), SharedDevice()
     plain = Synthesizer(seconds=0.01)
-    engine, judge = (SleepingSynthesizer(seconds=0.01, device=device, name=name) for name in ("engine", "judge"))
+    engine, judge = (
+        SleepingSynthesizer(seconds=0.01, device=device, name=name) for name in ("engine", "judge")
+    )
     turns = DeviceTurns(SleepingTrainer(device), engine, [judge], devices=DeviceTimers(), ranks=[0])
 
     async def record(event: Event) -> None:
@@ -120,7 +131,9 @@ def run(
             assert ("trainer" in device.awake) == (not shares or modality.saves_evaluated)
         if isinstance(event, Stepped):
             assert not shares or "trainer" in device.awake, "the models can be saved"
-            metrics.append({k: v for k, v in event.metrics.items() if not k.startswith(("timing_s/", "perf/"))})
+            metrics.append(
+                {k: v for k, v in event.metrics.items() if not k.startswith(("timing_s/", "perf/"))}
+            )
 
     async def program(ctx: Context[Any]) -> None:
         if shares:
@@ -197,9 +210,22 @@ class Silent(Tones):
 
 def test_a_step_without_an_update_keeps_the_weights() -> None:
     """The models can be saved after it all the same."""
-    _, device = run(world_size=1, shares=True, config=replace(CONFIG, total_steps=1), modality=Silent)
-    sync, sampling = ["+engine weights"], ["-trainer", "+engine weights engine cache", "+judge weights judge cache"]
-    assert device.log == [*sync, *sampling, "-engine kept", "-judge kept", "+trainer", *sync, *sampling]
+    _, device = run(
+        world_size=1, shares=True, config=replace(CONFIG, total_steps=1), modality=Silent
+    )
+    sync, sampling = (
+        ["+engine weights"],
+        ["-trainer", "+engine weights engine cache", "+judge weights judge cache"],
+    )
+    assert device.log == [
+        *sync,
+        *sampling,
+        "-engine kept",
+        "-judge kept",
+        "+trainer",
+        *sync,
+        *sampling,
+    ]
 
 
 async def test_what_ended_a_run_is_told_before_a_swap_that_fails() -> None:
@@ -229,7 +255,10 @@ async def test_what_ended_a_run_is_told_before_a_swap_that_fails() -> None:
     )
     with pytest.raises(ValueError, match="no reward") as caught:
         await backend.run(None, cast(Any, None))
-    assert "trainer and engines could not swap places: RuntimeError('engine 0 is gone')" in caught.value.__notes__[-1]
+    assert (
+        "trainer and engines could not swap places: RuntimeError('engine 0 is gone')"
+        in caught.value.__notes__[-1]
+    )
 
 
 @dataclass
@@ -261,7 +290,11 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
 
     async def program(ctx: Context[Any]) -> None:
         client = SharedTrainerClient[Any](
-            cast("Any", None), ctx.group, devices, turns=turns, lending=Lending(num_engines=3, rule=rule)
+            cast("Any", None),
+            ctx.group,
+            devices,
+            turns=turns,
+            lending=Lending(num_engines=3, rule=rule),
         )
         timer = StageTimer(ctx.clock)
         await client.onload_weights(timer)
@@ -281,5 +314,11 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
     run_simulated(program, roles=None, world_size=world_size)
     assert lent == [0, 3, 0, 3]
     assert rule.seen == [(0.5, 7, swap_s) for swap_s in (0.0, 0.25, 0.0, 0.25)]
-    loan = ["+engine weights", "-trainer", "+engine weights engine cache", "-engine dropped", "+trainer"]
+    loan = [
+        "+engine weights",
+        "-trainer",
+        "+engine weights engine cache",
+        "-engine dropped",
+        "+trainer",
+    ]
     assert device.log == 2 * loan

@@ -71,7 +71,9 @@ def test_timeouts_and_order_are_of_simulated_time() -> None:
             log.append(f"given up at {ctx.clock():g}")
         return log
 
-    assert run_simulated(program, roles=None) == [["early at 5", "given up at 60", "late at 108000"]]
+    assert run_simulated(program, roles=None) == [
+        ["early at 5", "given up at 60", "late at 108000"]
+    ]
 
 
 def test_a_program_without_events_is_stuck() -> None:
@@ -87,7 +89,9 @@ def test_a_program_without_events_is_stuck() -> None:
         finally:
             ended.append(ctx.rank)
 
-    with pytest.raises(StuckError, match=r"after 2\.000 simulated seconds every controller waits for something"):
+    with pytest.raises(
+        StuckError, match=r"after 2\.000 simulated seconds every controller waits for something"
+    ):
         run_simulated(program, roles=None, world_size=3)
     assert sorted(ended) == [0, 1, 2]
 
@@ -100,7 +104,9 @@ async def slow_in_places(ctx: Ctx) -> None:
 
 
 def test_deadline_names_where_everybody_was() -> None:
-    with pytest.raises(DeadlineError, match="not done after 5 s: controller 0 in no stage, controller 1 in gen"):
+    with pytest.raises(
+        DeadlineError, match="not done after 5 s: controller 0 in no stage, controller 1 in gen"
+    ):
         run_simulated(slow_in_places, roles=None, world_size=2, timeout_s=5)
     assert run_simulated(slow_in_places, roles=None, world_size=2, timeout_s=11) == [None, None]
 

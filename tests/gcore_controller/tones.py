@@ -41,10 +41,14 @@ class Synthesizer:
     async def update_weights(self, weights: NDArray[np.float64], *, version: int) -> None:
         self.logits, self.weight_version = weights.copy(), version
 
-    async def play(self, indices: Sequence[int], n: int) -> AsyncIterator[tuple[int, NDArray[np.int64], int]]:
+    async def play(
+        self, indices: Sequence[int], n: int
+    ) -> AsyncIterator[tuple[int, NDArray[np.int64], int]]:
         """Yield the prompt index, [n] tones and the weight version of each take."""
         for index in indices:
-            tones = np.random.default_rng(index).choice(NUM_TONES, size=n, p=probabilities(self.logits))
+            tones = np.random.default_rng(index).choice(
+                NUM_TONES, size=n, p=probabilities(self.logits)
+            )
             version = self.weight_version
             await asyncio.sleep(self.seconds)
             yield index, tones, version
@@ -71,7 +75,9 @@ class Trainer:
         await self.group.barrier()
         return {"actor/samples": float(len(everyones))}
 
-    async def update_weights(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(
+        self, policy: Synthesizer, *, version: int, averaged: bool = False
+    ) -> None:
         assert not averaged
         if self.group.rank == 0:
             await policy.update_weights(self.logits, version=version)
@@ -110,7 +116,10 @@ class Take:
         return bool(np.ptp(self.scores) > 0)
 
     def state(self) -> State:
-        return {"ticket": self.prompt_index, **{k: v for k, v in vars(self).items() if k != "prompt_index"}}
+        return {
+            "ticket": self.prompt_index,
+            **{k: v for k, v in vars(self).items() if k != "prompt_index"},
+        }
 
 
 class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
@@ -155,7 +164,9 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
         mean = {"critic/score/mean": float(np.mean(scores))} if scores else {}
         return mean | {"perf/num_tones": float(len(scores))}
 
-    async def prepare(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Take]) -> Prepared[Any]:
+    async def prepare(
+        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Take]
+    ) -> Prepared[Any]:
         del step
         samples = [
             (g.prompt_index, int(tone), float(score - g.scores.mean()))
@@ -166,7 +177,9 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
         halves = [[s for s in samples if s[0] % 2 == half] for half in range(2)]
         return Prepared(updates=halves, metrics={self.HAS_SIGNAL: float(num_signals > 0)})
 
-    async def update(self, ctx: Context[Roles], step: int, update: list[tuple[int, int, float]]) -> dict[str, float]:
+    async def update(
+        self, ctx: Context[Roles], step: int, update: list[tuple[int, int, float]]
+    ) -> dict[str, float]:
         del step
         return await ctx.roles.learner.train_step(update)
 
@@ -178,4 +191,7 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> float:
         del step
-        return float(probabilities(ctx.roles.policy.logits) @ -np.abs(np.arange(NUM_TONES) - self._prompts[0]))
+        return float(
+            probabilities(ctx.roles.policy.logits)
+            @ -np.abs(np.arange(NUM_TONES) - self._prompts[0])
+        )

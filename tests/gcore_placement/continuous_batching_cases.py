@@ -23,7 +23,11 @@ def cases(draw: st.DrawFn) -> tuple[EngineCosts, int, Requests]:
     spread = draw(st.sampled_from([0.0, 0.5, 50.0]))
     longest = draw(st.sampled_from([3, 200]))
     # Sequences may end together where all arrive together; elsewhere rounding would decide whether they do.
-    lengths = rng.uniform(1, longest, number) if spread else rng.integers(1, longest, number).astype(np.float64)
+    lengths = (
+        rng.uniform(1, longest, number)
+        if spread
+        else rng.integers(1, longest, number).astype(np.float64)
+    )
     return (
         costs,
         num_replicas,

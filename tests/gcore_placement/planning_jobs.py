@@ -23,7 +23,9 @@ QWEN_32B: dict[str, Any] = {
 }
 
 
-def make_job(policy: dict[str, Any] = QWEN_7B, judge: dict[str, Any] | None = None, **changed: Any) -> Job:
+def make_job(
+    policy: dict[str, Any] = QWEN_7B, judge: dict[str, Any] | None = None, **changed: Any
+) -> Job:
     """A job of 64 prompts with 8 responses of about 1500 tokens."""
     judged = {
         "judge": ModelShape.from_config(judge) if judge else None,

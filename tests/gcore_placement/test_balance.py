@@ -59,7 +59,10 @@ def test_equal_counts(costs: list[float], num_parts: int) -> None:
 def test_folding_keeps_counts_and_loads_within_an_item(costs: list[float], num_parts: int) -> None:
     falling = np.sort(np.array(costs))[::-1] / max(*costs, 1.0)
     part_of = longest_first(falling, num_parts, max_count=len(falling), is_folded=True)
-    counts, loads = np.bincount(part_of, minlength=num_parts), np.bincount(part_of, falling, num_parts)
+    counts, loads = (
+        np.bincount(part_of, minlength=num_parts),
+        np.bincount(part_of, falling, num_parts),
+    )
     assert np.ptp(counts) <= 1
     assert np.ptp(loads) <= falling[0] * (1 + 1e-12)
 
@@ -78,7 +81,9 @@ def test_bounded_counts(costs: list[float], num_parts: int, slack: int) -> None:
     order=st.randoms(use_true_random=False),
     kind=st.sampled_from(["free", "equal", "bounded", "within"]),
 )
-def test_the_order_of_items_does_not_matter(costs: list[float], num_parts: int, order: Random, kind: str) -> None:
+def test_the_order_of_items_does_not_matter(
+    costs: list[float], num_parts: int, order: Random, kind: str
+) -> None:
     if kind == "equal":
         costs = costs[: len(costs) // num_parts * num_parts]
     shuffled = order.sample(costs, len(costs))
@@ -91,17 +96,23 @@ def test_the_order_of_items_does_not_matter(costs: list[float], num_parts: int, 
             "bounded": {"max_count": len(items) // num_parts + 1},
             "within": {"weights": weights, "capacity": 2 * sum(weights) / num_parts + 7},
         }[kind]
-        return [sorted(np.array(items)[part].tolist()) for part in balance(items, num_parts, **options)]
+        return [
+            sorted(np.array(items)[part].tolist()) for part in balance(items, num_parts, **options)
+        ]
 
     assert shares(costs) == shares(shuffled)
 
 
 @given(
-    items=st.lists(st.tuples(st.floats(min_value=0, max_value=1e6), st.integers(0, 20)), max_size=40),
+    items=st.lists(
+        st.tuples(st.floats(min_value=0, max_value=1e6), st.integers(0, 20)), max_size=40
+    ),
     num_parts=part_counts,
     slack=st.floats(min_value=0, max_value=10),
 )
-def test_no_part_exceeds_the_capacity(items: list[tuple[float, int]], num_parts: int, slack: float) -> None:
+def test_no_part_exceeds_the_capacity(
+    items: list[tuple[float, int]], num_parts: int, slack: float
+) -> None:
     """With room for the largest weight beyond the mean, longest first by weight always fits."""
     costs, weights = np.array(items, dtype=np.float64).reshape(-1, 2).T
     capacity = weights.sum() / num_parts + weights.max(initial=1.0) + slack
@@ -144,7 +155,8 @@ def test_a_search_ends_within_its_tolerance(equal_count: bool) -> None:
     """Of the mean; what it leaves is less even than what it finds without one."""
     costs = np.random.default_rng(0).lognormal(6.5, 1.0, 16_384)
     even = [
-        makespan(costs, balance(costs, 64, equal_count=equal_count, tolerance=tolerance)) / (costs.sum() / 64)
+        makespan(costs, balance(costs, 64, equal_count=equal_count, tolerance=tolerance))
+        / (costs.sum() / 64)
         for tolerance in (0.0, 1e-5, 1e-2)
     ]
     assert 1 <= even[0] <= 1 + 1e-8 < even[1] <= 1 + 1e-5 < even[2] <= 1 + 1e-2
@@ -176,7 +188,9 @@ def test_one_part_takes_all() -> None:
 
 @pytest.mark.parametrize("equal_count", [False, True])
 def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
-    costs = np.where(np.arange(64 * 20) == 700, 2000.0, np.random.default_rng(0).integers(50, 150, 64 * 20))
+    costs = np.where(
+        np.arange(64 * 20) == 700, 2000.0, np.random.default_rng(0).integers(50, 150, 64 * 20)
+    )
     parts = balance(costs, 64, equal_count=equal_count)
     lowest = max(costs.mean() * 20, 2000 + (np.sort(costs)[:19].sum() if equal_count else 0))
     assert makespan(costs, parts) <= lowest * 1.005
@@ -191,24 +205,69 @@ def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
         ([[1.0]], 1, {}, r"costs.ndim is 2; expected 1 \(one number per item\)"),
         (["many"], 1, {}, r"costs is .*; expected an array of numbers"),
         ([1.0], 0, {}, "num_parts is 0; expected an integer of at least 1"),
-        ([1.0, 2.0, 3.0], 2, {"equal_count": True}, r"costs has 3 values; expected a multiple of num_parts \(2\)"),
-        ([1.0], 2, {"equal_count": True}, r"costs has 1 values; expected a multiple of num_parts \(2\)"),
-        ([1.0, 2.0], 2, {"tolerance": -0.5}, "tolerance is -0.5; expected a finite number of at least 0"),
-        ([1.0, 2.0], 2, {"equal_count": True, "max_count": 1}, r"max_count is .*; expected None with equal_count=True"),
-        ([1.0, 2.0, 3.0], 2, {"max_count": 1}, "max_count is 1; expected at least 2 for 3 costs in 2 parts"),
+        (
+            [1.0, 2.0, 3.0],
+            2,
+            {"equal_count": True},
+            r"costs has 3 values; expected a multiple of num_parts \(2\)",
+        ),
+        (
+            [1.0],
+            2,
+            {"equal_count": True},
+            r"costs has 1 values; expected a multiple of num_parts \(2\)",
+        ),
+        (
+            [1.0, 2.0],
+            2,
+            {"tolerance": -0.5},
+            "tolerance is -0.5; expected a finite number of at least 0",
+        ),
+        (
+            [1.0, 2.0],
+            2,
+            {"equal_count": True, "max_count": 1},
+            r"max_count is .*; expected None with equal_count=True",
+        ),
+        (
+            [1.0, 2.0, 3.0],
+            2,
+            {"max_count": 1},
+            "max_count is 1; expected at least 2 for 3 costs in 2 parts",
+        ),
         ([1.0], 2, {"max_count": 0}, "max_count is 0; expected an integer of at least 1"),
         ([1.0], 2, {"weights": [1.0]}, "capacity is None; expected weights and capacity together"),
         ([1.0], 2, {"capacity": 1.0}, "weights is None; expected weights and capacity together"),
-        ([1.0, 2.0], 2, {"weights": [1.0], "capacity": 1.0}, r"weights has 1 values; expected one per cost \(2\)"),
+        (
+            [1.0, 2.0],
+            2,
+            {"weights": [1.0], "capacity": 1.0},
+            r"weights has 1 values; expected one per cost \(2\)",
+        ),
         (
             [1.0],
             2,
             {"weights": [2.0], "capacity": 1.0},
             r"capacity is 1\.0; expected at least 2\.0, the largest weight",
         ),
-        ([1.0], 2, {"weights": [-2.0], "capacity": 1.0}, r"weights\[0\] is .*; expected a finite number of at least 0"),
-        ([1.0], 2, {"weights": [2.0], "capacity": 0}, "capacity is 0; expected a finite number above 0"),
-        ([1.0, 1.0, 1.0], 2, {"weights": [2.0] * 3, "capacity": 3.0}, r"at least 4\.0 for weights of 6\.0 together"),
+        (
+            [1.0],
+            2,
+            {"weights": [-2.0], "capacity": 1.0},
+            r"weights\[0\] is .*; expected a finite number of at least 0",
+        ),
+        (
+            [1.0],
+            2,
+            {"weights": [2.0], "capacity": 0},
+            "capacity is 0; expected a finite number above 0",
+        ),
+        (
+            [1.0, 1.0, 1.0],
+            2,
+            {"weights": [2.0] * 3, "capacity": 3.0},
+            r"at least 4\.0 for weights of 6\.0 together",
+        ),
         (
             [1.0],
             2,
@@ -217,7 +276,9 @@ def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
         ),
     ],
 )
-def test_wrong_input_is_refused(costs: ArrayLike, num_parts: int, options: dict[str, Any], message: str) -> None:
+def test_wrong_input_is_refused(
+    costs: ArrayLike, num_parts: int, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PlacementError, match=message):
         balance(costs, num_parts, **options)
 

@@ -17,7 +17,9 @@ def imbalance(costs: NDArray[np.float64], num_parts: int, *, equal_count: bool) 
     return float(np.max(sums) / np.mean(sums))
 
 
-def karmarkar_karp_imbalance(costs: NDArray[np.float64], num_parts: int, *, equal_count: bool) -> float:
+def karmarkar_karp_imbalance(
+    costs: NDArray[np.float64], num_parts: int, *, equal_count: bool
+) -> float:
     """Largest over mean sum of the differencing method (Karmarkar and Karp 1982).
 
     A state is one sum per part, falling; the two of widest spread are merged, largest to smallest. With equal counts a
@@ -27,7 +29,9 @@ def karmarkar_karp_imbalance(costs: NDArray[np.float64], num_parts: int, *, equa
     if equal_count:
         states = list(falling.reshape(-1, num_parts))
     else:
-        states = [np.pad(falling[item : item + 1], (0, num_parts - 1)) for item in range(len(falling))]
+        states = [
+            np.pad(falling[item : item + 1], (0, num_parts - 1)) for item in range(len(falling))
+        ]
     heap = [(float(state[-1] - state[0]), number, state) for number, state in enumerate(states)]
     heapify(heap)
     number = len(heap)
@@ -49,7 +53,9 @@ def optimal_makespan(costs: NDArray[np.float64], num_parts: int, *, equal_count:
 
 @pytest.mark.parametrize("equal_count", [False, True])
 @pytest.mark.parametrize(("num_items", "num_parts"), [(6, 2), (8, 2), (6, 3)])
-def test_tiny_splits_are_near_the_optimum(num_items: int, num_parts: int, equal_count: bool) -> None:
+def test_tiny_splits_are_near_the_optimum(
+    num_items: int, num_parts: int, equal_count: bool
+) -> None:
     """Never beyond 4/3 - 1/3m of the optimum (Graham's bound for LPT), and within 2 percent on average."""
     ratios: list[float] = []
     for seed in range(TINY_CASES):
@@ -63,10 +69,17 @@ def test_tiny_splits_are_near_the_optimum(num_items: int, num_parts: int, equal_
 
 
 @pytest.mark.parametrize("equal_count", [False, True])
-@pytest.mark.parametrize(("num_parts", "per_part"), [(2, 20), (8, 20), (8, 200), (32, 20), (64, 32)])
+@pytest.mark.parametrize(
+    ("num_parts", "per_part"), [(2, 20), (8, 20), (8, 200), (32, 20), (64, 32)]
+)
 def test_no_worse_than_karmarkar_karp(num_parts: int, per_part: int, equal_count: bool) -> None:
     for seed in range(4):
-        lengths = np.random.default_rng(seed).lognormal(6.5, 1.0, num_parts * per_part).clip(16, 32768).round()
+        lengths = (
+            np.random.default_rng(seed)
+            .lognormal(6.5, 1.0, num_parts * per_part)
+            .clip(16, 32768)
+            .round()
+        )
         theirs = karmarkar_karp_imbalance(lengths, num_parts, equal_count=equal_count)
         assert imbalance(lengths, num_parts, equal_count=equal_count) <= theirs * (1 + 1e-9)
 

@@ -26,18 +26,55 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_a_plan_is_printed_with_its_reasons(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--model", models / "judge", "--judge", models / "policy", "--gpus", 64, "--reference") == 0
+def test_a_plan_is_printed_with_its_reasons(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            "plan",
+            "--model",
+            models / "judge",
+            "--judge",
+            models / "policy",
+            "--gpus",
+            64,
+            "--reference",
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("64 of 64 x H100, dynamic: ")
-    for words in ("policy", "judge", "training", "weight_sync", "optimizer", "KV cache", "reference", "does not fit: "):
+    for words in (
+        "policy",
+        "judge",
+        "training",
+        "weight_sync",
+        "optimizer",
+        "KV cache",
+        "reference",
+        "does not fit: ",
+    ):
         assert words in text
     assert all(len(line) < 250 for line in text.splitlines())
 
 
 def test_a_plan_is_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = models / "policy" / "config.json"
-    assert run("plan", "--model", config, "--gpus", 8, "--device", "H200", "--strategy", "colocated", "--json") == 0
+    assert (
+        run(
+            "plan",
+            "--model",
+            config,
+            "--gpus",
+            8,
+            "--device",
+            "H200",
+            "--strategy",
+            "colocated",
+            "--json",
+        )
+        == 0
+    )
     data: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert data["cluster"]["device"]["name"] == "H200"
     assert data["judge"] is None
@@ -55,7 +92,9 @@ def test_adapters_are_the_answer_where_all_parameters_do_not_fit(
     assert "lora_rank = 8" in capsys.readouterr().out
 
 
-def test_updates_of_fewer_prompts_take_longer(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_updates_of_fewer_prompts_take_longer(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each exchanges gradients; the plan's settings have them, too."""
     job = ["plan", "--model", models / "policy", "--gpus", 8, "--train-batch-size", 256]
     training_s: list[float] = []
@@ -76,7 +115,9 @@ def test_a_plan_is_corrected_by_what_a_run_has_kept(
     for _ in range(3):
         correction.observe("training", predicted_s=1.0, measured_s=2.5)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "placement.json").write_text(json.dumps({"correction": correction.state(), "partition": 3}))
+    (tmp_path / "run" / "placement.json").write_text(
+        json.dumps({"correction": correction.state(), "partition": 3})
+    )
     (tmp_path / "state.json").write_text(json.dumps(correction.state()))
     job = ["plan", "--model", models / "policy", "--gpus", 8]
     assert run(*job) == 0
@@ -98,25 +139,47 @@ def test_a_plan_is_corrected_by_what_a_run_has_kept(
     data: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert data["correction"]["training"] == 2.5
     # Less than 2.5 times as much, where another layout has become the fastest.
-    assert 2 * plain["step"]["training_s"] < data["step"]["training_s"] <= 2.5 * plain["step"]["training_s"]
+    assert (
+        2 * plain["step"]["training_s"]
+        < data["step"]["training_s"]
+        <= 2.5 * plain["step"]["training_s"]
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder or its config.json"),
+        (
+            ["--model", "nowhere"],
+            "model is 'nowhere'; expected a Hugging Face folder or its config.json",
+        ),
         (["--model", "MODELS/broken.json"], "broken.json is not JSON; expected"),
         (["--model", "MODELS/list.json"], "list.json is a JSON list; expected an object"),
-        (["--model", "MODELS/policy", "--gpus", "0"], "num_devices is 0; expected an integer of at least 1"),
-        (["--model", "MODELS/policy", "--acceptance", "0"], "acceptance is 0.0; expected a finite number above 0"),
+        (
+            ["--model", "MODELS/policy", "--gpus", "0"],
+            "num_devices is 0; expected an integer of at least 1",
+        ),
+        (
+            ["--model", "MODELS/policy", "--acceptance", "0"],
+            "acceptance is 0.0; expected a finite number above 0",
+        ),
         (["--model", "MODELS/judge", "--gpus", "1"], "nothing fits on 1 x H100"),
-        (["--model", "MODELS/judge", "--gpus", "2", "--lora-rank", "0"], "nothing fits on 2 x H100"),
-        (["--model", "MODELS/policy", "--lora-rank", "-1"], "lora_rank is -1; expected an integer of at least 0"),
+        (
+            ["--model", "MODELS/judge", "--gpus", "2", "--lora-rank", "0"],
+            "nothing fits on 2 x H100",
+        ),
+        (
+            ["--model", "MODELS/policy", "--lora-rank", "-1"],
+            "lora_rank is -1; expected an integer of at least 0",
+        ),
         (
             ["--model", "MODELS/policy", "--correction", "MODELS/policy"],
             "correction is 'MODELS/policy/placement.json'; expected a run's folder with placement.json, or such a file",
         ),
-        (["--model", "MODELS/policy", "--correction", "MODELS/broken.json"], "broken.json is not JSON; expected"),
+        (
+            ["--model", "MODELS/policy", "--correction", "MODELS/broken.json"],
+            "broken.json is not JSON; expected",
+        ),
         (
             ["--model", "MODELS/policy", "--correction", "MODELS/list.json"],
             "list.json is a JSON list; expected an object",
@@ -150,10 +213,16 @@ def test_help_names_what_there_is(arguments: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     text = capsys.readouterr().out
-    assert "--train-batch-size" in text if "plan" in arguments else all(name in text for name in COMMANDS)
+    assert (
+        "--train-batch-size" in text
+        if "plan" in arguments
+        else all(name in text for name in COMMANDS)
+    )
 
 
-def test_unknown_commands_and_devices_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_and_devices_are_refused(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plam"])
     with pytest.raises(SystemExit, match="2"):
@@ -163,8 +232,25 @@ def test_unknown_commands_and_devices_are_refused(models: Path, capsys: pytest.C
 
 def test_without_rich_the_install_command_is_given(models: Path) -> None:
     program = "import sys; sys.modules['rich'] = None; from gcore_placement.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "plan", "--model", str(models / "policy"), "--gpus", "8"]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "plan",
+        "--model",
+        str(models / "policy"),
+        "--gpus",
+        "8",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 2
-    assert result.stderr == "gcore-placement: error: 'rich' is not installed: pip install 'gcore-placement[cli]'\n"
-    assert subprocess.run([*command, "--json"], capture_output=True, timeout=600, check=False).returncode == 0
+    assert (
+        result.stderr
+        == "gcore-placement: error: 'rich' is not installed: pip install 'gcore-placement[cli]'\n"
+    )
+    assert (
+        subprocess.run(
+            [*command, "--json"], capture_output=True, timeout=600, check=False
+        ).returncode
+        == 0
+    )

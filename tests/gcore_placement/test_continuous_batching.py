@@ -11,7 +11,9 @@ from gcore_placement.simulation.continuous_batching import Requests, run_replica
 TOLERANCE = 1e-9
 
 
-def slow_replica(costs: EngineCosts, requests: Requests, items: list[int]) -> tuple[dict[int, float], float]:
+def slow_replica(
+    costs: EngineCosts, requests: Requests, items: list[int]
+) -> tuple[dict[int, float], float]:
     """Finish times of one replica's requests, and its busy seconds: the law of `EngineCosts`, a sequence at a time."""
     left: dict[int, float] = {}
     held: dict[int, float] = {}
@@ -32,14 +34,18 @@ def slow_replica(costs: EngineCosts, requests: Requests, items: list[int]) -> tu
     while waiting or left:
         first = min(left, key=lambda item: left[item], default=None)
         until_end = duration(left[first]) if first is not None else 0.0
-        arrival = requests.arrival[waiting[0]] if waiting and len(left) < costs.max_num_seqs else np.inf
+        arrival = (
+            requests.arrival[waiting[0]] if waiting and len(left) < costs.max_num_seqs else np.inf
+        )
         has_ended = first is not None and left[first] <= 0
         if arrival < np.inf and not has_ended and (first is None or arrival < time + until_end):
             if first is not None and arrival > time:
                 few, many = 0.0, left[first]
                 for _ in range(100):
                     middle = (few + many) / 2
-                    few, many = (middle, many) if duration(middle) < arrival - time else (few, middle)
+                    few, many = (
+                        (middle, many) if duration(middle) < arrival - time else (few, middle)
+                    )
                 busy_s += arrival - time
                 decode(few)
             item = waiting.pop(0)
@@ -63,13 +69,19 @@ def test_replicas_do_what_one_after_another_does(case: tuple[EngineCosts, int, R
         items = np.flatnonzero(requests.replica == replica)
         finish, busy_s = slow_replica(costs, requests, items.tolist())
         # Of sequences that are complete at the same step, which goes first is open.
-        np.testing.assert_allclose(np.sort(run.finish[items]), sorted(finish.values()), rtol=TOLERANCE)
+        np.testing.assert_allclose(
+            np.sort(run.finish[items]), sorted(finish.values()), rtol=TOLERANCE
+        )
         mine = run.busy_replica == replica
-        np.testing.assert_allclose((run.busy_to - run.busy_from)[mine].sum(), busy_s, rtol=TOLERANCE, atol=1e-9)
+        np.testing.assert_allclose(
+            (run.busy_to - run.busy_from)[mine].sum(), busy_s, rtol=TOLERANCE, atol=1e-9
+        )
 
 
 @given(case=cases())
-def test_stretches_of_busy_time_do_not_meet_and_hold_all_that_ends(case: tuple[EngineCosts, int, Requests]) -> None:
+def test_stretches_of_busy_time_do_not_meet_and_hold_all_that_ends(
+    case: tuple[EngineCosts, int, Requests],
+) -> None:
     costs, num_replicas, requests = case
     run = run_replicas(costs, num_replicas, requests)
     for replica in range(num_replicas):
@@ -105,9 +117,15 @@ def test_a_sequence_alone_takes_what_the_law_says() -> None:
 
 def test_nothing_to_do_takes_nothing() -> None:
     nothing = np.empty(0)
-    costs = EngineCosts(devices_per_replica=1, max_num_seqs=4, decode_base_s=0.01, decode_per_sequence_s=0.002)
+    costs = EngineCosts(
+        devices_per_replica=1, max_num_seqs=4, decode_base_s=0.01, decode_per_sequence_s=0.002
+    )
     requests = Requests(
-        replica=np.empty(0, dtype=np.intp), arrival=nothing, prefill=nothing, context=nothing, length=nothing
+        replica=np.empty(0, dtype=np.intp),
+        arrival=nothing,
+        prefill=nothing,
+        context=nothing,
+        length=nothing,
     )
     run = run_replicas(costs, 3, requests)
     assert run.finish.size == 0

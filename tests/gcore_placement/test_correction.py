@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gcore_placement import Correction, EngineCosts, JobCosts, PlacementError, SwapCosts, TrainingCosts
+from gcore_placement import (
+    Correction,
+    EngineCosts,
+    JobCosts,
+    PlacementError,
+    SwapCosts,
+    TrainingCosts,
+)
 from gcore_placement.forecast import STAGES
 
 ENGINE = EngineCosts(
@@ -20,7 +27,9 @@ ENGINE = EngineCosts(
 COSTS = JobCosts(
     policy=ENGINE,
     reward=ENGINE,
-    training=TrainingCosts(base_s=1.0, per_token_s=2.0, per_pair_s=3.0, forward_share=0.5, sync_s=4.0),
+    training=TrainingCosts(
+        base_s=1.0, per_token_s=2.0, per_pair_s=3.0, forward_share=0.5, sync_s=4.0
+    ),
     swap=SwapCosts(sleep_s=1.0, wake_s=2.0, load_s=3.0),
 )
 ratios = st.floats(1e-6, 1e6)
@@ -43,11 +52,20 @@ def test_the_truth_is_found_under_noise(true: float, seed: int) -> None:
 def test_a_change_is_followed_in_a_half_life(before: float, after: float) -> None:
     correction = observed(*[before] * 100, *[after] * 9, half_life=8.0)
     assert correction.factor("training") == pytest.approx(after)
-    assert observed(*[before] * 100, *[after] * 7, half_life=8.0).factor("training") == pytest.approx(before)
+    assert observed(*[before] * 100, *[after] * 7, half_life=8.0).factor(
+        "training"
+    ) == pytest.approx(before)
 
 
-@given(calm=st.lists(st.floats(0.9, 1.1), min_size=3, max_size=40), wild=ratios, place=st.integers(0, 40), scale=ratios)
-def test_one_wild_outlier_is_ignored(calm: list[float], wild: float, place: int, scale: float) -> None:
+@given(
+    calm=st.lists(st.floats(0.9, 1.1), min_size=3, max_size=40),
+    wild=ratios,
+    place=st.integers(0, 40),
+    scale=ratios,
+)
+def test_one_wild_outlier_is_ignored(
+    calm: list[float], wild: float, place: int, scale: float
+) -> None:
     """Wherever it comes, the factor stays among what else was seen."""
     del scale
     with_outlier = [*calm[:place], wild, *calm[place:]]
@@ -93,7 +111,12 @@ def test_costs_are_corrected_by_stage() -> None:
     assert corrected.reward is not None
     assert corrected.reward.decode_base_s == 3.0
     training = corrected.training
-    assert (training.base_s, training.per_token_s, training.per_pair_s, training.sync_s) == (5.0, 10.0, 15.0, 24.0)
+    assert (training.base_s, training.per_token_s, training.per_pair_s, training.sync_s) == (
+        5.0,
+        10.0,
+        15.0,
+        24.0,
+    )
     # Preparation takes 4 times what was predicted: 0.5 of 2 s a token.
     assert training.forward_share * training.per_token_s == pytest.approx(4 * 0.5 * 2.0)
     assert vars(corrected.swap) == {"sleep_s": 7.0, "wake_s": 14.0, "load_s": 21.0}
@@ -103,19 +126,27 @@ def test_costs_are_corrected_by_stage() -> None:
 def test_wrong_input_is_refused_and_changes_nothing() -> None:
     correction = observed(1.0, 2.0, 3.0)
     before = correction.state()
-    with pytest.raises(PlacementError, match=r"stage is 'sleep'; expected one of generation, reward, .*"):
+    with pytest.raises(
+        PlacementError, match=r"stage is 'sleep'; expected one of generation, reward, .*"
+    ):
         correction.observe("sleep", predicted_s=1.0, measured_s=1.0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(PlacementError, match=r"predicted_s is 0.0; expected a finite number above 0"):
+    with pytest.raises(
+        PlacementError, match=r"predicted_s is 0.0; expected a finite number above 0"
+    ):
         correction.observe("training", predicted_s=0.0, measured_s=1.0)
     with pytest.raises(PlacementError, match=r"state is .*; expected of Correction.state\(\)"):
         correction.load_state({"ratios": {"training": [1.0]}})
     with pytest.raises(PlacementError, match=r"ratios.swap is 1.0; expected a list"):
         correction.load_state({"ratios": {**before["ratios"], "swap": 1.0}})
     wrong = {"ratios": {**before["ratios"], "swap": [-1.0]}}
-    with pytest.raises(PlacementError, match=r"ratios.swap is -1.0; expected a finite number above 0"):
+    with pytest.raises(
+        PlacementError, match=r"ratios.swap is -1.0; expected a finite number above 0"
+    ):
         correction.load_state(wrong)
     assert correction.state() == before
     with pytest.raises(PlacementError, match=r"min_count is 3; expected at most window \(2\)"):
         Correction(window=2)
-    with pytest.raises(PlacementError, match=r"most is 0.5; expected a finite number of at least 1"):
+    with pytest.raises(
+        PlacementError, match=r"most is 0.5; expected a finite number of at least 1"
+    ):
         Correction(most=0.5)

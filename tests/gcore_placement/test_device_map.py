@@ -33,7 +33,9 @@ def layout(*, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> TrainingLay
 
 
 def cluster_of(num_devices: int, devices_per_node: int = 8) -> Cluster:
-    return Cluster(num_devices=num_devices, device=Device.named("H100"), devices_per_node=devices_per_node)
+    return Cluster(
+        num_devices=num_devices, device=Device.named("H100"), devices_per_node=devices_per_node
+    )
 
 
 def sizes_of(ranks: TrainingLayout, num_engines: int, **changed: Any) -> RoleSizes:
@@ -54,7 +56,9 @@ role_sizes = st.builds(
     ranks_in_turns=st.booleans(),
 )
 in_turns = st.builds(
-    lambda engines, judges, **rest: RoleSizes(num_engines=engines, num_judges=min(engines, judges), **rest),
+    lambda engines, judges, **rest: RoleSizes(
+        num_engines=engines, num_judges=min(engines, judges), **rest
+    ),
     few,
     few,
     training=layouts,
@@ -72,7 +76,9 @@ lending = st.builds(
 
 
 @given(cluster=clusters, sizes=st.one_of(role_sizes, in_turns, lending))
-def test_everything_is_placed_once_and_within_nodes_or_refused(cluster: Cluster, sizes: RoleSizes) -> None:
+def test_everything_is_placed_once_and_within_nodes_or_refused(
+    cluster: Cluster, sizes: RoleSizes
+) -> None:
     try:
         found = map_devices(cluster, sizes)
     except PlacementError as error:
@@ -84,7 +90,11 @@ def test_everything_is_placed_once_and_within_nodes_or_refused(cluster: Cluster,
 
 def check(found: DeviceMap, cluster: Cluster) -> None:
     sizes, placed = found.sizes, found.placed()
-    counts = {"policy engine": sizes.num_engines, "judge": sizes.num_judges, "reward model": sizes.num_reward_models}
+    counts = {
+        "policy engine": sizes.num_engines,
+        "judge": sizes.num_judges,
+        "reward model": sizes.num_reward_models,
+    }
     assert {role: len(processes) for role, processes in placed.items()} == {
         **counts,
         "training rank": sizes.training.num_ranks,
@@ -94,18 +104,30 @@ def check(found: DeviceMap, cluster: Cluster) -> None:
     for stage in get_args(Stage):
         busy = [slot for role in found.awake(stage) for slot in chain.from_iterable(placed[role])]
         assert len(set(busy)) == len(busy)
-        assert all(slot.node * cluster.devices_per_node + slot.gpu < cluster.num_devices for slot in busy)
-    widths: dict[MappedRole, int] = {"policy engine": sizes.devices_per_engine, "judge": sizes.devices_per_judge}
+        assert all(
+            slot.node * cluster.devices_per_node + slot.gpu < cluster.num_devices for slot in busy
+        )
+    widths: dict[MappedRole, int] = {
+        "policy engine": sizes.devices_per_engine,
+        "judge": sizes.devices_per_judge,
+    }
     widths["lent engine"] = sizes.devices_per_engine
     for role, width in widths.items():
-        assert all(len(slots) == width and len({slot.node for slot in slots}) == 1 for slots in placed[role])
+        assert all(
+            len(slots) == width and len({slot.node for slot in slots}) == 1
+            for slots in placed[role]
+        )
     # Ranks of one TP and CP group are neighbours on one node.
     groups: dict[tuple[int, int], set[int]] = {}
     for rank, slot in enumerate(found.ranks):
         place = found.rank_place(rank)
         groups.setdefault((place["DP"], place["PP"]), set()).add(slot.node)
     assert all(len(nodes) == 1 for nodes in groups.values())
-    shared = {slot for slots in (*found.engines, *found.judges) for slot in slots} if sizes.ranks_in_turns else set()
+    shared = (
+        {slot for slots in (*found.engines, *found.judges) for slot in slots}
+        if sizes.ranks_in_turns
+        else set()
+    )
     own = [slot for slot in found.ranks if slot not in shared]
     together = [slot for slot in found.ranks if slot in shared]
     assert found.ranks == [*sorted(together), *sorted(own)]
@@ -115,12 +137,16 @@ def check(found: DeviceMap, cluster: Cluster) -> None:
 
 @given(cluster=clusters, sizes=role_sizes)
 @pytest.mark.slow
-def test_single_devices_are_refused_only_where_they_are_too_few(cluster: Cluster, sizes: RoleSizes) -> None:
+def test_single_devices_are_refused_only_where_they_are_too_few(
+    cluster: Cluster, sizes: RoleSizes
+) -> None:
     assume(sizes.training.tensor_model_parallel_size * sizes.training.context_parallel_size == 1)
     assume(sizes.devices_per_engine == sizes.devices_per_judge == 1)
     engines = sizes.num_engines + sizes.num_judges
     ranks = sizes.training.num_ranks
-    needed = sizes.num_reward_models + (max(engines, ranks) if sizes.ranks_in_turns else engines + ranks)
+    needed = sizes.num_reward_models + (
+        max(engines, ranks) if sizes.ranks_in_turns else engines + ranks
+    )
     try:
         map_devices(cluster, sizes)
     except PlacementError:
@@ -149,14 +175,23 @@ def test_pipeline_stages_and_replicas_go_across_nodes() -> None:
 def test_all_devices_train_and_the_judge_has_some_of_them() -> None:
     found = map_devices(
         cluster_of(8, 4),
-        sizes_of(layout(dp=8), 3, devices_per_engine=2, num_judges=1, devices_per_judge=2, ranks_in_turns=True),
+        sizes_of(
+            layout(dp=8),
+            3,
+            devices_per_engine=2,
+            num_judges=1,
+            devices_per_judge=2,
+            ranks_in_turns=True,
+        ),
     )
     assert len(set(found.ranks)) == 8
     assert found.on(found.judges[0][0]) == {"judge": 0, "training rank": 6}
 
 
 def test_ranks_lend_their_devices_to_engines_of_two() -> None:
-    found = map_devices(cluster_of(8), sizes_of(layout(dp=5), 1, devices_per_engine=2, lends_ranks=True))
+    found = map_devices(
+        cluster_of(8), sizes_of(layout(dp=5), 1, devices_per_engine=2, lends_ranks=True)
+    )
     assert [[slot.gpu for slot in slots] for slots in found.lent] == [[0, 1], [2, 3]]
     assert found.on(found.ranks[3]) == {"training rank": 3, "lent engine": 1}
     assert found.awake("generation") == ["reward model", "lent engine", "policy engine", "judge"]
@@ -174,12 +209,18 @@ def test_ranks_lend_their_devices_to_engines_of_two() -> None:
             sizes_of(layout(dp=12), 1, devices_per_engine=3, lends_ranks=True),
             "devices_per_engine is 3; expected a divisor of the ranks of each node with lends_ranks",
         ),
-        (sizes_of(layout(tp=16), 1), "tensor_model_parallel_size is 16; expected at most 8, the devices of a node"),
+        (
+            sizes_of(layout(tp=16), 1),
+            "tensor_model_parallel_size is 16; expected at most 8, the devices of a node",
+        ),
         (
             sizes_of(layout(tp=4, cp=4), 1),
             "tensor_model_parallel_size x context_parallel_size is 16; expected at most 8, the devices of a node",
         ),
-        (sizes_of(layout(), 1, devices_per_engine=16), "devices_per_engine is 16; expected at most 8"),
+        (
+            sizes_of(layout(), 1, devices_per_engine=16),
+            "devices_per_engine is 16; expected at most 8",
+        ),
         (
             sizes_of(layout(dp=8), 3, devices_per_engine=4),
             "num_engines is 3; expected at most 2, each of 4 of what is free of 16 devices in nodes of 8",
@@ -208,12 +249,18 @@ def test_what_does_not_fit_is_named(sizes: RoleSizes, expected: str) -> None:
     ("changed", "expected"),
     [
         ({"num_judges": -1}, "num_judges is -1; expected an integer of at least 0"),
-        ({"num_judges": 2, "judges_in_turns": True}, "num_judges is 2; expected at most num_engines"),
+        (
+            {"num_judges": 2, "judges_in_turns": True},
+            "num_judges is 2; expected at most num_engines",
+        ),
         (
             {"num_judges": 1, "devices_per_judge": 2, "judges_in_turns": True},
             "devices_per_judge is 2; expected devices_per_engine",
         ),
-        ({"lends_ranks": True, "ranks_in_turns": True}, "lends_ranks is True; expected false with ranks_in_turns"),
+        (
+            {"lends_ranks": True, "ranks_in_turns": True},
+            "lends_ranks is True; expected false with ranks_in_turns",
+        ),
     ],
 )
 def test_contradictions_are_refused(changed: dict[str, Any], expected: str) -> None:

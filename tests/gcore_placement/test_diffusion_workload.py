@@ -16,7 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from gcore_placement import DiffusionWorkload, PlacementError
 
 DIT = DiffusionWorkload(
-    architecture="dit", num_layers=3, num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=8
+    architecture="dit",
+    num_layers=3,
+    num_attention_heads=4,
+    attention_head_dim=16,
+    in_channels=4,
+    out_channels=8,
 )
 SD3 = DiffusionWorkload(
     architecture="mmdit",
@@ -61,11 +66,15 @@ class Transformer(nn.Module):
         self.text = nn.Linear(shape.joint_attention_dim, width) if self.is_joint else None
         self.blocks = nn.ModuleList(Stream(width) for _ in range(shape.num_layers))
         last = shape.num_layers - 1
-        self.text_blocks = nn.ModuleList(Stream(width, is_read=i < last) for i in range(shape.num_layers))
+        self.text_blocks = nn.ModuleList(
+            Stream(width, is_read=i < last) for i in range(shape.num_layers)
+        )
         self.norm_out = nn.Linear(width, 2 * width)
         self.proj_out = nn.Linear(width, shape.patch_size**2 * shape.out_channels)
 
-    def forward(self, latent: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, latent: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor
+    ) -> torch.Tensor:
         image = self.patch(latent).flatten(2).transpose(1, 2)
         condition = self.timestep(torch.zeros(len(latent), 256))
         streams = [image]
@@ -80,10 +89,22 @@ class Transformer(nn.Module):
     def block(
         self, blocks: tuple[nn.Module, ...], streams: list[torch.Tensor], condition: torch.Tensor
     ) -> list[torch.Tensor]:
-        own = [block for block, _ in zip(blocks, streams, strict=False) if isinstance(block, Stream)]
-        changes = [block.modulation(condition).chunk(6 if block.out else 2, dim=-1) for block in own]
-        qkv = torch.cat([b.qkv(modulated(x, c[0], c[1])) for b, x, c in zip(own, streams, changes, strict=True)], dim=1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        own = [
+            block for block, _ in zip(blocks, streams, strict=False) if isinstance(block, Stream)
+        ]
+        changes = [
+            block.modulation(condition).chunk(6 if block.out else 2, dim=-1) for block in own
+        ]
+        qkv = torch.cat(
+            [
+                b.qkv(modulated(x, c[0], c[1]))
+                for b, x, c in zip(own, streams, changes, strict=True)
+            ],
+            dim=1,
+        )
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
+        )
         # Torch counts no fused attention of a CPU.
         attended = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
         mixed = attended.split([x.shape[1] for x in streams], dim=1)
@@ -97,7 +118,9 @@ class Transformer(nn.Module):
         return after
 
 
-def counted(shape: DiffusionWorkload, height: int, width: int, text_tokens: int, *, backward: bool) -> int:
+def counted(
+    shape: DiffusionWorkload, height: int, width: int, text_tokens: int, *, backward: bool
+) -> int:
     """What torch counts for one latent of height x width tokens."""
     torch.manual_seed(0)
     model = Transformer(shape)
@@ -112,13 +135,17 @@ def counted(shape: DiffusionWorkload, height: int, width: int, text_tokens: int,
 
 @pytest.mark.parametrize(("height", "width"), [(4, 4), (8, 12)])
 @pytest.mark.parametrize(("shape", "text_tokens"), [(DIT, 0), (SD3, 5), (SD3, 77)])
-def test_flops_match_what_torch_counts(shape: DiffusionWorkload, text_tokens: int, height: int, width: int) -> None:
+def test_flops_match_what_torch_counts(
+    shape: DiffusionWorkload, text_tokens: int, height: int, width: int
+) -> None:
     flops = shape.flops(height, width, text_tokens=text_tokens)
     assert_allclose(flops, counted(shape, height, width, text_tokens, backward=False), rtol=1e-12)
 
 
 @pytest.mark.parametrize(("shape", "text_tokens"), [(DIT, 0), (SD3, 5)])
-def test_a_backward_pass_takes_twice_the_forward(shape: DiffusionWorkload, text_tokens: int) -> None:
+def test_a_backward_pass_takes_twice_the_forward(
+    shape: DiffusionWorkload, text_tokens: int
+) -> None:
     """But for the gradients of the inputs, which are not needed."""
     flops = shape.flops(8, 8, text_tokens=text_tokens, backward=True)
     assert_allclose(flops, counted(shape, 8, 8, text_tokens, backward=True), rtol=0.05)
@@ -127,7 +154,8 @@ def test_a_backward_pass_takes_twice_the_forward(shape: DiffusionWorkload, text_
 def test_timesteps_and_guidance_multiply() -> None:
     once = SD3.flops(32, 32, text_tokens=77)
     assert_allclose(
-        SD3.flops(32, 32, text_tokens=77, num_timesteps=[1, 10], classifier_free_guidance=True), once * [2, 20]
+        SD3.flops(32, 32, text_tokens=77, num_timesteps=[1, 10], classifier_free_guidance=True),
+        once * [2, 20],
     )
 
 
@@ -145,7 +173,10 @@ def test_shapes_broadcast_and_attention_is_quadratic() -> None:
         ({"architecture": "unet"}, "architecture is 'unet'; expected 'dit' or 'mmdit'"),
         ({"num_layers": 0}, "num_layers is 0; expected an integer of at least 1"),
         ({"joint_attention_dim": 0}, "joint_attention_dim is 0; expected an integer of at least 1"),
-        ({"architecture": "dit"}, "joint_attention_dim is 48; expected 0 in 'dit', which has no text"),
+        (
+            {"architecture": "dit"},
+            "joint_attention_dim is 48; expected 0 in 'dit', which has no text",
+        ),
     ],
 )
 def test_wrong_fields_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -154,9 +185,13 @@ def test_wrong_fields_are_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_wrong_latents_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"text_tokens is 3\.0; expected 0 in 'dit', which has no text"):
+    with pytest.raises(
+        PlacementError, match=r"text_tokens is 3\.0; expected 0 in 'dit', which has no text"
+    ):
         DIT.flops(2, 2, text_tokens=3)
     with pytest.raises(PlacementError, match=r"heights is .*; expected whole numbers"):
         DIT.flops(2.5, 2)
-    with pytest.raises(PlacementError, match=r"the shapes of latents is .*; expected shapes that broadcast"):
+    with pytest.raises(
+        PlacementError, match=r"the shapes of latents is .*; expected shapes that broadcast"
+    ):
         DIT.flops([1, 2], [1, 2, 3])

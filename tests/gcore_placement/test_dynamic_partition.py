@@ -57,9 +57,14 @@ def loads(
     )
 
 
-def best_index(space: PartitionSpace, works: tuple[float, float], floors: tuple[float, float] = (0.0, 0.0)) -> int:
+def best_index(
+    space: PartitionSpace, works: tuple[float, float], floors: tuple[float, float] = (0.0, 0.0)
+) -> int:
     """By trying all."""
-    seconds = [max(f + w / d for f, w, d in zip(floors, works, p.devices, strict=True)) for p in space.partitions]
+    seconds = [
+        max(f + w / d for f, w, d in zip(floors, works, p.devices, strict=True))
+        for p in space.partitions
+    ]
     return int(np.argmin(seconds))
 
 
@@ -98,7 +103,10 @@ def test_noise_moves_little(noise: float, most: float, has_waves: bool) -> None:
     rng = np.random.default_rng(0)
     num_rounds, num_moves = 1200, 0
     for _ in range(num_rounds // 150):
-        limits = [RoleLimits(devices_per_replica=int(rng.choice(sizes))) for sizes in ([1, 2, 4], [1, 2, 8])]
+        limits = [
+            RoleLimits(devices_per_replica=int(rng.choice(sizes)))
+            for sizes in ([1, 2, 4], [1, 2, 8])
+        ]
         space = PartitionSpace(num_devices=8 * int(rng.integers(3, 13)), roles=tuple(limits))
         work = tuple((1000 * rng.uniform(1, 3, 2)).tolist())
         policy = DynamicPartition(space, space.partitions[best_index(space, work)])
@@ -118,7 +126,10 @@ def test_noise_moves_little(noise: float, most: float, has_waves: bool) -> None:
     floors=st.tuples(floors, floors),
 )
 def test_after_a_jump_the_best_partition_is_reached_in_two_rounds(
-    space: PartitionSpace, before: tuple[float, float], after: tuple[float, float], floors: tuple[float, float]
+    space: PartitionSpace,
+    before: tuple[float, float],
+    after: tuple[float, float],
+    floors: tuple[float, float],
 ) -> None:
     policy = DynamicPartition(space, middle(space), EAGER)
     for _ in range(len(space.partitions) + 5):
@@ -127,7 +138,10 @@ def test_after_a_jump_the_best_partition_is_reached_in_two_rounds(
     partitions = [old, *(policy.observe(*loads(policy.partition, after, floors)) for _ in range(2))]
     assert policy.config.jump_rounds == 2
     best = space.partitions[best_index(space, after, floors)]
-    seconds = [max(f + w / d for f, w, d in zip(floors, after, p.devices, strict=True)) for p in (*partitions, best)]
+    seconds = [
+        max(f + w / d for f, w, d in zip(floors, after, p.devices, strict=True))
+        for p in (*partitions, best)
+    ]
     assert seconds[-2] == pytest.approx(seconds[-1])
     # All that a jump costs beyond the best: the round that shows it, and one that is no worse.
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
@@ -146,7 +160,12 @@ def test_a_surprise_is_met_where_the_worse_case_is_least_bad_and_an_outlier_undo
         """Seconds over the least there can be, for the load that is worse served."""
         return max(
             max(w / d for w, d in zip(works, partition.devices, strict=True))
-            / max(w / d for w, d in zip(works, space.partitions[best_index(space, works)].devices, strict=True))
+            / max(
+                w / d
+                for w, d in zip(
+                    works, space.partitions[best_index(space, works)].devices, strict=True
+                )
+            )
             for works in (before, after)
         )
 
@@ -158,13 +177,15 @@ def test_a_surprise_is_met_where_the_worse_case_is_least_bad_and_an_outlier_undo
     served = [p for p in space.partitions if seconds(p) < seconds(old)]
     assert worst(policy.partition) <= min([worst(old), *map(worst, served)]) * (1 + 1e-9)
     policy.observe(*loads(policy.partition, before))
-    assert max(w / d for w, d in zip(before, policy.partition.devices, strict=True)) == pytest.approx(
-        max(w / d for w, d in zip(before, old.devices, strict=True))
-    )
+    assert max(
+        w / d for w, d in zip(before, policy.partition.devices, strict=True)
+    ) == pytest.approx(max(w / d for w, d in zip(before, old.devices, strict=True)))
 
 
 def test_a_handful_of_prompts_decides_nothing() -> None:
-    space = PartitionSpace(num_devices=32, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
+    space = PartitionSpace(
+        num_devices=32, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1))
+    )
     policy = DynamicPartition(space, space.nearest(16))
     for _ in range(10):
         policy.observe(*loads(policy.partition, (1000.0, 1000.0)), size=256)
@@ -174,7 +195,9 @@ def test_a_handful_of_prompts_decides_nothing() -> None:
 
 
 def test_a_move_within_a_step_must_earn_what_it_takes_in_the_next_round() -> None:
-    space = PartitionSpace(num_devices=16, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
+    space = PartitionSpace(
+        num_devices=16, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1))
+    )
     # On half of the devices this takes 375 s, on the best partition 250 s.
     works = (3000.0, 1000.0)
     for within_s, moves in ((150.0, False), (100.0, True)):
@@ -187,8 +210,12 @@ def test_a_move_within_a_step_must_earn_what_it_takes_in_the_next_round() -> Non
 
 
 @pytest.mark.parametrize("factor", [1 / 4, 1 / 2, 2, 4])
-def test_a_jump_on_many_devices_is_followed_within_two_rounds_and_one_replica(factor: float) -> None:
-    space = PartitionSpace(num_devices=64, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=2)))
+def test_a_jump_on_many_devices_is_followed_within_two_rounds_and_one_replica(
+    factor: float,
+) -> None:
+    space = PartitionSpace(
+        num_devices=64, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=2))
+    )
     policy = DynamicPartition(space, middle(space), DynamicPartitionConfig(min_gain=0.0))
     rng = np.random.default_rng(0)
 
@@ -223,7 +250,9 @@ def test_no_move_costs_more_than_it_saves(
 
 
 def test_a_move_that_never_pays_is_not_made_and_one_that_does_is() -> None:
-    space = PartitionSpace(num_devices=16, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
+    space = PartitionSpace(
+        num_devices=16, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1))
+    )
     for move_s, moves in ((1e6, False), (1.0, True)):
         policy = DynamicPartition(space, space.nearest(8), DynamicPartitionConfig(move_s=move_s))
         policy.observe(*loads(policy.partition, (3000.0, 1000.0)))
@@ -254,18 +283,24 @@ def test_it_continues_from_its_state(space: PartitionSpace, seed: int) -> None:
     rng = np.random.default_rng(seed)
     policy = DynamicPartition(space, middle(space))
     for _ in range(12):
-        policy.observe(*loads(policy.partition, (float(rng.lognormal(6, 1)), float(rng.lognormal(6, 1)))))
+        policy.observe(
+            *loads(policy.partition, (float(rng.lognormal(6, 1)), float(rng.lognormal(6, 1))))
+        )
     again = DynamicPartition(space, middle(space))
     again.load_state(json.loads(json.dumps(policy.state())))
     for _ in range(12):
         works = (float(rng.lognormal(6, 1)), float(rng.lognormal(6, 1)))
-        assert policy.observe(*loads(policy.partition, works)) == again.observe(*loads(again.partition, works))
+        assert policy.observe(*loads(policy.partition, works)) == again.observe(
+            *loads(again.partition, works)
+        )
     assert again.state() == policy.state()
 
 
 @pytest.mark.parametrize("factor", [1 / 4, 1 / 2, 2, 4])
 def test_a_model_that_is_off_is_corrected_by_what_is_measured(factor: float) -> None:
-    space = PartitionSpace(num_devices=32, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
+    space = PartitionSpace(
+        num_devices=32, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1))
+    )
     policy = DynamicPartition(space, space.nearest(16), EAGER)
     works = (3000.0, 1000.0)
     for _ in range(30):
@@ -283,7 +318,9 @@ def test_a_model_that_is_off_is_corrected_by_what_is_measured(factor: float) -> 
 
 
 def test_what_is_left_of_a_step_has_a_best_partition_too() -> None:
-    space = PartitionSpace(num_devices=10, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
+    space = PartitionSpace(
+        num_devices=10, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1))
+    )
     policy = DynamicPartition(space, space.nearest(5))
     assert policy.best((80.0, 20.0)).devices == (8, 2)
     assert policy.best((0.0, 20.0)).devices == (1, 9)
@@ -300,7 +337,9 @@ def test_a_median_counts_values_by_their_weight(values: list[tuple[int, int]]) -
 
 
 def test_wrong_use_is_refused() -> None:
-    space = PartitionSpace(num_devices=8, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=2)))
+    space = PartitionSpace(
+        num_devices=8, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=2))
+    )
     larger = replace(space, num_devices=16)
     with pytest.raises(PlacementError, match=r"partition is .*; expected one of the 3"):
         DynamicPartition(space, middle(larger))
@@ -320,14 +359,25 @@ def test_wrong_use_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"work_device_s": float("inf")}, "work_device_s is inf; expected a finite number of at least 0"),
+        (
+            {"work_device_s": float("inf")},
+            "work_device_s is inf; expected a finite number of at least 0",
+        ),
         ({"finish_s": "3"}, "finish_s is '3'; expected a finite number of at least 0"),
-        ({"busy_device_s": [3.0]}, r"busy_device_s is \[3.0\]; expected a finite number of at least 0"),
+        (
+            {"busy_device_s": [3.0]},
+            r"busy_device_s is \[3.0\]; expected a finite number of at least 0",
+        ),
         ({"floor_s": True}, "floor_s is True; expected a finite number of at least 0"),
     ],
 )
 def test_a_load_of_no_numbers_is_refused(changed: dict[str, Any], expected: str) -> None:
-    fine: dict[str, Any] = {"work_device_s": 8.0, "busy_device_s": 8.0, "finish_s": 2.0, "was_waiting": False}
+    fine: dict[str, Any] = {
+        "work_device_s": 8.0,
+        "busy_device_s": 8.0,
+        "finish_s": 2.0,
+        "was_waiting": False,
+    }
     with pytest.raises(PlacementError, match=expected):
         RoleLoad(**{**fine, **changed})
 
@@ -339,7 +389,9 @@ def test_a_round_has_a_load_of_each_role(count: int) -> None:
     space = PartitionSpace(num_devices=8, roles=(limits, limits))
     policy = DynamicPartition(space, middle(space))
     before = policy.state()
-    with pytest.raises(PlacementError, match=f"number of loads is {count}; expected 2, one for each role"):
+    with pytest.raises(
+        PlacementError, match=f"number of loads is {count}; expected 2, one for each role"
+    ):
         policy.observe(*[load(8.0, 0.0, 4)] * count)
     wrong: Any = "8.0"
     with pytest.raises(PlacementError, match=r"loads\[1\] is '8.0'; expected a RoleLoad"):

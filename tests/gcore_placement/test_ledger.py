@@ -16,8 +16,13 @@ STAGES = (*WORK, "swap", "checkpoint", "eval")
 Spans = list[tuple[str, int, int]]
 
 times = st.integers(min_value=-5, max_value=10**16)
-spans = st.lists(st.tuples(st.sampled_from(STAGES), times, times).map(lambda s: (s[0], *sorted(s[1:]))), max_size=5)
-devices = st.dictionaries(st.sampled_from(["engine 0", "engine 1", "judge 0", "trainer 0", "trainer 1", "gpu"]), spans)
+spans = st.lists(
+    st.tuples(st.sampled_from(STAGES), times, times).map(lambda s: (s[0], *sorted(s[1:]))),
+    max_size=5,
+)
+devices = st.dictionaries(
+    st.sampled_from(["engine 0", "engine 1", "judge 0", "trainer 0", "trainer 1", "gpu"]), spans
+)
 
 
 @given(
@@ -30,7 +35,11 @@ def test_columns_add_up_to_devices_times_wall_time(
     controllers: list[Spans], devices: dict[str, Spans], start_ns: int, wall_ns: int
 ) -> None:
     step = StepIntervals(
-        step=1, start_ns=start_ns, stop_ns=start_ns + wall_ns, controllers=controllers, devices=devices
+        step=1,
+        start_ns=start_ns,
+        stop_ns=start_ns + wall_ns,
+        controllers=controllers,
+        devices=devices,
     )
     ledger = Ledger.of([step, step])
     assert sum(ledger.total_ns.values()) == 2 * (len(devices) or len(controllers)) * wall_ns
@@ -44,16 +53,22 @@ def test_columns_add_up_to_devices_times_wall_time(
 def test_work_is_the_union_of_a_devices_spans(row: Spans) -> None:
     """Counted second by second in the place of cuts."""
     short = [(stage, start % 50, start % 50 + (stop - start) % 20) for stage, start, stop in row]
-    step = StepIntervals(step=1, start_ns=0, stop_ns=40, controllers=[], devices={"engine 0": short})
+    step = StepIntervals(
+        step=1, start_ns=0, stop_ns=40, controllers=[], devices={"engine 0": short}
+    )
     expected = dict.fromkeys(COLUMNS, 0)
     for now in range(40):
-        within = [s for s in sorted(short, key=lambda s: s[1]) if s[1] <= now < s[2] and s[0] != "eval"]
+        within = [
+            s for s in sorted(short, key=lambda s: s[1]) if s[1] <= now < s[2] and s[0] != "eval"
+        ]
         stage = within[-1][0] if within else "unassigned"
         expected[WORK.get(stage, stage)] += 1
     assert Ledger.of([step]).device_ns["engine"] == expected
 
 
-def ledger_of(controllers: list[list[tuple[str, float, float]]], **rows: list[tuple[str, float, float]]) -> Ledger:
+def ledger_of(
+    controllers: list[list[tuple[str, float, float]]], **rows: list[tuple[str, float, float]]
+) -> Ledger:
     """Of a step from 0 to 10 s."""
     named = {name.replace("_", " "): row for name, row in rows.items()}
     step = StepIntervals.of(1, [*controllers, [("eval", 0, 10)]], named)
@@ -89,12 +104,17 @@ def test_the_cause_follows_from_the_controllers_stage(role: str, stage: str, cau
     found = ledger_of([[(stage, 2.0, 9.0)]], **{f"{role}_0": [("gen", 1.0, 4.0)]}).device_ns[role]
     assert found["generation"] == 3 * S
     assert found[cause] >= 5 * S
-    assert found["unassigned"] + found["generation"] + (found[cause] if cause != "unassigned" else 0) == 10 * S
+    assert (
+        found["unassigned"] + found["generation"] + (found[cause] if cause != "unassigned" else 0)
+        == 10 * S
+    )
 
 
 def test_the_earliest_stage_of_a_controller_is_what_others_wait_for() -> None:
     ledger = ledger_of(
-        [[("gen", 0, 4), ("reward", 4, 5)], [("gen", 0, 2), ("reward", 2, 7)]], engine_0=[("gen", 0, 3)], engine_1=[]
+        [[("gen", 0, 4), ("reward", 4, 5)], [("gen", 0, 2), ("reward", 2, 7)]],
+        engine_0=[("gen", 0, 3)],
+        engine_1=[],
     )
     found = ledger.device_ns["engine"]
     assert {column: ns for column, ns in found.items() if ns} == {
@@ -106,7 +126,9 @@ def test_the_earliest_stage_of_a_controller_is_what_others_wait_for() -> None:
 
 
 def test_a_trainer_that_waits_for_another_is_imbalance() -> None:
-    ledger = ledger_of([[("train", 0, 10)]], trainer_0=[("train", 0, 8)], trainer_1=[("train", 0, 5)])
+    ledger = ledger_of(
+        [[("train", 0, 10)]], trainer_0=[("train", 0, 8)], trainer_1=[("train", 0, 5)]
+    )
     found = ledger.device_ns["trainer"]
     assert (found["training"], found["imbalance"], found["unassigned"]) == (13 * S, 3 * S, 4 * S)
     assert ledger.share("training") == pytest.approx(0.65)
@@ -115,7 +137,9 @@ def test_a_trainer_that_waits_for_another_is_imbalance() -> None:
 
 
 def test_controllers_stand_for_devices_where_none_is_named() -> None:
-    ledger = Ledger.of([StepIntervals.of(1, [[("gen", 0, 4), ("train", 5, 6)], [("gen", 0, 3)]], {})])
+    ledger = Ledger.of(
+        [StepIntervals.of(1, [[("gen", 0, 4), ("train", 5, 6)], [("gen", 0, 3)]], {})]
+    )
     found = ledger.device_ns["controller"]
     assert {column: ns for column, ns in found.items() if ns} == {
         "generation": 7 * S,
@@ -138,7 +162,9 @@ def row(step: int, start_s: float, *, engine: float = 1.0) -> dict[str, Any]:
 
 
 def test_steps_of_a_run_lie_end_to_end(tmp_path: Path) -> None:
-    run = write_run(tmp_path, row(1, 0.0), row(2, 3.5), row(3, 7.0), row(3, 8.0), end='\n{"step": 4, "con')
+    run = write_run(
+        tmp_path, row(1, 0.0), row(2, 3.5), row(3, 7.0), row(3, 8.0), end='\n{"step": 4, "con'
+    )
     steps = read_spans(run)
     assert [(s.step, s.start_ns, s.stop_ns) for s in steps] == [
         (1, 0, 3.5 * S),
@@ -175,7 +201,9 @@ def test_steps_are_chosen_with_both_ends(tmp_path: Path) -> None:
             select_steps(steps, text)
 
 
-def test_the_command_prints_roles_and_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_roles_and_causes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(write_run(tmp_path, row(1, 0.0), row(2, 3.0)))
     assert main(["ledger", run]) == 0
     text = capsys.readouterr().out

@@ -18,7 +18,9 @@ counts = st.tuples(*[st.integers(0, 4)] * 3)
     first_s=st.floats(0, 10),
 )
 def test_loans_take_no_longer_than_devices_idled(
-    events: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float]], lending_s: float, first_s: float
+    events: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float]],
+    lending_s: float,
+    first_s: float,
 ) -> None:
     rule = LendingRule(3, first_s)
     now_s, idled_s, taken_s = 0.0, 0.0, 0.0
@@ -71,11 +73,16 @@ class Queues:
                 continue
             loan = self.rule.observe(
                 self.now_s,
-                idle=[n - 1 if w <= 0 else 0 for n, w in zip(self.serving, self.waiting, strict=True)],
+                idle=[
+                    n - 1 if w <= 0 else 0 for n, w in zip(self.serving, self.waiting, strict=True)
+                ],
                 waiting=[max(0, int(w)) for w in self.waiting],
                 finished=finished,
                 serving=self.serving,
-                arriving=[sum(o.num_devices for _, o in on_its_way if o.taker == r) for r in range(len(first))],
+                arriving=[
+                    sum(o.num_devices for _, o in on_its_way if o.taker == r)
+                    for r in range(len(first))
+                ],
             )
             if loan is not None:
                 self.loans += [loan.giver] * loan.num_devices

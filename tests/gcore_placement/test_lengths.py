@@ -7,7 +7,9 @@ from numpy.testing import assert_allclose
 from gcore_placement import Lengths, PlacementError
 
 
-def draws(median: float, sigma: float, longest: float, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def draws(
+    median: float, sigma: float, longest: float, count: int
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     rng = np.random.default_rng(0)
     return np.clip(rng.lognormal(np.log(median), sigma, count), 1, longest)
 
@@ -29,13 +31,17 @@ def test_the_longest_of_many(count: int) -> None:
 
 
 def test_the_widest_laws_are_cut() -> None:
-    assert_allclose(Lengths.log_normal(median=10, sigma=1e6, longest=100).mean, (1 + 100) / 2, rtol=0.01)
+    assert_allclose(
+        Lengths.log_normal(median=10, sigma=1e6, longest=100).mean, (1 + 100) / 2, rtol=0.01
+    )
 
 
 def test_a_record_is_itself() -> None:
     drawn = draws(300, 1.0, 4000, 5000)
     lengths = Lengths.recorded(drawn)
-    assert_allclose([lengths.mean, lengths.mean_square], [drawn.mean(), (drawn**2).mean()], rtol=1e-12)
+    assert_allclose(
+        [lengths.mean, lengths.mean_square], [drawn.mean(), (drawn**2).mean()], rtol=1e-12
+    )
     assert lengths.longest == drawn.max()
     assert_allclose(lengths.expected_longest(10**9), drawn.max())
     assert Lengths.recorded([7]).expected_longest(3) == 7
@@ -51,7 +57,9 @@ def test_what_remains_of_a_running_sequence() -> None:
     caught = rng.choice(drawn, 200_000, p=drawn / drawn.sum()) * rng.random(200_000)
     assert_allclose(remaining.mean, lengths.mean_square / (2 * lengths.mean), rtol=0.01)
     assert_allclose(remaining.mean, caught.mean(), rtol=0.02)
-    assert_allclose(remaining.expected_longest(50), caught.reshape(-1, 50).max(axis=1).mean(), rtol=0.03)
+    assert_allclose(
+        remaining.expected_longest(50), caught.reshape(-1, 50).max(axis=1).mean(), rtol=0.03
+    )
 
 
 def test_most_tokens_of_those_that_still_run() -> None:
@@ -65,7 +73,9 @@ def test_wrong_lengths_are_refused() -> None:
         Lengths.log_normal(median=20, sigma=1, longest=10)
     with pytest.raises(PlacementError, match=r"median is 0; expected a finite number above 0"):
         Lengths.log_normal(median=0, sigma=1, longest=10)
-    with pytest.raises(PlacementError, match=r"sigma is -1.0; expected a finite number of at least 0"):
+    with pytest.raises(
+        PlacementError, match=r"sigma is -1.0; expected a finite number of at least 0"
+    ):
         Lengths.log_normal(median=1, sigma=-1, longest=10)
     with pytest.raises(PlacementError, match=r"lengths is \[\]; expected at least one length"):
         Lengths.recorded([])

@@ -6,7 +6,12 @@ from hypothesis import given, strategies as st
 
 from gcore_placement import DynamicPartitionConfig, RoleLoad
 from gcore_placement.partition.load_history import LoadHistory, measured_error
-from gcore_placement.partition.statistics import NORMAL_NODES, NORMAL_WEIGHTS, expected_max, median_line
+from gcore_placement.partition.statistics import (
+    NORMAL_NODES,
+    NORMAL_WEIGHTS,
+    expected_max,
+    median_line,
+)
 from gcore_placement.quantities import Floats
 
 CONFIG = DynamicPartitionConfig()
@@ -30,7 +35,9 @@ def history_of(
 def courses(num_rounds: int, growth: float, noise: float) -> Floats:
     """Work of which the first role's grows, and the second's stays."""
     rng = np.random.default_rng(0)
-    logs = np.outer(np.arange(num_rounds), (growth, 0.0)) + noise * rng.standard_normal((num_rounds, 2))
+    logs = np.outer(np.arange(num_rounds), (growth, 0.0)) + noise * rng.standard_normal(
+        (num_rounds, 2)
+    )
     return 100 * np.exp(logs)
 
 
@@ -40,7 +47,9 @@ def test_a_trend_is_seen_and_carried_on(growth: float, sign: float) -> None:
     rng = np.random.default_rng(1)
     sizes = rng.choice([1.0, 0.5, 0.1], 21)
     at = (np.cumsum(sizes) - sizes / 2) / (sizes @ sizes / sizes.sum())
-    works = 100 * np.exp(np.stack([sign * growth * at, np.zeros(21)], axis=1) + 0.01 * rng.standard_normal((21, 2)))
+    works = 100 * np.exp(
+        np.stack([sign * growth * at, np.zeros(21)], axis=1) + 0.01 * rng.standard_normal((21, 2))
+    )
     history = history_of(works, sizes=sizes)
     first, second = history.trend()
     assert first == pytest.approx(sign * growth, abs=0.005)
@@ -63,7 +72,15 @@ def test_a_trend_is_seen_and_carried_on(growth: float, sign: float) -> None:
         np.tile([[100.0, 400.0], [400.0, 100.0]], (10, 1)),
         100 * np.exp(np.sin(np.outer(np.arange(21), (1.0, 0.5)))),
     ],
-    ids=["steady", "noisy", "grows less than noise", "few rounds", "a jump", "every other", "swings"],
+    ids=[
+        "steady",
+        "noisy",
+        "grows less than noise",
+        "few rounds",
+        "a jump",
+        "every other",
+        "swings",
+    ],
 )
 def test_what_is_no_trend(works: Floats) -> None:
     assert (history_of(works).trend() == 0).all()
@@ -80,7 +97,9 @@ def test_the_error_that_makes_a_round_longer_is_found(ratio: float, error: float
     """A round as long as the mean of the longest role, with this error, shows it, or shows none at all."""
     seconds = np.array([100.0, 100.0 * ratio])
     factors = np.exp(error * NORMAL_NODES)
-    finish_s = expected_max((seconds[:, None] * factors)[None], NORMAL_WEIGHTS)[0] / (factors @ NORMAL_WEIGHTS)
+    finish_s = expected_max((seconds[:, None] * factors)[None], NORMAL_WEIGHTS)[0] / (
+        factors @ NORMAL_WEIGHTS
+    )
     found = measured_error(seconds, finish_s)
     if found < 0:
         assert ratio < 0.85

@@ -25,7 +25,9 @@ EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0, tol
 @st.composite
 def spaces(draw: st.DrawFn, *, sizes: Sequence[int] = (1, 2, 4)) -> PartitionSpace:
     num_roles = draw(st.integers(2, 4))
-    limits = [RoleLimits(devices_per_replica=draw(st.sampled_from(sizes))) for _ in range(num_roles)]
+    limits = [
+        RoleLimits(devices_per_replica=draw(st.sampled_from(sizes))) for _ in range(num_roles)
+    ]
     return PartitionSpace(num_devices=draw(st.integers(16, 18)), roles=tuple(limits))
 
 
@@ -67,7 +69,10 @@ def test_all_that_leave_no_role_room_for_more(
     largest = [
         own
         for own in allowed
-        if not any(other != own and all(o >= n for o, n in zip(other, own, strict=True)) for other in allowed)
+        if not any(
+            other != own and all(o >= n for o, n in zip(other, own, strict=True))
+            for other in allowed
+        )
     ]
     try:
         space = PartitionSpace(num_devices=devices, roles=tuple(limits), unit_devices=unit)
@@ -83,16 +88,21 @@ def test_all_that_leave_no_role_room_for_more(
     works=st.lists(st.floats(1, 1000), min_size=2, max_size=4),
     floors=st.lists(st.sampled_from([0.0, 1.0, 30.0]), min_size=4, max_size=4),
 )
-def test_the_best_of_all_is_that_of_water_filling(devices: int, works: list[float], floors: list[float]) -> None:
+def test_the_best_of_all_is_that_of_water_filling(
+    devices: int, works: list[float], floors: list[float]
+) -> None:
     """With replicas of one device, giving each device to the slowest role is optimal."""
     floors = floors[: len(works)]
-    space = PartitionSpace(num_devices=devices, roles=(RoleLimits(devices_per_replica=1),) * len(works))
+    space = PartitionSpace(
+        num_devices=devices, roles=(RoleLimits(devices_per_replica=1),) * len(works)
+    )
     filled = np.ones(len(works))
     for _ in range(devices - len(works)):
         filled[np.argmax(np.array(floors) + works / filled)] += 1
     found = DynamicPartition(space, middle(space)).best(works, floors)
     assert np.isclose(
-        stage_seconds(works, floors, np.array([found.devices])), stage_seconds(works, floors, filled[None])
+        stage_seconds(works, floors, np.array([found.devices])),
+        stage_seconds(works, floors, filled[None]),
     )
 
 
@@ -110,7 +120,9 @@ def test_the_mean_of_the_largest_is_that_over_all_combinations(values: list[list
 
 @settings(max_examples=15)
 @given(space=spaces(), seed=st.integers(0, 10**6), data=st.data())
-def test_roles_in_another_order_have_the_same_devices(space: PartitionSpace, seed: int, data: st.DataObject) -> None:
+def test_roles_in_another_order_have_the_same_devices(
+    space: PartitionSpace, seed: int, data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(range(len(space.roles))))
 
     def permuted(partition: Partition) -> Partition:
@@ -120,7 +132,9 @@ def test_roles_in_another_order_have_the_same_devices(space: PartitionSpace, see
             unassigned_devices=partition.unassigned_devices,
         )
 
-    other_space = PartitionSpace(num_devices=space.num_devices, roles=tuple(space.roles[role] for role in order))
+    other_space = PartitionSpace(
+        num_devices=space.num_devices, roles=tuple(space.roles[role] for role in order)
+    )
     start = data.draw(st.sampled_from(space.partitions))
     one, other = DynamicPartition(space, start), DynamicPartition(other_space, permuted(start))
     for number in range(15):
@@ -136,7 +150,9 @@ def test_a_load_that_stays_is_served_best(space: PartitionSpace, seed: int) -> N
     for _ in range(3):
         policy.observe(*loads_of(policy.partition, works))
     best_s = stage_seconds(works, 0.0, space.role_devices).min()
-    assert stage_seconds(works, 0.0, np.array([policy.partition.devices]))[0] == pytest.approx(best_s)
+    assert stage_seconds(works, 0.0, np.array([policy.partition.devices]))[0] == pytest.approx(
+        best_s
+    )
 
 
 @settings(max_examples=20)
@@ -155,7 +171,9 @@ def test_what_moves_pays_and_only_that(space: PartitionSpace, seed: int, move_s:
             assert seconds[after] == pytest.approx(seconds.min())
         else:
             saved_s = seconds[before] - seconds.min()
-            assert saved_s <= max(config.min_gain * seconds[before], move_s / config.horizon_steps) * (1 + 1e-9)
+            assert saved_s <= max(
+                config.min_gain * seconds[before], move_s / config.horizon_steps
+            ) * (1 + 1e-9)
 
 
 def test_devices_come_from_the_role_that_needs_them_least() -> None:
@@ -169,7 +187,9 @@ def test_devices_come_from_the_role_that_needs_them_least() -> None:
 
 def test_too_many_partitions_are_refused() -> None:
     roles = (RoleLimits(devices_per_replica=1),) * 4
-    with pytest.raises(PlacementError, match=r"unit_devices is 1; expected more: 4 roles divide 256 devices"):
+    with pytest.raises(
+        PlacementError, match=r"unit_devices is 1; expected more: 4 roles divide 256 devices"
+    ):
         PartitionSpace(num_devices=256, roles=roles)
     assert len(PartitionSpace(num_devices=256, roles=roles, unit_devices=8).partitions) == 4495
     with pytest.raises(PlacementError, match=r"roles is .*; expected at least 2 roles"):

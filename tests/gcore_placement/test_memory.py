@@ -18,8 +18,14 @@ from gcore_placement.planning.options import EngineRoofline
 GB = 1e9
 
 
-def layout(backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, **changed: Any) -> TrainingLayout:
-    options: dict[str, Any] = {"gradient_checkpointing": False, "ppo_max_token_len": 16384, **changed}
+def layout(
+    backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, **changed: Any
+) -> TrainingLayout:
+    options: dict[str, Any] = {
+        "gradient_checkpointing": False,
+        "ppo_max_token_len": 16384,
+        **changed,
+    }
     return TrainingLayout(
         backend=backend,
         tensor_model_parallel_size=tp,
@@ -30,7 +36,9 @@ def layout(backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int =
     )
 
 
-def parts_of(job: Any, *layouts: TrainingLayout) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+def parts_of(
+    job: Any, *layouts: TrainingLayout
+) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
     return dict(memory.training_memory(job, TrainingLayouts.of(*layouts)))
 
 
@@ -41,11 +49,20 @@ def test_zero_stages_by_their_papers_sums() -> None:
     """
     job = make_job()
     parameters = job.policy.num_parameters
-    parts = parts_of(job, layout("torch", dp=8), layout("megatron", dp=8), layout("torch"), layout("megatron"))
+    parts = parts_of(
+        job, layout("torch", dp=8), layout("megatron", dp=8), layout("torch"), layout("megatron")
+    )
     state = memory.resident_state(parts)
     assert_allclose(state, parameters * np.array([18 / 8, 6 + 12 / 8, 18, 18]), rtol=1e-6)
-    wide = parts_of(replace(job, compute_bytes=4), layout("torch", dp=8), layout("megatron", dp=8), layout("torch"))
-    assert_allclose(memory.resident_state(wide), parameters * np.array([16 / 8, 8 + 8 / 8, 16]), rtol=1e-6)
+    wide = parts_of(
+        replace(job, compute_bytes=4),
+        layout("torch", dp=8),
+        layout("megatron", dp=8),
+        layout("torch"),
+    )
+    assert_allclose(
+        memory.resident_state(wide), parameters * np.array([16 / 8, 8 + 8 / 8, 16]), rtol=1e-6
+    )
 
 
 def test_tensor_and_pipeline_ranks_divide_the_model() -> None:
@@ -108,14 +125,19 @@ def test_what_else_is_held() -> None:
     assert_allclose(all_["activations"], one["activations"])
     chunk_bytes, head_bytes = (2 * 4 + 2) * (1 << 28), 4 * 152064 * 3584
     assert_allclose(one["logits"], chunk_bytes)
-    assert_allclose(parts_of(alone, layout("torch"), layout("megatron", dp=8))["logits"], chunk_bytes + head_bytes)
+    assert_allclose(
+        parts_of(alone, layout("torch"), layout("megatron", dp=8))["logits"],
+        chunk_bytes + head_bytes,
+    )
     assert_allclose(memory.total(one), sum(one.values()))
 
 
 def test_engines_by_hand() -> None:
     shape = ModelShape.from_config(QWEN_7B)
     one, two, four, eight = (
-        EngineRoofline(model=shape, cluster=make_cluster(8), tp=tp, compute_bytes=2, efficiency=Efficiency())
+        EngineRoofline(
+            model=shape, cluster=make_cluster(8), tp=tp, compute_bytes=2, efficiency=Efficiency()
+        )
         for tp in (1, 2, 4, 8)
     )
     assert_allclose(two.weights_bytes, shape.num_parameters)
@@ -136,7 +158,10 @@ def kept_bytes(model: Any, num_tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(inputs_embeds=torch.randn(1, num_tokens, model.config.hidden_size, requires_grad=True), use_cache=False)
+        model(
+            inputs_embeds=torch.randn(1, num_tokens, model.config.hidden_size, requires_grad=True),
+            use_cache=False,
+        )
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -151,8 +176,15 @@ def test_activations_are_what_autograd_keeps() -> None:
     num_tokens = 512
     kept: list[int] = []
     for num_layers in (2, 4):
-        model = Qwen2ForCausalLM(Qwen2Config(**options, num_hidden_layers=num_layers, vocab_size=64))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**options, num_hidden_layers=num_layers, vocab_size=64)
+        )
         kept.append(kept_bytes(model.model, num_tokens))
-    config: dict[str, Any] = {"model_type": "qwen2", **options, "num_hidden_layers": 2, "vocab_size": 64}
+    config: dict[str, Any] = {
+        "model_type": "qwen2",
+        **options,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
     predicted = 4 * num_tokens * ModelShape.from_config(config).activations_per_token
     assert (kept[1] - kept[0]) / 2 == pytest.approx(predicted, rel=0.2)

@@ -17,7 +17,12 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 257,
 }
-MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 24}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "head_dim": 24,
+}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -40,7 +45,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **SMALL},
     "qwen2, tied": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **SMALL},
-    "qwen3 with biases": {"model_type": "qwen3", **SMALL, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3 with biases": {
+        "model_type": "qwen3",
+        **SMALL,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "qwen3-moe": {"model_type": "qwen3_moe", **SMALL, **MIXTURE},
     "qwen3-moe, in part dense": {
         "model_type": "qwen3_moe",
@@ -51,8 +61,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek-v3": {"model_type": "deepseek_v3", **SMALL, **LATENT},
-    "deepseek-v3 with biases": {"model_type": "deepseek_v3", **SMALL, **LATENT, "attention_bias": True},
-    "deepseek-v3, queries as they are": {"model_type": "deepseek_v3", **SMALL, **LATENT, "q_lora_rank": None},
+    "deepseek-v3 with biases": {
+        "model_type": "deepseek_v3",
+        **SMALL,
+        **LATENT,
+        "attention_bias": True,
+    },
+    "deepseek-v3, queries as they are": {
+        "model_type": "deepseek_v3",
+        **SMALL,
+        **LATENT,
+        "q_lora_rank": None,
+    },
     "deepseek-v2": {"model_type": "deepseek_v2", **SMALL, **LATENT, "first_k_dense_replace": 0},
 }
 DEEPSEEK_V3: dict[str, Any] = {
@@ -149,7 +169,9 @@ def test_more_tokens_read_more_experts() -> None:
     shape = ModelShape.from_config(CONFIGS["qwen3-moe"])
     read = shape.parameters_read(np.array([1.0, 2.0, 16.0, 10_000.0]))
     looked_up = shape.num_active_parameters - shape.num_multiplied_parameters
-    assert looked_up == (0 if shape.tie_word_embeddings else SMALL["vocab_size"] * SMALL["hidden_size"])
+    assert looked_up == (
+        0 if shape.tie_word_embeddings else SMALL["vocab_size"] * SMALL["hidden_size"]
+    )
     assert read[0] == shape.num_multiplied_parameters
     assert read[-1] == pytest.approx(shape.num_parameters - looked_up)
     assert (np.diff(read) > 0).all()
@@ -159,8 +181,17 @@ def test_more_tokens_read_more_experts() -> None:
 
 def test_keys_and_values() -> None:
     """Llama-3-8B's 128 KiB a token in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
-    config = {**SMALL, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    assert 2 * ModelShape.from_config({"model_type": "llama", **config}).kv_values_per_token == 128 * 1024
+    config = {
+        **SMALL,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    assert (
+        2 * ModelShape.from_config({"model_type": "llama", **config}).kv_values_per_token
+        == 128 * 1024
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,18 +200,33 @@ def test_keys_and_values() -> None:
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; expected one of llama, .*"),
         ({"model_type": None}, "config has no 'model_type'"),
         ({"n_shared_experts": 1}, "n_shared_experts is 1; expected 0 without num_experts"),
-        ({"shared_expert_intermediate_size": 8}, r"shared_expert_intermediate_size is 8; expected absent"),
+        (
+            {"shared_expert_intermediate_size": 8},
+            r"shared_expert_intermediate_size is 8; expected absent",
+        ),
         ({"kv_lora_rank": 8}, "config has no 'qk_nope_head_dim'"),
         ({**LATENT, "v_head_dim": 0}, "v_head_dim is 0; expected an integer of at least 1"),
-        ({**LATENT, "first_k_dense_replace": -1}, "first_k_dense_replace is -1; expected an integer of at least 0"),
+        (
+            {**LATENT, "first_k_dense_replace": -1},
+            "first_k_dense_replace is -1; expected an integer of at least 0",
+        ),
         ({"num_experts": 8}, "config has no 'num_experts_per_tok'"),
-        ({"num_experts": 8, "num_experts_per_tok": 9}, r"num_experts_per_tok is 9; expected at most num_experts \(8\)"),
-        ({"num_experts": 8, "num_experts_per_tok": 1, "mlp_only_layers": 3}, r"mlp_only_layers is .*; expected a list"),
+        (
+            {"num_experts": 8, "num_experts_per_tok": 9},
+            r"num_experts_per_tok is 9; expected at most num_experts \(8\)",
+        ),
+        (
+            {"num_experts": 8, "num_experts_per_tok": 1, "mlp_only_layers": 3},
+            r"mlp_only_layers is .*; expected a list",
+        ),
         (
             {"num_experts": 8, "num_experts_per_tok": 1, "decoder_sparse_step": -1},
             r"decoder_sparse_step is .*; expected",
         ),
-        ({"num_experts": "8", "num_experts_per_tok": 1}, "num_experts is '8'; expected an integer of at least 1"),
+        (
+            {"num_experts": "8", "num_experts_per_tok": 1},
+            "num_experts is '8'; expected an integer of at least 1",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -191,8 +237,13 @@ def test_a_wrong_config_is_refused(changed: dict[str, Any], message: str) -> Non
 def test_half_a_mixture_is_refused() -> None:
     with pytest.raises(PlacementError, match="q_lora_rank is 8; expected 0 without kv_lora_rank"):
         TransformerWorkload(**SMALL, head_dim=16, q_lora_rank=8)
-    latent = {name: LATENT[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    latent = {
+        name: LATENT[name]
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    }
     with pytest.raises(PlacementError, match=r"head_dim is 16; expected .* \(12 \+ 8\)"):
         TransformerWorkload(**SMALL, head_dim=16, **latent)
-    with pytest.raises(PlacementError, match="num_experts_per_tok is 0; expected an integer of at least 1"):
+    with pytest.raises(
+        PlacementError, match="num_experts_per_tok is 0; expected an integer of at least 1"
+    ):
         TransformerWorkload(**SMALL, head_dim=16, num_experts=4)

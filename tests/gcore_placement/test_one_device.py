@@ -67,13 +67,19 @@ def job_of(config: dict[str, Any], **changed: Any) -> Job:
     return Job(**options)
 
 
-def plan_of(config: dict[str, Any], *, state: TrainingState | None = None, **changed: Any) -> DevicePlan:
+def plan_of(
+    config: dict[str, Any], *, state: TrainingState | None = None, **changed: Any
+) -> DevicePlan:
     layout, engine = changed.pop("layout", LAYOUT), changed.pop("engine", EngineSettings())
-    return plan_one_device(job_of(config, **changed), layout, engine, H100, state=state or TrainingState())
+    return plan_one_device(
+        job_of(config, **changed), layout, engine, H100, state=state or TrainingState()
+    )
 
 
 def tiny_model() -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM(Qwen2Config(**{name: value for name, value in TINY.items() if name != "model_type"}))
+    return Qwen2ForCausalLM(
+        Qwen2Config(**{name: value for name, value in TINY.items() if name != "model_type"})
+    )
 
 
 def test_state_bytes_are_those_of_torch() -> None:
@@ -86,10 +92,14 @@ def test_state_bytes_are_those_of_torch() -> None:
     parameters = list(model.parameters())
     assert trainer["weights"] == sum(p.nbytes for p in parameters)
     assert trainer["gradients"] == sum(p.grad.nbytes for p in parameters if p.grad is not None)
-    moments = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
+    moments = [
+        t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()
+    ]
     assert trainer["optimizer"] == sum(t.nbytes for t in moments)
     narrow = plan_of(TINY).roles["trainer"]
-    assert narrow["optimizer"] == trainer["optimizer"] + trainer["weights"], "float32 master weights"
+    assert narrow["optimizer"] == trainer["optimizer"] + trainer["weights"], (
+        "float32 master weights"
+    )
     assert narrow["weights"] == trainer["weights"] / 2
 
 
@@ -117,22 +127,39 @@ def test_offload() -> None:
         for name, plan in plans.items()
     }
     assert_allclose(list(state.values()), [18 * count, 6 * count, 6 * count], rtol=1e-6)
-    assert_allclose([plan.host["optimizer states"] for plan in plans.values()], [0, 16 * count, 16 * count], rtol=1e-6)
+    assert_allclose(
+        [plan.host["optimizer states"] for plan in plans.values()],
+        [0, 16 * count, 16 * count],
+        rtol=1e-6,
+    )
     # With a critic and a reference, one of the three is on the device at a time.
     others = {"critic": ModelShape.from_config(QWEN_7B), "reference": True}
-    every = plan_of(QWEN_7B, state=TrainingState(offload="all"), engine=EngineSettings(takes_turns=False), **others)
+    every = plan_of(
+        QWEN_7B,
+        state=TrainingState(offload="all"),
+        engine=EngineSettings(takes_turns=False),
+        **others,
+    )
     assert_allclose(every.peaks["train"], plans["all"].peaks["train"])
-    assert_allclose([every.host[n] for n in ("optimizer states", "models")], [16 * 2 * count, 2 * 3 * count], rtol=1e-6)
+    assert_allclose(
+        [every.host[n] for n in ("optimizer states", "models")],
+        [16 * 2 * count, 2 * 3 * count],
+        rtol=1e-6,
+    )
 
 
 def test_teachers_are_frozen_models_next_to_the_reference() -> None:
     small, large = ModelShape.from_config(QWEN_HALF_B), ModelShape.from_config(QWEN_7B)
     plan = plan_of(QWEN_HALF_B, reference=True, teachers=[large, small])
-    assert_allclose(plan.roles["teachers"]["weights"], 2 * (large.num_parameters + small.num_parameters))
+    assert_allclose(
+        plan.roles["teachers"]["weights"], 2 * (large.num_parameters + small.num_parameters)
+    )
     assert_allclose(plan.roles["reference"]["weights"], 2 * small.num_parameters)
     without = plan_of(QWEN_HALF_B, reference=True)
     assert "teachers" not in without.roles
-    assert_allclose(plan.peaks["prepare"] - without.peaks["prepare"], plan.roles["teachers"]["weights"])
+    assert_allclose(
+        plan.peaks["prepare"] - without.peaks["prepare"], plan.roles["teachers"]["weights"]
+    )
     passes = job_of(QWEN_HALF_B, reference=True, teachers=[large, small]).num_forward_passes
     assert_allclose(passes, 2 + large.workload.flops_per_token / small.workload.flops_per_token)
 
@@ -143,17 +170,24 @@ def test_moments_in_8_bits() -> None:
     state = TrainingState(moments="8bit")
     own = plan_of(QWEN_HALF_B, state=state).roles["trainer"]
     assert_allclose(own["optimizer"], (4 + 2 + 8 / 256) * count)
-    assert_allclose(plan_of(QWEN_HALF_B, state=state, compute_bytes=4).roles["trainer"]["optimizer"], 2.03125 * count)
+    assert_allclose(
+        plan_of(QWEN_HALF_B, state=state, compute_bytes=4).roles["trainer"]["optimizer"],
+        2.03125 * count,
+    )
     engine = EngineSettings(takes_turns=False)
     offloaded = plan_of(QWEN_HALF_B, state=replace(state, offload="optimizer"), engine=engine)
     assert_allclose(offloaded.host["optimizer states"], (4 + 4 + 2.03125) * count)
     turns = EngineSettings(takes_turns=True)
-    exact, small = (plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state))
+    exact, small = (
+        plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state)
+    )
     device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
     plan = plan_one_device(job_of(QWEN_HALF_B), LAYOUT, turns, device)
     assert not plan.fits
     assert ("8-bit moments",) in {remedy.names for remedy in plan.remedies}
-    megatron = plan_one_device(job_of(QWEN_HALF_B), replace(LAYOUT, backend="megatron"), turns, device)
+    megatron = plan_one_device(
+        job_of(QWEN_HALF_B), replace(LAYOUT, backend="megatron"), turns, device
+    )
     assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
 
 
@@ -171,7 +205,9 @@ def test_activations_by_layer() -> None:
 
     def activations(*, recompute: bool = True, **state: Any) -> float:
         layout = replace(LAYOUT, gradient_checkpointing=recompute)
-        return plan_of(QWEN_7B, layout=layout, state=TrainingState(**state)).roles["trainer"]["activations"]
+        return plan_of(QWEN_7B, layout=layout, state=TrainingState(**state)).roles["trainer"][
+            "activations"
+        ]
 
     whole, none = activations(), activations(recompute=False)
     assert_allclose(activations(checkpointed_share=0.5), (whole + none) / 2)
@@ -184,7 +220,11 @@ def test_a_small_model_is_side_by_side() -> None:
     plan = plan_of(QWEN_HALF_B)
     assert (plan.fits, plan.takes_turns) == (True, False)
     checkpoint = plan.host["checkpoint"]
-    assert plan.host_bytes == checkpoint == pytest.approx(12 * ModelShape.from_config(QWEN_HALF_B).num_parameters)
+    assert (
+        plan.host_bytes
+        == checkpoint
+        == pytest.approx(12 * ModelShape.from_config(QWEN_HALF_B).num_parameters)
+    )
     assert plan.kv_tokens == 256 * 1536
     engine = plan.roles["policy engine"]
     assert engine["keys and values"] == plan.kv_cache_bytes == plan.kv_tokens * 2 * 2 * 24 * 128
@@ -228,10 +268,14 @@ def test_weights_that_are_copied_whole() -> None:
     ]
     for copies, has_adapters, is_whole in cases:
         state = TrainingState(offload="optimizer", adapter_parameters=adapters * has_adapters)
-        plan = plan_of(QWEN_7B, state=state, engine=EngineSettings(takes_turns=True, copies_weights=copies))
+        plan = plan_of(
+            QWEN_7B, state=state, engine=EngineSettings(takes_turns=True, copies_weights=copies)
+        )
         trainer, weights = plan.roles["trainer"], plan.roles["policy engine"]["weights"]
         passing = weights if is_whole else 2 * 152064 * 3584
-        assert_allclose(plan.peaks["sync"], trainer["weights"] + trainer["gradients"] + weights + passing)
+        assert_allclose(
+            plan.peaks["sync"], trainer["weights"] + trainer["gradients"] + weights + passing
+        )
 
 
 def test_other_roles_are_counted() -> None:
@@ -244,8 +288,17 @@ def test_other_roles_are_counted() -> None:
     )
     plan = plan_one_device(job, LAYOUT, EngineSettings(), H100, others={"reward model": 3e9})
     count = job.policy.num_parameters
-    assert [*plan.roles] == ["policy engine", "trainer", "critic", "reference", "judge", "reward model"]
-    assert_allclose([plan.share("reference"), plan.share("critic")], [2 * count, 18 * count], rtol=1e-6)
+    assert [*plan.roles] == [
+        "policy engine",
+        "trainer",
+        "critic",
+        "reference",
+        "judge",
+        "reward model",
+    ]
+    assert_allclose(
+        [plan.share("reference"), plan.share("critic")], [2 * count, 18 * count], rtol=1e-6
+    )
     assert plan.judge_kv_tokens >= 1536 + 256
     assert plan.share("reward model") == 3e9
     assert plan.share("no such role") == 0
@@ -257,7 +310,9 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert not plan.fits
     assert {remedy.names for remedy in plan.remedies} == {("optimizer offload",), ("LoRA",)}
     compared = plan_of(QWEN_7B, reference=True)
-    assert ("full offload",) in {remedy.names for remedy in compared.remedies}, "of the policy or its reference"
+    assert ("full offload",) in {remedy.names for remedy in compared.remedies}, (
+        "of the policy or its reference"
+    )
     for remedy in plan.remedies:
         assert remedy.peak_bytes <= plan.usable_bytes
     assert plan.peaks[plan.fullest] > plan.usable_bytes
@@ -278,7 +333,9 @@ def test_gradients_that_are_exchanged_once_an_update() -> None:
     ):
         plan = plan_of(model, layout=ranks, state=own)
         assert_allclose(plan.roles["trainer"]["unsynced gradients"], 4 * count, rtol=1e-6)
-        assert_allclose(plan.peaks["train"], sum(plan.roles["trainer"].values()) + _engines_awake(plan))
+        assert_allclose(
+            plan.peaks["train"], sum(plan.roles["trainer"].values()) + _engines_awake(plan)
+        )
     short = plan_of(QWEN_7B, layout=replace(LAYOUT, data_parallel_size=4), state=waiting)
     assert not short.fits
     assert ("frequent gradient exchange",) in {remedy.names for remedy in short.remedies}
@@ -298,7 +355,8 @@ def test_remedies_that_are_needed_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("reserve_bytes", -1)]
+    ("setting", "value"),
+    [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("reserve_bytes", -1)],
 )
 def test_settings_are_checked(setting: str, value: int) -> None:
     with pytest.raises(PlacementError, match=rf"^{setting} is {value}(\.0)?; expected"):

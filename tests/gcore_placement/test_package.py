@@ -11,7 +11,9 @@ README = Path(__file__).parents[2] / "packages" / "gcore-placement" / "README.md
 
 
 def run(program: str) -> str:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -23,7 +25,9 @@ def test_the_readme_example_runs() -> None:
 
 
 def test_importing_is_light() -> None:
-    loaded = run("import sys, gcore_placement; print(sorted({name.partition('.')[0] for name in sys.modules}))")
+    loaded = run(
+        "import sys, gcore_placement; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
     for heavy in ("torch", "transformers", "ray", "scipy", "pandas"):
         assert f"'{heavy}'" not in loaded
 

@@ -28,12 +28,18 @@ def test_all_that_leave_neither_role_room_for_more(
     def allowed(policy: int, reward: int) -> bool:
         held = (policy * sizes[0], reward * sizes[1])
         return sum(held) <= devices and all(
-            h % unit == 0 and r.min_replicas <= n and (r.max_replicas is None or n <= r.max_replicas)
+            h % unit == 0
+            and r.min_replicas <= n
+            and (r.max_replicas is None or n <= r.max_replicas)
             for h, r, n in zip(held, limits, (policy, reward), strict=True)
         )
 
     counts = [(p, r) for p in range(devices + 1) for r in range(devices + 1) if allowed(p, r)]
-    largest = [(p, r) for p, r in counts if not any((q > p and s >= r) or (q >= p and s > r) for q, s in counts)]
+    largest = [
+        (p, r)
+        for p, r in counts
+        if not any((q > p and s >= r) or (q >= p and s > r) for q, s in counts)
+    ]
     try:
         space = PartitionSpace(num_devices=devices, roles=tuple(limits), unit_devices=unit)
     except PlacementError:
@@ -42,7 +48,9 @@ def test_all_that_leave_neither_role_room_for_more(
     assert [p.replicas for p in space.partitions] == sorted(largest)
     for partition in space.partitions:
         assert partition.num_devices == devices
-        assert partition.devices == tuple(n * size for n, size in zip(partition.replicas, sizes, strict=True))
+        assert partition.devices == tuple(
+            n * size for n, size in zip(partition.replicas, sizes, strict=True)
+        )
         assert space.index(partition) == space.partitions.index(partition)
 
 
@@ -56,10 +64,15 @@ def test_the_nearest_to_a_share() -> None:
 def test_wrong_limits_are_refused() -> None:
     one = RoleLimits(devices_per_replica=4, min_replicas=2)
     with pytest.raises(
-        PlacementError, match=r"num_devices is 15; expected at least 16, for the fewest replicas of all roles"
+        PlacementError,
+        match=r"num_devices is 15; expected at least 16, for the fewest replicas of all roles",
     ):
         PartitionSpace(num_devices=15, roles=(one, one))
-    with pytest.raises(PlacementError, match=r"max_replicas is 1; expected at least min_replicas \(2\)"):
+    with pytest.raises(
+        PlacementError, match=r"max_replicas is 1; expected at least min_replicas \(2\)"
+    ):
         RoleLimits(devices_per_replica=4, min_replicas=2, max_replicas=1)
-    with pytest.raises(PlacementError, match="devices_per_replica is 0; expected an integer of at least 1"):
+    with pytest.raises(
+        PlacementError, match="devices_per_replica is 0; expected an integer of at least 1"
+    ):
         RoleLimits(devices_per_replica=0)

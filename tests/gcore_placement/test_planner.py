@@ -68,7 +68,11 @@ jobs = st.builds(
     acceptance=st.sampled_from([0.5, 1.0]),
     reference=st.booleans(),
     response_lengths=st.sampled_from(
-        [Lengths.log_normal(median=500, sigma=s, longest=longest) for s in (0.1, 1.0) for longest in (2000, 16000)]
+        [
+            Lengths.log_normal(median=500, sigma=s, longest=longest)
+            for s in (0.1, 1.0)
+            for longest in (2000, 16000)
+        ]
     ),
 )
 clusters = st.builds(
@@ -98,7 +102,11 @@ def test_a_plan_fits(cluster: Cluster, job: Job) -> None:
     training = memory.training_memory(job, TrainingLayouts.of(layout), activations=FACTOR)
     assert memory.total(training)[0] == pytest.approx(sum(found.memory["training"].values()))
     assert memory.total(training)[0] <= found.usable_bytes
-    ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    ranks = (
+        layout.tensor_model_parallel_size
+        * layout.pipeline_model_parallel_size
+        * layout.context_parallel_size
+    )
     assert ranks * layout.data_parallel_size == found.num_devices <= cluster.num_devices
     per_token = engine_of(job.policy, cluster, engine.tensor_model_parallel_size).kv_token_bytes
     assert found.memory["generation"]["KV cache"] >= job.longest_sequence * per_token * (1 - 1e-9)
@@ -145,7 +153,9 @@ def test_a_plan_is_as_fast_as_its_costs_say(cluster: Cluster, job: Job) -> None:
 
 
 def engine_of(model: ModelShape, cluster: Cluster, tp: int) -> EngineRoofline:
-    return EngineRoofline(model=model, cluster=cluster, tp=tp, compute_bytes=2, efficiency=Efficiency())
+    return EngineRoofline(
+        model=model, cluster=cluster, tp=tp, compute_bytes=2, efficiency=Efficiency()
+    )
 
 
 def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
@@ -171,7 +181,9 @@ def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
                     ppo_max_token_len=job.longest_sequence,
                 )
                 one = TrainingLayouts.of(layout)
-                trains |= memory.total(memory.training_memory(job, one, activations=FACTOR))[0] <= usable
+                trains |= (
+                    memory.total(memory.training_memory(job, one, activations=FACTOR))[0] <= usable
+                )
     roles: list[tuple[ModelShape, float]] = [(job.policy, job.longest_sequence)]
     if job.judge is not None:
         judge, read, written = job.engine_role("reward")
@@ -186,14 +198,23 @@ def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
         ]
         # The planner looks at engines' memory in 128ths of a device's.
         free_bytes = usable - cluster.device.memory_bytes / 128
-        return any(e.weights_bytes + e.workspace_bytes + longest * e.kv_token_bytes <= free_bytes for e in engines)
+        return any(
+            e.weights_bytes + e.workspace_bytes + longest * e.kv_token_bytes <= free_bytes
+            for e in engines
+        )
 
     return trains and all(holds(model, longest) for model, longest in roles)
 
 
 @settings(max_examples=15)
-@given(cluster=clusters, job=jobs, factors=st.lists(st.floats(0.25, 4), min_size=len(STAGES), max_size=len(STAGES)))
-def test_a_corrected_plan_is_the_fastest_by_corrected_laws(cluster: Cluster, job: Job, factors: list[float]) -> None:
+@given(
+    cluster=clusters,
+    job=jobs,
+    factors=st.lists(st.floats(0.25, 4), min_size=len(STAGES), max_size=len(STAGES)),
+)
+def test_a_corrected_plan_is_the_fastest_by_corrected_laws(
+    cluster: Cluster, job: Job, factors: list[float]
+) -> None:
     """So it is no slower than what would be planned without the correction."""
     found = planned(cluster, job)
     if found is None:
@@ -221,16 +242,26 @@ def test_laws_that_are_all_as_much_off_change_no_choice() -> None:
     job = make_job(QWEN_7B, QWEN_32B)
     found, corrected = (plan(make_cluster(64), job, correction=c) for c in (None, correction))
     assert corrected.step_s == pytest.approx(3 * found.step_s)
-    assert (corrected.training, corrected.policy, corrected.judge) == (found.training, found.policy, found.judge)
-    assert vars(corrected.costs.training) == pytest.approx(vars(correction.corrected(found.costs).training))
-    assert vars(corrected.costs.policy) == pytest.approx(vars(correction.corrected(found.costs).policy))
+    assert (corrected.training, corrected.policy, corrected.judge) == (
+        found.training,
+        found.policy,
+        found.judge,
+    )
+    assert vars(corrected.costs.training) == pytest.approx(
+        vars(correction.corrected(found.costs).training)
+    )
+    assert vars(corrected.costs.policy) == pytest.approx(
+        vars(correction.corrected(found.costs).policy)
+    )
 
 
 @settings(max_examples=25)
 @given(cluster=clusters, job=jobs)
 def test_what_is_refused_fits_nowhere(cluster: Cluster, job: Job) -> None:
     if planned(cluster, job) is None:
-        assert not fits_somewhere(cluster, job, cluster.device.memory_bytes * Efficiency().free_memory)
+        assert not fits_somewhere(
+            cluster, job, cluster.device.memory_bytes * Efficiency().free_memory
+        )
 
 
 def test_a_refusal_says_what_is_too_large_and_what_would_fit() -> None:
@@ -238,12 +269,17 @@ def test_a_refusal_says_what_is_too_large_and_what_would_fit() -> None:
     with pytest.raises(PlacementError) as refused:
         plan(make_cluster(8), job)
     message = str(refused.value)
-    assert "nothing fits on 8 x H100, of whose 80.0 GB 73.6 GB are usable: training needs at least" in message
+    assert (
+        "nothing fits on 8 x H100, of whose 80.0 GB 73.6 GB are usable: training needs at least"
+        in message
+    )
     assert "Would fit: 16 devices, or 8 x H20 of 96.0 GB, or a policy of " in message
     assert plan(make_cluster(16), job).num_devices == 16
     assert plan(make_cluster(8, "H20"), job).num_devices == 8
     layers = int(message.partition("a policy of ")[2].split()[0])
-    assert plan(make_cluster(8), make_job({**QWEN_32B, "num_hidden_layers": layers})).num_devices == 8
+    assert (
+        plan(make_cluster(8), make_job({**QWEN_32B, "num_hidden_layers": layers})).num_devices == 8
+    )
 
 
 @pytest.mark.parametrize("device", ["A6000", "A100-40GB"])
@@ -254,23 +290,38 @@ def test_the_least_number_of_devices_is_named(device: str) -> None:
     text = str(refused.value).partition("Would fit: ")[2]
     least, whole = (int(part.split()[0]) for part in text.split(", or ")[:2])
     job = make_job(QWEN_7B)
-    found = {size: plan(make_cluster(size, device), job, runnable=True) for size in range(least, whole + 1)}
-    assert [size for size, own in found.items() if not own.optimizer_offload and not own.lora_rank] == [whole]
+    found = {
+        size: plan(make_cluster(size, device), job, runnable=True)
+        for size in range(least, whole + 1)
+    }
+    assert [
+        size for size, own in found.items() if not own.optimizer_offload and not own.lora_rank
+    ] == [whole]
     assert "(all parameters)" in text.split(", or ")[1]
 
 
 def test_what_does_not_fit_is_trained_with_less() -> None:
     """With the optimizer's state on the host, then with adapters, each where what comes before does not fit."""
-    for device, num, offloads, rank in (("A6000", 8, False, 0), ("A6000", 2, True, 0), ("RTX4090", 2, False, 16)):
+    for device, num, offloads, rank in (
+        ("A6000", 8, False, 0),
+        ("A6000", 2, True, 0),
+        ("RTX4090", 2, False, 16),
+    ):
         job = make_job(QWEN_7B)
         found = plan(make_cluster(num, device), job, runnable=True)
         assert (found.optimizer_offload, found.lora_rank) == (offloads, rank)
         assert (found.whole_training_bytes > found.usable_bytes) is (num < 8)
         assert found.peak_bytes <= found.usable_bytes
-        assert found.trained_parameters == (job.policy.adapter_parameters(rank) if rank else job.policy.num_parameters)
-    with pytest.raises(PlacementError, match=r"with all parameters, the optimizer's state on the host .* GB\. "):
+        assert found.trained_parameters == (
+            job.policy.adapter_parameters(rank) if rank else job.policy.num_parameters
+        )
+    with pytest.raises(
+        PlacementError, match=r"with all parameters, the optimizer's state on the host .* GB\. "
+    ):
         plan(make_cluster(2, "RTX4090"), make_job(QWEN_7B), runnable=True, lora_rank=0)
-    with pytest.raises(PlacementError, match=r"lora_rank is -1; expected an integer of at least 0, or None"):
+    with pytest.raises(
+        PlacementError, match=r"lora_rank is -1; expected an integer of at least 0, or None"
+    ):
         plan(make_cluster(2), make_job(QWEN_7B), lora_rank=-1)
 
 
@@ -294,7 +345,9 @@ def test_weights_pass_to_the_engine_where_there_is_memory_for_both() -> None:
 def test_too_long_responses_are_refused_with_a_length_that_fits() -> None:
     lengths = Lengths.log_normal(median=1000, sigma=1.0, longest=8_000_000)
     job = make_job(response_lengths=lengths)
-    with pytest.raises(PlacementError, match=r"Would fit: .*responses of at most (\d+) tokens") as refused:
+    with pytest.raises(
+        PlacementError, match=r"Would fit: .*responses of at most (\d+) tokens"
+    ) as refused:
         plan(make_cluster(8), job)
     shorter = lengths.cut(float(str(refused.value).rpartition("at most ")[2].split()[0]))
     assert plan(make_cluster(8), make_job(response_lengths=shorter)).num_devices == 8
@@ -324,9 +377,16 @@ def test_a_model_that_no_device_holds_is_divided() -> None:
     ],
 )
 def test_what_is_faster_has_something_against_it(
-    policy: dict[str, Any], num_devices: int, device: str, judge: dict[str, Any] | None, *, runnable: bool
+    policy: dict[str, Any],
+    num_devices: int,
+    device: str,
+    judge: dict[str, Any] | None,
+    *,
+    runnable: bool,
 ) -> None:
-    found = plan(make_cluster(num_devices, device), make_job(policy, judge=judge), runnable=runnable)
+    found = plan(
+        make_cluster(num_devices, device), make_job(policy, judge=judge), runnable=runnable
+    )
     for other in found.alternatives:
         if other.seconds is None or other.difference_s is None:
             assert other.reason
@@ -335,9 +395,13 @@ def test_what_is_faster_has_something_against_it(
         timed = f"{other.seconds:.1f} s {what}, {other.difference_s:+.1f} s"
         assert timed in other.reason
         if other.difference_s < 0.05 * found.step_s:
-            assert len(other.reason) > len(timed), "it is not slower for certain, and why not is said"
+            assert len(other.reason) > len(timed), (
+                "it is not slower for certain, and why not is said"
+            )
     if runnable:
-        assert {"trained parameters", "training state"} <= {other.choice for other in found.alternatives}
+        assert {"trained parameters", "training state"} <= {
+            other.choice for other in found.alternatives
+        }
 
 
 def test_reasons_name_what_an_engine_lacks() -> None:
@@ -348,17 +412,23 @@ def test_reasons_name_what_an_engine_lacks() -> None:
     assert reasons["policy engine", "TP 1"].endswith(
         "over the 22.1 GB of each device; while weights pass to the engine"
     )
-    assert reasons["trained parameters", "all"].startswith("does not fit: 60.0 GB over the 22.1 GB of each device")
+    assert reasons["trained parameters", "all"].startswith(
+        "does not fit: 60.0 GB over the 22.1 GB of each device"
+    )
     found = plan(make_cluster(8), make_job(QWEN_7B), runnable=True)
     reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
     assert reasons["policy engine", "TP 8"] == "28 heads and 4 of keys are not evenly divided by 8"
-    assert reasons["trained parameters", "LoRA of rank 16"].endswith("trains 40.4 million of 7.62 billion parameters")
+    assert reasons["trained parameters", "LoRA of rank 16"].endswith(
+        "trains 40.4 million of 7.62 billion parameters"
+    )
 
 
 def test_without_a_judge_roles_are_colocated() -> None:
     job = make_job()
     assert plan(make_cluster(8), job).strategy == "colocated"
-    with pytest.raises(PlacementError, match=r"strategy is .*; expected colocated, or None, without a judge"):
+    with pytest.raises(
+        PlacementError, match=r"strategy is .*; expected colocated, or None, without a judge"
+    ):
         plan(make_cluster(8), job, strategy="dynamic")
 
 
@@ -367,9 +437,14 @@ def test_long_swaps_keep_roles_coexisting() -> None:
     slow, fast = (plan(make_cluster(64), job, efficiency=Efficiency(swap_s=s)) for s in (60.0, 0.0))
     assert slow.strategy == "dynamic"
     assert slow.step.swap_s >= 120
-    colocated = plan(make_cluster(64), job, strategy="colocated", efficiency=Efficiency(swap_s=60.0))
+    colocated = plan(
+        make_cluster(64), job, strategy="colocated", efficiency=Efficiency(swap_s=60.0)
+    )
     assert colocated.step.swap_s >= 3 * 120
-    assert colocated.step_s - slow.step_s > plan(make_cluster(64), job, strategy="colocated").step_s - fast.step_s
+    assert (
+        colocated.step_s - slow.step_s
+        > plan(make_cluster(64), job, strategy="colocated").step_s - fast.step_s
+    )
 
 
 def test_a_plan_is_plain_data_and_repeats() -> None:
@@ -384,7 +459,9 @@ def test_a_plan_is_plain_data_and_repeats() -> None:
 def test_data_sheets() -> None:
     with pytest.raises(PlacementError, match=r"device is 'H900'; expected one of B200, H200, .*"):
         Device.named("H900")
-    with pytest.raises(PlacementError, match=r"2 GB.flops_per_s is 0; expected a finite number above 0"):
+    with pytest.raises(
+        PlacementError, match=r"2 GB.flops_per_s is 0; expected a finite number above 0"
+    ):
         replace(small_device(2), flops_per_s=0)
     assert make_cluster(19).sizes() == [16, 8, 7, 6, 5, 4, 3, 2, 1]
     assert make_cluster(19).link_bytes_per_s(16) < make_cluster(19).link_bytes_per_s(8)
@@ -412,7 +489,9 @@ def test_devices_are_found_by_a_drivers_name(full_name: str, name: str) -> None:
 
 
 def test_a_name_without_a_data_sheet_is_refused() -> None:
-    with pytest.raises(PlacementError, match=r"device is 'NVIDIA A1000'; expected a name that holds one of B200"):
+    with pytest.raises(
+        PlacementError, match=r"device is 'NVIDIA A1000'; expected a name that holds one of B200"
+    ):
         Device.matching("NVIDIA A1000")
 
 
@@ -444,7 +523,9 @@ def test_states_must_fit_into_the_host() -> None:
 
 def test_mixtures_of_experts_are_planned_by_what_is_active() -> None:
     """All experts are held, few of them compute."""
-    mixture, whole = (make_job(config) for config in (MIXTURE, {**SMALL, "intermediate_size": 32 * 512}))
+    mixture, whole = (
+        make_job(config) for config in (MIXTURE, {**SMALL, "intermediate_size": 32 * 512})
+    )
     found = plan(make_cluster(8), mixture)
     assert found.step.training_s < plan(make_cluster(8), whole).step.training_s / 2
     held = sum(found.memory["training"][part] for part in ("weights", "gradients", "optimizer"))

@@ -5,7 +5,14 @@ from typing import Literal
 import pytest
 from planning_jobs import make_cluster, make_job
 
-from gcore_placement import Efficiency, EngineLayout, PlacementError, StepTime, TrainingLayout, predict_layout
+from gcore_placement import (
+    Efficiency,
+    EngineLayout,
+    PlacementError,
+    StepTime,
+    TrainingLayout,
+    predict_layout,
+)
 from gcore_placement.planning.layouts import TrainingLayouts, resident_state, training_memory
 
 LAYOUT = TrainingLayout(
@@ -21,10 +28,14 @@ LAYOUT = TrainingLayout(
 
 def step(*, takes_turns: bool, host_moves: int | None) -> StepTime:
     engines = EngineLayout(num_engines=4, devices_per_engine=2)
-    return predict_layout(make_cluster(8), make_job(), LAYOUT, engines, takes_turns=takes_turns, host_moves=host_moves)
+    return predict_layout(
+        make_cluster(8), make_job(), LAYOUT, engines, takes_turns=takes_turns, host_moves=host_moves
+    )
 
 
-@pytest.mark.parametrize(("takes_turns", "host_moves", "moves"), [(True, None, 1), (False, None, 0), (False, 4, 4)])
+@pytest.mark.parametrize(
+    ("takes_turns", "host_moves", "moves"), [(True, None, 1), (False, None, 0), (False, 4, 4)]
+)
 def test_states_that_move_to_the_host_and_back(
     takes_turns: Literal[True, False], host_moves: int | None, moves: int
 ) -> None:
@@ -32,7 +43,10 @@ def test_states_that_move_to_the_host_and_back(
     job, cluster = make_job(), make_cluster(8)
     state_bytes = float(resident_state(training_memory(job, TrainingLayouts.of(LAYOUT)))[0])
     move_s = 2 * state_bytes / (cluster.device.host_bytes_per_s * Efficiency().host)
-    still, moved = step(takes_turns=takes_turns, host_moves=0), step(takes_turns=takes_turns, host_moves=host_moves)
+    still, moved = (
+        step(takes_turns=takes_turns, host_moves=0),
+        step(takes_turns=takes_turns, host_moves=host_moves),
+    )
     assert moved.training_s - still.training_s == pytest.approx(moves * move_s)
     assert moved.generation_s == still.generation_s
 

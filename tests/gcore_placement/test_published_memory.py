@@ -11,14 +11,25 @@ from typing import Any
 
 import pytest
 
-from gcore_placement import Cluster, Device, Efficiency, Job, Lengths, ModelShape, TrainingLayout, TrainingState
+from gcore_placement import (
+    Cluster,
+    Device,
+    Efficiency,
+    Job,
+    Lengths,
+    ModelShape,
+    TrainingLayout,
+    TrainingState,
+)
 from gcore_placement.planning.layouts import Backend, TrainingLayouts, parts_at, training_memory
 from gcore_placement.planning.options import EngineRoofline
 
 GIB = 2**30
 ZERO = "Rajbhandari et al. 2019, arXiv 1910.02054, figure 1: 7.5 B parameters on 64 GPUs, fp16 gradients"
 MEGATRON = "Megatron-Core's guide, distributed optimizer: bf16 parameters, fp32 gradients"
-ANATOMY = "transformers' docs, model training anatomy: AdamW in mixed precision, 18 bytes a parameter"
+ANATOMY = (
+    "transformers' docs, model training anatomy: AdamW in mixed precision, 18 bytes a parameter"
+)
 VLLM = "Kwon et al. 2023, arXiv 2309.06180, table 1: slots of keys and values in the memory left to them"
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 2: Llama 3.1 8B, full checkpointing, measured"
 
@@ -154,7 +165,13 @@ def rows() -> list[Row]:
             source=ANATOMY,
         ),
         *(
-            Row(what=f"slots, OPT-{name}", published=count, planned=slots(model, gib, tp), tolerance=0.02, source=VLLM)
+            Row(
+                what=f"slots, OPT-{name}",
+                published=count,
+                planned=slots(model, gib, tp),
+                tolerance=0.02,
+                source=VLLM,
+            )
             for name, model, gib, tp, count in (
                 ("13B", opt(5120, 40, 40), 12, 1, 15_700),
                 ("66B", opt(9216, 64, 72), 21, 4, 9_700),
@@ -162,7 +179,11 @@ def rows() -> list[Row]:
             )
         ),
     ]
-    for dp, cp, length, measured in ((8, 1, 32_768, 83.9), (4, 2, 65_536, 84.2), (2, 4, 131_072, 84.0)):
+    for dp, cp, length, measured in (
+        (8, 1, 32_768, 83.9),
+        (4, 2, 65_536, 84.2),
+        (2, 4, 131_072, 84.0),
+    ):
         # It keeps all logits of a rank, where the trainer here has a chunk of them.
         parts = memory_of(titan, backend="torch", dp=dp, cp=cp, length=length, max_logits=1 << 40)
         found.append(
@@ -180,5 +201,7 @@ def rows() -> list[Row]:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.what)
 def test_planned_memory_is_near_what_was_published(row: Row) -> None:
-    print(f"{row.what:45} {row.published:12,.1f} {row.planned:12,.1f} {row.error:+7.1%}  {row.source}")
+    print(
+        f"{row.what:45} {row.published:12,.1f} {row.planned:12,.1f} {row.error:+7.1%}  {row.source}"
+    )
     assert abs(row.error) <= row.tolerance, row.reason

@@ -31,7 +31,9 @@ def run_one(costs: EngineCosts, requests: Requests, items: list[int]) -> list[fl
 
 
 @given(case=cases())
-def test_a_replica_agrees_with_the_simulation_of_many_at_once(case: tuple[EngineCosts, int, Requests]) -> None:
+def test_a_replica_agrees_with_the_simulation_of_many_at_once(
+    case: tuple[EngineCosts, int, Requests],
+) -> None:
     costs, num_replicas, requests = case
     run = run_replicas(costs, num_replicas, requests)
     for index in range(num_replicas):
@@ -83,7 +85,9 @@ def test_a_held_replica_stands_still() -> None:
 
 def test_the_running_ledger_names_the_cause() -> None:
     now_s = 0.0
-    ledger = RunningLedger(num_devices=4, num_reward_devices=1, num_controllers=2, clock=lambda: now_s)
+    ledger = RunningLedger(
+        num_devices=4, num_reward_devices=1, num_controllers=2, clock=lambda: now_s
+    )
     ledger.enter(0, "gen")
     ledger.enter(1, "gen")
     ledger.change("generation", 2)
@@ -100,6 +104,12 @@ def test_the_running_ledger_names_the_cause() -> None:
     assert ledger.cut() == pytest.approx(
         {
             **{"generation": 20 + 4, "reward": 4, "preparation": 0, "training": 24, "sync": 0},
-            **{"long_tail": 10, "waiting_for_reward": 4, "reward_devices": 10, "imbalance": 8, "barriers": 4},
+            **{
+                "long_tail": 10,
+                "waiting_for_reward": 4,
+                "reward_devices": 10,
+                "imbalance": 8,
+                "barriers": 4,
+            },
         }
     )

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from gcore_placement import DynamicPartition, DynamicPartitionConfig, PartitionSpace, RoleLimits, RoleLoad
+from gcore_placement import (
+    DynamicPartition,
+    DynamicPartitionConfig,
+    PartitionSpace,
+    RoleLimits,
+    RoleLoad,
+)
 from gcore_placement.partition.safeguard import LOST, WON, Safeguard
 from gcore_placement.partition.space import stage_seconds
 
@@ -48,8 +54,13 @@ def test_following_loses_no_more_than_the_bound(advantages: list[float], move_s:
     assert lost <= bound
 
 
-@given(advantages=st.lists(st.floats(-1, 1), min_size=1, max_size=200), move_s=st.sampled_from([0.01, 0.1]))
-def test_the_fixed_partition_does_not_change_with_each_leader(advantages: list[float], move_s: float) -> None:
+@given(
+    advantages=st.lists(st.floats(-1, 1), min_size=1, max_size=200),
+    move_s=st.sampled_from([0.01, 0.1]),
+)
+def test_the_fixed_partition_does_not_change_with_each_leader(
+    advantages: list[float], move_s: float
+) -> None:
     """By the seconds of two partitions alone, each of 1 or 2 a round."""
     safeguard = Safeguard(np.array([[1.0, 2.0], [2.0, 1.0]]), 0, TOLERANCE)
     spent, cost_s, widest_s, changes = np.zeros(2), 0.0, 0.0, 0
@@ -70,12 +81,17 @@ def square(period: int, factor: float) -> Callable[[NDArray[np.int64]], NDArray[
 
 FAMILY: dict[str, Callable[[NDArray[np.int64]], NDArray[np.float64]]] = {
     **{f"square of period {p}": square(p, 2.83) for p in (2, 4, 8, 12, 20, 40)},
-    **{f"sine of period {p}": lambda t, p=p: np.exp(np.sin(2 * np.pi * t / p)) for p in (6, 16, 20, 40)},
+    **{
+        f"sine of period {p}": lambda t, p=p: np.exp(np.sin(2 * np.pi * t / p))
+        for p in (6, 16, 20, 40)
+    },
     **{f"pulse of period {p}": lambda t, p=p: np.where(t % p, 2.83, 1 / 2.83) for p in (4, 20)},
     "jump": lambda t: np.where(t < len(t) / 2, 1 / 2.83, 2.83),
     "drift": lambda t: np.geomspace(1 / 2.83, 2.83, len(t)),
     "a coin": lambda t: np.where(np.random.default_rng(1).random(len(t)) < 0.5, 2.83, 1 / 2.83),
-    "heavy tails": lambda t: np.exp(np.clip(0.5 * np.random.default_rng(1).standard_t(2, len(t)), -2, 2)),
+    "heavy tails": lambda t: np.exp(
+        np.clip(0.5 * np.random.default_rng(1).standard_t(2, len(t)), -2, 2)
+    ),
     "no change": lambda t: np.ones(len(t)),
 }
 """Ratios of the policy's work to the judge's, over a round's index."""
@@ -97,7 +113,13 @@ def seconds_of(works: Loads, *, tolerance: float = TOLERANCE) -> float:
         finish = [FLOOR_S + w / d for w, d in zip(work, before.devices, strict=True)]
         total += max(finish)
         loads = [
-            RoleLoad(work_device_s=w, floor_s=FLOOR_S, busy_device_s=w + FLOOR_S * d, finish_s=s, was_waiting=False)
+            RoleLoad(
+                work_device_s=w,
+                floor_s=FLOOR_S,
+                busy_device_s=w + FLOOR_S * d,
+                finish_s=s,
+                was_waiting=False,
+            )
             for w, d, s in zip(work, before.devices, finish, strict=True)
         ]
         total += MOVE_S * (policy.observe(*loads) != before)
@@ -106,7 +128,9 @@ def seconds_of(works: Loads, *, tolerance: float = TOLERANCE) -> float:
 
 def best_split_seconds(works: Loads) -> float:
     floors = (FLOOR_S, FLOOR_S)
-    return float(np.sum([stage_seconds(work, floors, SPACE.role_devices) for work in works], axis=0).min())
+    return float(
+        np.sum([stage_seconds(work, floors, SPACE.role_devices) for work in works], axis=0).min()
+    )
 
 
 @pytest.mark.parametrize("name", FAMILY)

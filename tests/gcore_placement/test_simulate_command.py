@@ -17,7 +17,10 @@ from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCENARIOS, Sca
 @pytest.fixture(autouse=True)
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
-    few = {devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8) for devices in (32, 64)}
+    few = {
+        devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8)
+        for devices in (32, 64)
+    }
     monkeypatch.setattr(scenarios, "SCALES", scenarios.SCALES | few)
 
 
@@ -48,7 +51,10 @@ def text_boxes(svg: ElementTree.Element) -> list[tuple[float, float, float, floa
 def test_no_label_of_the_page_hides_another_or_is_cut_off(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["simulate", "--scenario", "growing", "--steps", "3", "--html", str(page)]) == 0
-    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page.read_text(), flags=re.DOTALL)]
+    drawings = [
+        ElementTree.fromstring(svg)
+        for svg in re.findall(r"<svg.*?</svg>", page.read_text(), flags=re.DOTALL)
+    ]
     for drawing in drawings:
         _, _, width, height = map(float, drawing.get("viewBox", "").split())
         boxes = text_boxes(drawing)
@@ -56,16 +62,34 @@ def test_no_label_of_the_page_hides_another_or_is_cut_off(tmp_path: Path) -> Non
             assert 0 <= left < right <= width
             assert 0 <= top < bottom <= height
         for one, other in combinations(boxes, 2):
-            assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
+            assert (
+                one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
+            )
 
 
-def test_it_prints_a_table_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_a_table_and_writes_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.npz"
-    command = ["simulate", "--scenario", "jump", "--steps", "4", "--html", str(page), "--save-trace", str(trace)]
+    command = [
+        "simulate",
+        "--scenario",
+        "jump",
+        "--steps",
+        "4",
+        "--html",
+        str(page),
+        "--save-trace",
+        str(trace),
+    ]
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "jump: 64 devices, 4 steps" in printed
-    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith(("co", "sp", "dy", "cl"))}
+    rows = {
+        line.split()[0]: line.split()
+        for line in printed.splitlines()
+        if line.startswith(("co", "sp", "dy", "cl"))
+    }
     assert list(rows) == ["colocated", "split", "dynamic", "clairvoyant"]
     assert rows["colocated"][3] == "1.00"
     assert rows["split"][4] == "1.00"
@@ -86,12 +110,17 @@ def test_it_prints_a_table_and_writes_a_page(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--html", "nowhere/page.html"], "--html is 'nowhere/page.html'; expected a path in a folder that exists"),
+        (
+            ["--html", "nowhere/page.html"],
+            "--html is 'nowhere/page.html'; expected a path in a folder that exists",
+        ),
         (["--steps", "0"], "--steps is 0; expected an integer of at least 1"),
         (["--trace", "no.npz"], "No such file"),
     ],
 )
-def test_wrong_use_is_said_in_a_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_said_in_a_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", *arguments]) == 2
     assert says in capsys.readouterr().err
 
@@ -106,7 +135,12 @@ def test_every_scenario_can_be_simulated_with_every_job(job: str) -> None:
 def test_a_run_of_gcore_llm_is_simulated_and_a_wrong_one_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", "--from-run", str(recorded_run(tmp_path / "mine")), "--judge-length", "40"]) == 0
+    assert (
+        main(
+            ["simulate", "--from-run", str(recorded_run(tmp_path / "mine")), "--judge-length", "40"]
+        )
+        == 0
+    )
     assert "mine: 64 devices, 2 steps" in capsys.readouterr().out
     assert main(["simulate", "--from-run", str(tmp_path / "none")]) == 2
     assert "expected a gcore-llm run, with config.toml and metrics.jsonl" in capsys.readouterr().err

@@ -29,7 +29,9 @@ class Never(Lender):
 
 @settings(max_examples=15, deadline=None)
 @given(index=st.integers(0, len(SIMULATOR.space.partitions) - 1), step=st.integers(0, 5))
-def test_judging_without_loans_is_that_of_replicas_with_queues_of_their_own(index: int, step: int) -> None:
+def test_judging_without_loans_is_that_of_replicas_with_queues_of_their_own(
+    index: int, step: int
+) -> None:
     partition = SIMULATOR.space.partitions[index]
     _, judged = run_waves(COSTS, [next(SIMULATOR.trace.waves(step))], partition)
     alone, loans = Judges(COSTS, judged.requests, partition.replicas[1]).run(Never())
@@ -73,7 +75,9 @@ def test_only_engines_that_are_done_are_lent_and_a_loan_takes_its_time() -> None
 def test_no_engine_is_lent_where_judges_keep_up() -> None:
     wave = next(SIMULATOR.trace.waves(0))
     partition = SIMULATOR.space.nearest(32)
-    assert simulate_waves(COSTS, [wave], partition, lends=True) == simulate_waves(COSTS, [wave], partition)
+    assert simulate_waves(COSTS, [wave], partition, lends=True) == simulate_waves(
+        COSTS, [wave], partition
+    )
 
 
 def test_a_wave_with_loans_tells_the_work_of_its_judge() -> None:

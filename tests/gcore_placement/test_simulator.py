@@ -43,9 +43,15 @@ COSTS = JobCosts(
         prefill_per_token_s=1e-4,
     ),
     reward=EngineCosts(
-        devices_per_replica=1, max_num_seqs=4, decode_base_s=0.02, decode_per_sequence_s=0.001, prefill_per_token_s=2e-4
+        devices_per_replica=1,
+        max_num_seqs=4,
+        decode_base_s=0.02,
+        decode_per_sequence_s=0.001,
+        prefill_per_token_s=2e-4,
     ),
-    training=TrainingCosts(base_s=0.5, per_token_s=1e-3, per_pair_s=1e-6, num_forward_passes=2, sync_s=0.3),
+    training=TrainingCosts(
+        base_s=0.5, per_token_s=1e-3, per_pair_s=1e-6, num_forward_passes=2, sync_s=0.3
+    ),
     swap=SwapCosts(sleep_s=0.2, wake_s=0.4, load_s=1.5),
 )
 
@@ -69,7 +75,8 @@ def trace(seed: int, *, num_steps: int = 4, groups: int = 5, noise: float = 0.3)
 
 def space(num_devices: int = 11) -> PartitionSpace:
     return PartitionSpace(
-        num_devices=num_devices, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=1))
+        num_devices=num_devices,
+        roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=1)),
     )
 
 
@@ -97,7 +104,9 @@ def slow_engine(
             comes = bool(waiting) and arrival < np.inf and (not left or arrival < time + duration)
             if comes:
                 wait = max(0.0, arrival - time) if left else 0.0
-                steps = min(np.roots([a, b, -wait]).max() if a else wait / b, steps) if wait else 0.0
+                steps = (
+                    min(np.roots([a, b, -wait]).max() if a else wait / b, steps) if wait else 0.0
+                )
                 duration = wait
             for item in left:
                 left[item] -= steps
@@ -119,7 +128,9 @@ def slow_engine(
     return finishes, busy
 
 
-def slow_wave_s(costs: JobCosts, small: Trace, step: int, partition: Partition) -> tuple[float, float, float]:
+def slow_wave_s(
+    costs: JobCosts, small: Trace, step: int, partition: Partition
+) -> tuple[float, float, float]:
     """Seconds of a step's waves, and device-seconds of generation and reward."""
     assert costs.reward is not None
     total, generation, judging = 0.0, 0.0, 0.0
@@ -142,7 +153,9 @@ def slow_wave_s(costs: JobCosts, small: Trace, step: int, partition: Partition) 
         for turn, index in enumerate(by_time):
             g, j = items[index]
             read = float(wave.prompt_length[g] + wave.response_length[g, j])
-            queues[turn % len(queues)].append((finishes[index], read, read, float(wave.judge_length[g, j])))
+            queues[turn % len(queues)].append(
+                (finishes[index], read, read, float(wave.judge_length[g, j]))
+            )
         finishes, busy = slow_engine(costs.reward, queues)
         judging += sum(b - a for a, b in busy) * costs.reward.devices_per_replica
         total += max(finishes)
@@ -163,13 +176,20 @@ def test_steps_take_what_an_obvious_simulation_says(seed: int) -> None:
             tokens, pairs = small.training_tokens(step)
             share_s = (1e-3 * tokens + 1e-6 * pairs) / 11
             assert simulated.stage_s["generation"] == pytest.approx(seconds, rel=1e-9)
-            assert simulated.seconds == pytest.approx(seconds + 0.6 + 0.5 + share_s * (1 + 2 / 3) + 0.3, rel=1e-9)
+            assert simulated.seconds == pytest.approx(
+                seconds + 0.6 + 0.5 + share_s * (1 + 2 / 3) + 0.3, rel=1e-9
+            )
             assert simulated.device_s["generation"] == pytest.approx(generation, rel=1e-9)
             assert simulated.device_s["reward"] == pytest.approx(judging, rel=1e-9)
 
 
 def all_runs(simulator: Simulator) -> list[StrategyRun]:
-    runs = [simulator.colocated(), simulator.dynamic(lends=False), simulator.clairvoyant(), simulator.best_split()]
+    runs = [
+        simulator.colocated(),
+        simulator.dynamic(lends=False),
+        simulator.clairvoyant(),
+        simulator.best_split(),
+    ]
     return runs + [simulator.split(partition) for partition in simulator.space.partitions]
 
 
@@ -179,7 +199,9 @@ def test_columns_add_up_to_all_device_seconds(seed: int, num_devices: int) -> No
     simulator = Simulator(trace(seed), COSTS, space(num_devices))
     for run in (*all_runs(simulator), simulator.dynamic()):
         for step in run.steps:
-            assert sum(step.device_s.values()) == pytest.approx(num_devices * step.seconds, rel=1e-12)
+            assert sum(step.device_s.values()) == pytest.approx(
+                num_devices * step.seconds, rel=1e-12
+            )
             assert min(step.device_s.values()) >= 0
             assert sum(step.stage_s.values()) == pytest.approx(step.seconds, rel=1e-12)
 
@@ -187,7 +209,9 @@ def test_columns_add_up_to_all_device_seconds(seed: int, num_devices: int) -> No
 @settings(max_examples=15, deadline=None)
 @example(seed=2403, num_devices=6)
 @given(seed=st.integers(0, 10**6), num_devices=st.integers(3, 12))
-def test_no_strategy_is_faster_than_the_clairvoyant_in_any_step(seed: int, num_devices: int) -> None:
+def test_no_strategy_is_faster_than_the_clairvoyant_in_any_step(
+    seed: int, num_devices: int
+) -> None:
     """But for what replicas that come late happen to gain: requests go to others, and that may suit their lengths."""
     simulator = Simulator(trace(seed), COSTS, space(num_devices))
     bound = simulator.clairvoyant()
@@ -210,18 +234,28 @@ def test_devices_that_move_come_late_and_that_is_swap() -> None:
 
 def test_a_move_within_a_step_takes_longer_than_one_between_steps() -> None:
     # A judge that is slow and a policy that is quick, from half of the devices each: all wish to move at once.
-    costs = replace(COSTS, policy=replace(COSTS.policy, decode_base_s=1e-4), swap=replace(COSTS.swap, load_s=0.5))
+    costs = replace(
+        COSTS,
+        policy=replace(COSTS.policy, decode_base_s=1e-4),
+        swap=replace(COSTS.swap, load_s=0.5),
+    )
     small = trace(0, num_steps=3, groups=20, noise=0.0)
     run = Simulator(small, costs, space()).dynamic(space().partitions[-1], lends=False)
     first = run.steps[0]
     assert first.moved_devices[0] == 0
     assert first.moved_devices[1] > 0
     one_wave = replace(small, wave=np.zeros_like(small.wave))
-    between = Simulator(one_wave, costs, space()).dynamic(space().partitions[-1], lends=False).steps[1]
+    between = (
+        Simulator(one_wave, costs, space()).dynamic(space().partitions[-1], lends=False).steps[1]
+    )
     assert between.moved_devices[0] > 0
     # Late by the sleep of the old role and the load of the new; else only by what loading takes longer than waking.
-    assert first.device_s["swap"] == pytest.approx(11 * 0.6 + late_devices(first, costs) * (0.2 + 0.5))
-    assert between.device_s["swap"] == pytest.approx(11 * 0.6 + late_devices(between, costs) * (0.5 - 0.4))
+    assert first.device_s["swap"] == pytest.approx(
+        11 * 0.6 + late_devices(first, costs) * (0.2 + 0.5)
+    )
+    assert between.device_s["swap"] == pytest.approx(
+        11 * 0.6 + late_devices(between, costs) * (0.5 - 0.4)
+    )
 
 
 def late_devices(step: SimulatedStep, costs: JobCosts) -> int:
@@ -229,7 +263,9 @@ def late_devices(step: SimulatedStep, costs: JobCosts) -> int:
     (number,) = np.flatnonzero(step.moved_devices)
     after = step.partitions[number]
     before = step.partitions[number - 1] if number else space().partitions[-1]
-    policy, reward = (max(0, has - had) for had, has in zip(before.replicas, after.replicas, strict=True))
+    policy, reward = (
+        max(0, has - had) for had, has in zip(before.replicas, after.replicas, strict=True)
+    )
     assert costs.reward is not None
     return policy * costs.policy.devices_per_replica + reward * costs.reward.devices_per_replica
 
@@ -239,7 +275,11 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
     """The laws of both roles, from lengths alone, against the simulation of every decoding step."""
     simulator = scenario("steady", "32B", 64, num_steps=1)
     recipe = replace(
-        SCENARIOS["steady"], num_steps=1, train_batch_size=256, judge_median=steady(median), max_judge_length=16_384
+        SCENARIOS["steady"],
+        num_steps=1,
+        train_batch_size=256,
+        judge_median=steady(median),
+        max_judge_length=16_384,
     )
     wave = next(recipe.trace().waves(0))
     for partition in simulator.space.partitions[::3]:
@@ -276,7 +316,9 @@ def test_believing_wrong_costs_changes_decisions_and_not_what_steps_take() -> No
         if not any(step.moved_devices):
             assert step.seconds == right.split(step.partitions[0]).steps[number].seconds
     assert small.num_steps == len(run.steps)
-    assert [step.partitions for step in run.steps] != [step.partitions for step in right.dynamic().steps]
+    assert [step.partitions for step in run.steps] != [
+        step.partitions for step in right.dynamic().steps
+    ]
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
@@ -284,10 +326,16 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     assert COSTS.reward is not None
     with pytest.raises(PlacementError, match=r"costs\.reward is .*; expected"):
         Simulator(small, replace(COSTS, reward=None), space())
-    with pytest.raises(PlacementError, match=r"space\.policy\.devices_per_replica is .*; expected 4"):
-        Simulator(small, replace(COSTS, policy=replace(COSTS.policy, devices_per_replica=4)), space())
+    with pytest.raises(
+        PlacementError, match=r"space\.policy\.devices_per_replica is .*; expected 4"
+    ):
+        Simulator(
+            small, replace(COSTS, policy=replace(COSTS.policy, devices_per_replica=4)), space()
+        )
     still = replace(COSTS.reward, decode_base_s=0.0, decode_per_sequence_s=0.0)
-    with pytest.raises(PlacementError, match=r"costs\.reward\.decode_base_s is .*; expected above 0"):
+    with pytest.raises(
+        PlacementError, match=r"costs\.reward\.decode_base_s is .*; expected above 0"
+    ):
         Simulator(small, replace(COSTS, reward=still), space())
 
 
@@ -299,13 +347,19 @@ class _Halving(Simulator):
         return replace(run, strategy="halves")
 
 
-def test_a_strategy_is_an_entry_for_plans_and_a_method_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_is_an_entry_for_plans_and_a_method_for_simulations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     halves: Any = "halves"
-    monkeypatch.setitem(STRATEGIES, halves, StrategyTraits(is_time_shared=False, follows_load=False))
+    monkeypatch.setitem(
+        STRATEGIES, halves, StrategyTraits(is_time_shared=False, follows_load=False)
+    )
     monkeypatch.setattr(step_time, "PLANNED", (*PLANNED, halves))
     sizes = {"num_devices": 32, "policy_devices": 16, "reward_devices": 16}
     job = make_job(judge=QWEN_7B)
-    assert predict_step(COSTS, job, strategy=halves, **sizes) == predict_step(COSTS, job, strategy="split", **sizes)
+    assert predict_step(COSTS, job, strategy=halves, **sizes) == predict_step(
+        COSTS, job, strategy="split", **sizes
+    )
     simulator = _Halving(trace(1), COSTS, space())
     run = simulator.halves()
     assert run.seconds >= simulator.best_split().seconds >= simulator.clairvoyant().seconds

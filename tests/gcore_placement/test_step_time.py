@@ -31,7 +31,9 @@ ENGINE = EngineCosts(
     decode_per_context_token_s=1e-8,
     prefill_per_token_s=1e-5,
 )
-TRAINING = TrainingCosts(base_s=1.0, per_token_s=1e-3, per_pair_s=1e-7, num_forward_passes=2, sync_s=0.5)
+TRAINING = TrainingCosts(
+    base_s=1.0, per_token_s=1e-3, per_pair_s=1e-7, num_forward_passes=2, sync_s=0.5
+)
 SWAP = SwapCosts(sleep_s=2.0, wake_s=3.0)
 
 
@@ -56,26 +58,42 @@ def test_an_engine_takes_what_a_simulation_takes(num_sequences: int, tolerance: 
     for _ in range(3200 // num_sequences):
         drawn = np.clip(rng.lognormal(np.log(100), 0.8, num_sequences), 1, 600).round()
         seconds.append(decoded(ENGINE, np.full(num_sequences, 50), drawn))
-    job = make_job(train_batch_size=num_sequences, n=1, response_lengths=lengths, prompt_lengths=Lengths.recorded([50]))
+    job = make_job(
+        train_batch_size=num_sequences,
+        n=1,
+        response_lengths=lengths,
+        prompt_lengths=Lengths.recorded([50]),
+    )
     predicted = waves_seconds(ENGINE, job, "generation", np.ones(1))[0, 0]
     prefill = ENGINE.prefill_per_token_s * 50 * num_sequences
     assert_allclose(predicted - prefill, np.mean(seconds), rtol=tolerance)
 
 
 def test_prompts_are_read_once_for_a_group() -> None:
-    free = replace(ENGINE, decode_base_s=0.0, decode_per_sequence_s=0.0, decode_per_context_token_s=0.0)
+    free = replace(
+        ENGINE, decode_base_s=0.0, decode_per_sequence_s=0.0, decode_per_context_token_s=0.0
+    )
     job = make_job(train_batch_size=12, n=5, prompt_lengths=Lengths.recorded([100, 300]))
-    assert_allclose(waves_seconds(free, job, "generation", np.array([1.0, 3.0])), [[12 * 200e-5, 4 * 200e-5]])
+    assert_allclose(
+        waves_seconds(free, job, "generation", np.array([1.0, 3.0])), [[12 * 200e-5, 4 * 200e-5]]
+    )
 
 
 def costs_of(*, with_judge: bool) -> JobCosts:
-    return JobCosts(policy=ENGINE, reward=ENGINE if with_judge else None, training=TRAINING, swap=SWAP)
+    return JobCosts(
+        policy=ENGINE, reward=ENGINE if with_judge else None, training=TRAINING, swap=SWAP
+    )
 
 
 def test_a_step_without_a_judge() -> None:
     job = make_job()
     step = predict_step(
-        costs_of(with_judge=False), job, strategy="colocated", num_devices=8, policy_devices=8, reward_devices=0
+        costs_of(with_judge=False),
+        job,
+        strategy="colocated",
+        num_devices=8,
+        policy_devices=8,
+        reward_devices=0,
     )
     work_s = (1e-3 * job.training_tokens + 1e-7 * job.training_pairs) / 8
     assert_allclose([step.training_s, step.preparation_s], [1 + work_s, 2 / 3 * work_s])
@@ -89,7 +107,10 @@ def test_training_work_is_that_of_the_groups() -> None:
     job = make_job(train_batch_size=2, n=3, prompt_lengths=prompts, response_lengths=responses)
     workload = job.policy.workload
     expected = workload.group_flops([100, 300], [[10, 70, 1000]] * 2).sum()
-    found = workload.flops_per_token * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
+    found = (
+        workload.flops_per_token * job.training_tokens
+        + workload.flops_per_attended_pair * job.training_pairs
+    )
     assert_allclose(found, expected)
 
 
@@ -107,10 +128,20 @@ def seconds_of(strategy: Strategy, policy_devices: int, reward_devices: int, job
 def test_roles_coexist_or_take_turns() -> None:
     job = make_job(judge=QWEN_7B, acceptance=0.7)
     coexisting = predict_step(
-        costs_of(with_judge=True), job, strategy="dynamic", num_devices=32, policy_devices=16, reward_devices=16
+        costs_of(with_judge=True),
+        job,
+        strategy="dynamic",
+        num_devices=32,
+        policy_devices=16,
+        reward_devices=16,
     )
     in_turns = predict_step(
-        costs_of(with_judge=True), job, strategy="colocated", num_devices=32, policy_devices=32, reward_devices=32
+        costs_of(with_judge=True),
+        job,
+        strategy="colocated",
+        num_devices=32,
+        policy_devices=32,
+        reward_devices=32,
     )
     # Every step has a wave, every second one another; in turns, each wakes and puts to sleep both roles.
     assert (coexisting.swap_s, in_turns.swap_s) == (5.0, 1.5 * 10)
@@ -131,8 +162,12 @@ def test_the_roofline_at_its_ends() -> None:
     shape, cluster = ModelShape.from_config(QWEN_7B), make_cluster(8)
     bare = Efficiency(decode_step_s=0.0, decode_sequence_s=0.0, all_reduce_s=0.0)
     roofline = EngineRoofline(model=shape, cluster=cluster, tp=1, compute_bytes=2, efficiency=bare)
-    assert_allclose(roofline.decode_s(np.array([1.0])), 2 * shape.num_multiplied_parameters / (3.35e12 * 0.75))
-    assert_allclose(roofline.decode_s(np.array([1e6])), 2e6 * shape.num_multiplied_parameters / (989e12 * 0.4))
+    assert_allclose(
+        roofline.decode_s(np.array([1.0])), 2 * shape.num_multiplied_parameters / (3.35e12 * 0.75)
+    )
+    assert_allclose(
+        roofline.decode_s(np.array([1e6])), 2e6 * shape.num_multiplied_parameters / (989e12 * 0.4)
+    )
     laws = roofline.laws(np.array([1.0, 100.0, 1000.0]))
     for index, most in enumerate(laws.max_num_seqs.tolist()):
         law = laws.costs(index)
@@ -145,16 +180,23 @@ def test_the_roofline_at_its_ends() -> None:
 def test_wrong_partitions_are_refused() -> None:
     job = make_job(judge=QWEN_7B)
     with pytest.raises(
-        PlacementError, match=r"policy_devices is 1; expected at least a replica \(2\), at most all \(32\)"
+        PlacementError,
+        match=r"policy_devices is 1; expected at least a replica \(2\), at most all \(32\)",
     ):
         seconds_of("dynamic", 1, 30, job)
     with pytest.raises(PlacementError, match=r"reward_devices is 33; expected .*"):
         seconds_of("split", 2, 33, job)
-    with pytest.raises(PlacementError, match=r"job.judge is .*; expected a model where costs.reward is given"):
+    with pytest.raises(
+        PlacementError, match=r"job.judge is .*; expected a model where costs.reward is given"
+    ):
         seconds_of("dynamic", 2, 30, make_job())
     with pytest.raises(PlacementError, match=r"judge_lengths is .*; expected given with a judge"):
         make_job(judge=QWEN_7B, judge_lengths=None)
-    with pytest.raises(PlacementError, match=r"acceptance is 1.5; expected a number above 0, at most 1"):
+    with pytest.raises(
+        PlacementError, match=r"acceptance is 1.5; expected a number above 0, at most 1"
+    ):
         make_job(acceptance=1.5)
-    with pytest.raises(PlacementError, match=r"strategy is 'other'; expected one of colocated, split, dynamic"):
+    with pytest.raises(
+        PlacementError, match=r"strategy is 'other'; expected one of colocated, split, dynamic"
+    ):
         seconds_of("other", 2, 2, job)  # pyright: ignore[reportArgumentType]

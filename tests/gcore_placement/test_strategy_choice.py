@@ -39,7 +39,9 @@ class Cluster:
         for _ in range(num_steps):
             chosen.append(choice.strategy)
             seconds = self.seconds(choice.strategy)
-            choice.observe(load(self.work[0]), load(self.work[1]), stage_s=seconds, swap_s=self.swap_s)
+            choice.observe(
+                load(self.work[0]), load(self.work[1]), stage_s=seconds, swap_s=self.swap_s
+            )
         return chosen
 
 
@@ -58,7 +60,9 @@ def test_few_devices_and_uneven_loads_take_turns() -> None:
     [((90.0, 10.0), 60.0, 0.0), ((90.0, 10.0), 0.0, 1000.0), ((50.0, 50.0), 0.0, 0.0)],
     ids=["swaps cost more", "the change costs more", "an even load has its partition"],
 )
-def test_it_stays_where_a_change_does_not_pay(work: tuple[float, float], swap_s: float, switch_s: float) -> None:
+def test_it_stays_where_a_change_does_not_pay(
+    work: tuple[float, float], swap_s: float, switch_s: float
+) -> None:
     choice = StrategyChoice(space_of(2), switch_s=switch_s)
     assert set(Cluster(2, work=work, swap_s=swap_s).run(choice, 30)) == {"dynamic"}
 
@@ -88,7 +92,9 @@ def test_a_law_that_errs_is_tried_at_most_once(
     chosen = cluster.run(StrategyChoice(space_of(num_devices)), 40)
     assert num_changes(chosen) <= 2
     if len(set(chosen)) == 2:
-        assert cluster.seconds(chosen[-1]) * 0.95 <= min(map(cluster.seconds, ("colocated", "dynamic"))) * (1 + 1e-9)
+        assert cluster.seconds(chosen[-1]) * 0.95 <= min(
+            map(cluster.seconds, ("colocated", "dynamic"))
+        ) * (1 + 1e-9)
 
 
 def test_wrong_input_is_refused() -> None:

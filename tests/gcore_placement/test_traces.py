@@ -38,14 +38,18 @@ def test_what_has_a_period_swings_however_long_the_run() -> None:
     assert pulse.over(6).tolist() == [1, 1, 1, 16, 1, 1]
     assert sine.over(6).tolist() == pytest.approx([1, 4, 16, 4, 1, 4])
     assert Drift(first=1, last=16, period=3).over(4).tolist() == [1, 1, 16, 1]
-    recipe = replace(RECIPE, response_median=square, judge_median=Drift(first=1, last=2, jump_step=10))
+    recipe = replace(
+        RECIPE, response_median=square, judge_median=Drift(first=1, last=2, jump_step=10)
+    )
     short = resize(recipe, num_steps=6, train_batch_size=8, seed=0)
     assert (short.response_median, short.judge_median.jump_step) == (square, 3)
 
 
 def test_shuffled_steps_keep_both_roles_together() -> None:
     swing = Drift(first=100, last=1000, period=2)
-    recipe = replace(RECIPE, num_steps=12, response_median=swing, judge_median=swing, is_shuffled=True)
+    recipe = replace(
+        RECIPE, num_steps=12, response_median=swing, judge_median=swing, is_shuffled=True
+    )
     trace = recipe.trace()
     medians = [
         [float(np.median(lengths[trace.step_slice(step)])) > 300 for step in range(12)]
@@ -54,25 +58,37 @@ def test_shuffled_steps_keep_both_roles_together() -> None:
     assert medians[0] == medians[1]
     assert sum(medians[0]) == 6
     assert medians[0] != [False, True] * 6
-    again = [np.median(recipe.trace().response_length[trace.step_slice(step)]) > 300 for step in range(12)]
+    again = [
+        np.median(recipe.trace().response_length[trace.step_slice(step)]) > 300
+        for step in range(12)
+    ]
     assert again == medians[0]
 
 
 def test_noise_of_few_degrees_of_freedom_has_heavy_tails() -> None:
     still = replace(
-        RECIPE, num_steps=400, train_batch_size=4, judge_median=steady(300), acceptance=steady(1.0), noise=0.2
+        RECIPE,
+        num_steps=400,
+        train_batch_size=4,
+        judge_median=steady(300),
+        acceptance=steady(1.0),
+        noise=0.2,
     )
 
     def largest(recipe: TraceRecipe) -> float:
         trace = recipe.trace()
-        medians = [float(np.median(trace.judge_length[trace.step_slice(step)])) for step in range(400)]
+        medians = [
+            float(np.median(trace.judge_length[trace.step_slice(step)])) for step in range(400)
+        ]
         return float(np.abs(np.log(np.array(medians) / 300)).max())
 
     assert largest(still) < 1.2 < largest(replace(still, noise_freedom=2.0))
 
 
 def test_a_first_wave_may_have_more_prompts_than_a_step_trains_on() -> None:
-    trace = replace(RECIPE, num_steps=3, gen_batch_ratio=3.0, acceptance=Drift(first=0.6, last=0.6)).trace()
+    trace = replace(
+        RECIPE, num_steps=3, gen_batch_ratio=3.0, acceptance=Drift(first=0.6, last=0.6)
+    ).trace()
     for step in range(3):
         assert [len(wave.prompt_length) for wave in trace.waves(step)] == [192]
         assert trace.accepted[trace.step_slice(step)].sum() == 64
@@ -80,7 +96,9 @@ def test_a_first_wave_may_have_more_prompts_than_a_step_trains_on() -> None:
 
 def test_lengths_drift_and_jump_as_the_recipe_says() -> None:
     trace = RECIPE.trace()
-    medians = [float(np.median(trace.response_length[trace.step_slice(step)])) for step in (0, 10, 19)]
+    medians = [
+        float(np.median(trace.response_length[trace.step_slice(step)])) for step in (0, 10, 19)
+    ]
     expected = [500, 500 * 4 ** (10 / 19), 2000]
     assert medians == pytest.approx(expected, rel=0.15)
     judges = [float(np.median(trace.judge_length[trace.step_slice(step)])) for step in (9, 10)]
@@ -100,14 +118,17 @@ def test_waves_continue_until_the_batch_is_full(seed: int, acceptance: float) ->
         assert accepted <= 16
         assert accepted == 16 or len(waves) == 4
         assert all(1 <= len(wave.prompt_length) <= 16 for wave in waves)
-        assert sum(len(wave.prompt_length) for wave in waves) == len(trace.step[trace.step_slice(step)])
+        assert sum(len(wave.prompt_length) for wave in waves) == len(
+            trace.step[trace.step_slice(step)]
+        )
 
 
 def test_a_seed_gives_a_trace() -> None:
     one, again, other = RECIPE.trace(), RECIPE.trace(), replace(RECIPE, seed=1).trace()
     np.testing.assert_array_equal(one.response_length, again.response_length)
     assert (
-        one.response_length.shape != other.response_length.shape or (one.response_length != other.response_length).any()
+        one.response_length.shape != other.response_length.shape
+        or (one.response_length != other.response_length).any()
     )
 
 
@@ -124,7 +145,15 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     trace.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
     assert again.name == trace.name
-    for name in ("step", "wave", "accepted", "prompt_length", "response_length", "judge_length", "payload_bytes"):
+    for name in (
+        "step",
+        "wave",
+        "accepted",
+        "prompt_length",
+        "response_length",
+        "judge_length",
+        "payload_bytes",
+    ):
         np.testing.assert_array_equal(getattr(again, name), getattr(trace, name))
 
 
@@ -145,12 +174,16 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_quantiles_come_back(lengths: list[int], count: int, seed: int) -> None:
     probabilities = np.linspace(0, 1, len(lengths))
     drawn = np.sort(
-        lengths_from_quantiles(np.column_stack([probabilities, lengths]), count, np.random.default_rng(seed))
+        lengths_from_quantiles(
+            np.column_stack([probabilities, lengths]), count, np.random.default_rng(seed)
+        )
     )
     assert drawn[0] == lengths[0]
     assert drawn[-1] == lengths[-1]
     shares = np.linspace(0, 1, count)
-    np.testing.assert_allclose(drawn, np.exp(np.interp(shares, probabilities, np.log(lengths))), atol=0.5)
+    np.testing.assert_allclose(
+        drawn, np.exp(np.interp(shares, probabilities, np.log(lengths))), atol=0.5
+    )
 
 
 def test_a_run_that_was_recorded() -> None:
@@ -191,7 +224,9 @@ def test_a_run_of_gcore_llm(tmp_path: Path) -> None:
     assert trace.response_length[second].max() == 51
     assert np.median(trace.judge_length) == pytest.approx(40, rel=0.05)
     assert trace.judge_length.max() <= 96
-    with pytest.raises(PlacementError, match=r"judge_median is .*; expected a finite number above 0"):
+    with pytest.raises(
+        PlacementError, match=r"judge_median is .*; expected a finite number above 0"
+    ):
         run_trace(tmp_path / "mine", n=4, judge_median=0, max_judge_length=96)
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(PlacementError, match="has no step with responses"):
@@ -208,10 +243,14 @@ def test_wrong_traces_are_refused() -> None:
         replace(trace, step=trace.step + 1)
     with pytest.raises(PlacementError, match=r"acceptance\.last is .*; expected"):
         replace(RECIPE, acceptance=Drift(first=1.0, last=1.5))
-    with pytest.raises(PlacementError, match=r"noise_freedom is 0; expected a finite number above 0"):
+    with pytest.raises(
+        PlacementError, match=r"noise_freedom is 0; expected a finite number above 0"
+    ):
         replace(RECIPE, noise_freedom=0)
     for period, jump_step in ((1, None), (4, 2)):
-        with pytest.raises(PlacementError, match=rf"period is {period}; expected at least 2, and no jump_step"):
+        with pytest.raises(
+            PlacementError, match=rf"period is {period}; expected at least 2, and no jump_step"
+        ):
             Drift(first=1, last=2, period=period, jump_step=jump_step)
     shape: Any = "saw"
     with pytest.raises(PlacementError, match="shape is 'saw'; expected square, sine or pulse"):
@@ -228,5 +267,7 @@ def test_wrong_traces_are_refused() -> None:
         response_quantiles=((0.5, 5),),
         judge_quantiles=((0.5, 5),),
     )
-    with pytest.raises(PlacementError, match=r"steps\[0\]\.num_waves is .*; expected at most num_prompts \(2\)"):
+    with pytest.raises(
+        PlacementError, match=r"steps\[0\]\.num_waves is .*; expected at most num_prompts \(2\)"
+    ):
         recorded_trace("run", [few], n=8)

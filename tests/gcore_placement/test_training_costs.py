@@ -13,12 +13,20 @@ from gcore_placement.costs import TrainingLaws, training_seconds
 from gcore_placement.planning.layouts import Backend, TrainingLayouts, training_layouts
 from gcore_placement.planning.options import training_laws
 
-PEAK = Efficiency(training=1.0, experts=1.0, attention=1.0, links=1.0, memory=1.0, micro_batch_s=0.0)
+PEAK = Efficiency(
+    training=1.0, experts=1.0, attention=1.0, links=1.0, memory=1.0, micro_batch_s=0.0
+)
 FLOPS_PER_S, LINK, BETWEEN_NODES, MEMORY = 989e12, 450e9, 50e9, 3.35e12
 
 
-def layout(backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, **changed: Any) -> TrainingLayout:
-    options: dict[str, Any] = {"gradient_checkpointing": False, "ppo_max_token_len": 16384, **changed}
+def layout(
+    backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, **changed: Any
+) -> TrainingLayout:
+    options: dict[str, Any] = {
+        "gradient_checkpointing": False,
+        "ppo_max_token_len": 16384,
+        **changed,
+    }
     return TrainingLayout(
         backend=backend,
         tensor_model_parallel_size=tp,
@@ -50,7 +58,9 @@ def test_alone_a_device_computes_and_updates() -> None:
     laws = laws_of(job, layout("torch"))
     seconds = sum(training_seconds(laws, job.training_tokens, job.training_pairs, num_devices=1))
     workload = job.policy.workload
-    flops = computed(job) * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
+    flops = (
+        computed(job) * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
+    )
     update_s = 28 * job.policy.num_parameters / MEMORY
     assert_allclose(seconds, flops / FLOPS_PER_S + scoring_s(job) * job.training_tokens + update_s)
     assert_allclose(laws.forward_share, workload.flops_per_token / computed(job) / 3)
@@ -58,7 +68,9 @@ def test_alone_a_device_computes_and_updates() -> None:
 
 def test_recomputation_is_a_third_more_and_a_forward_pass_stays_what_it_is() -> None:
     job = make_job()
-    kept, recomputed = (laws_of(job, layout("torch", gradient_checkpointing=r)) for r in (False, True))
+    kept, recomputed = (
+        laws_of(job, layout("torch", gradient_checkpointing=r)) for r in (False, True)
+    )
     assert_allclose(kept.per_token_s, computed(job) / FLOPS_PER_S + scoring_s(job))
     again = 4 / 3 * job.policy.workload.flops_per_token
     assert_allclose(recomputed.per_token_s, again / FLOPS_PER_S + scoring_s(job))
@@ -153,17 +165,26 @@ def test_a_pipeline_has_a_bubble() -> None:
     micro_batches = np.ceil(job.training_tokens / 2 / 16384)
     bubble = 1 + 3 / micro_batches
     moved = 2 * 2 * 3584 * 3 / LINK
-    assert_allclose(laws.per_token_s, bubble * (computed(job) / FLOPS_PER_S + scoring_s(job) + moved))
-    assert_allclose(laws.per_pair_s, bubble * job.policy.workload.flops_per_attended_pair / FLOPS_PER_S)
+    assert_allclose(
+        laws.per_token_s, bubble * (computed(job) / FLOPS_PER_S + scoring_s(job) + moved)
+    )
+    assert_allclose(
+        laws.per_pair_s, bubble * job.policy.workload.flops_per_attended_pair / FLOPS_PER_S
+    )
 
 
 def test_tensor_and_context_ranks_move_states_keys_and_values() -> None:
     job = make_job()
     computing = computed(job) / FLOPS_PER_S + scoring_s(job)
-    tensor, context = laws_of(job, layout("megatron", tp=4), layout("torch", cp=4)).per_token_s - computing
+    tensor, context = (
+        laws_of(job, layout("megatron", tp=4), layout("torch", cp=4)).per_token_s - computing
+    )
     assert_allclose(tensor, 28 * 8 * 2 * 3584 * 3 / LINK)
     assert_allclose(context, 28 * 3 * 2 * 2 * 512 * 3 / LINK)
-    wide = laws_of(job, layout("torch", cp=4), cluster=make_cluster(8, devices_per_node=2)).per_token_s - computing
+    wide = (
+        laws_of(job, layout("torch", cp=4), cluster=make_cluster(8, devices_per_node=2)).per_token_s
+        - computing
+    )
     assert_allclose(wide, context * LINK / BETWEEN_NODES)
 
 
@@ -172,13 +193,17 @@ def test_zero_stages_move_gradients_and_weights() -> None:
     job = make_job()
     parameters = job.policy.num_parameters
     adam_s = 28 * parameters / 8 / MEMORY
-    assert_allclose(laws_of(job, layout("megatron", dp=8)).base_s, adam_s + (4 + 2) * parameters * 7 / 8 / LINK)
+    assert_allclose(
+        laws_of(job, layout("megatron", dp=8)).base_s, adam_s + (4 + 2) * parameters * 7 / 8 / LINK
+    )
     assert_allclose(laws_of(job, layout("torch", dp=8)).base_s, adam_s)
 
     slow = make_cluster(8, devices_per_node=1, inter_node_bytes_per_s=1e9)
     laws = laws_of(job, layout("torch", dp=8), cluster=slow)
     micro_batches = np.ceil(job.training_tokens / 8 / 16384)
-    computing_s = (laws.per_token_s * job.training_tokens + laws.per_pair_s * job.training_pairs) / 8
+    computing_s = (
+        laws.per_token_s * job.training_tokens + laws.per_pair_s * job.training_pairs
+    ) / 8
     moving_s = micro_batches * (2 + 2 + 4) * parameters * 7 / 8 / 1e9
     assert_allclose(laws.base_s, adam_s + moving_s - computing_s)
 

@@ -39,7 +39,11 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    ends = {"bos_token_id": len(tokenizer) - 2, "eos_token_id": len(tokenizer) - 1, "pad_token_id": len(tokenizer) - 1}
+    ends = {
+        "bos_token_id": len(tokenizer) - 2,
+        "eos_token_id": len(tokenizer) - 1,
+        "pad_token_id": len(tokenizer) - 1,
+    }
     torch.manual_seed(0)
     config = CLIPConfig(
         text_config={**size, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 8},

@@ -23,7 +23,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from gcore_rollout import Completion, Engine, HFEngine, RepetitionDetection, Request, SamplingParams, VLLMEngine
+from gcore_rollout import (
+    Completion,
+    Engine,
+    HFEngine,
+    RepetitionDetection,
+    Request,
+    SamplingParams,
+    VLLMEngine,
+)
 
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
@@ -109,7 +117,12 @@ def make_request(
     """A request whose prompt of ``length`` tokens depends on ``name``."""
     tokens = np.random.default_rng(list(name.encode())).integers(0, VOCAB_SIZE, length)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    fields: dict[str, Any] = {"sampling": sampling, "n": n, "seed": seed, "expected_tokens": expected_tokens}
+    fields: dict[str, Any] = {
+        "sampling": sampling,
+        "n": n,
+        "seed": seed,
+        "expected_tokens": expected_tokens,
+    }
     return Request(request_id=name, prompt_token_ids=tuple(tokens.tolist()), **fields)
 
 
@@ -165,7 +178,9 @@ async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple
         assert num_aborts < 200
         part = await interrupt(engine, *todo, after=num_tokens)
         # A request continues with all of its samples: those that are finished are made again.
-        found |= {k: c for k, c in part.items() if k not in found or found[k].finish_reason == "abort"}
+        found |= {
+            k: c for k, c in part.items() if k not in found or found[k].finish_reason == "abort"
+        }
         todo = [r for r in (go_on(r, found) for r in todo) if r.prefixes]
         num_aborts += bool(todo)
     return found, num_aborts
@@ -173,8 +188,15 @@ async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple
 
 def go_on(request: Request, found: Found) -> Request:
     """Return the same request continuing from the aborted samples, after a pickle and as plain values."""
-    cut_short = [c for c in found.values() if (c.request_id, c.finish_reason) == (request.request_id, "abort")]
-    return replace(request, prefixes=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in cut_short))
+    cut_short = [
+        c
+        for c in found.values()
+        if (c.request_id, c.finish_reason) == (request.request_id, "abort")
+    ]
+    return replace(
+        request,
+        prefixes=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in cut_short),
+    )
 
 
 def assert_equal(actual: Completion, expected: Completion, *, tolerance: float) -> None:
@@ -189,7 +211,10 @@ def repeats(tokens: Sequence[int], detection: RepetitionDetection) -> bool:
     """Whether ``tokens`` end in a pattern that is repeated often enough, by the definition."""
     count = detection.min_count
     sizes = range(detection.min_pattern_size, detection.max_pattern_size + 1)
-    return any(len(tokens) >= p * count and list(tokens[-p * count :]) == list(tokens[-p:]) * count for p in sizes)
+    return any(
+        len(tokens) >= p * count and list(tokens[-p * count :]) == list(tokens[-p:]) * count
+        for p in sizes
+    )
 
 
 async def first_then_abandon(engine: Engine, requests: Sequence[Request]) -> Completion:
@@ -202,13 +227,17 @@ def errors(model: Any, requests: Sequence[Request], found: Found) -> list[float]
     """Largest difference of each completion's log-probs from those of a forward of ``model`` over all of it."""
     by_id = {r.request_id: r for r in requests}
     return [
-        float(np.abs(c.log_probs - reference_log_probs(model, by_id[c.request_id], c.token_ids)).max())
+        float(
+            np.abs(c.log_probs - reference_log_probs(model, by_id[c.request_id], c.token_ids)).max()
+        )
         for c in found.values()
     ]
 
 
 @torch.inference_mode()
-def reference_log_probs(model: Any, request: Request, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def reference_log_probs(
+    model: Any, request: Request, token_ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
     """log p of each of ``token_ids``, shape [T], after the request's prompt and at its temperature."""
     tokens = torch.tensor([*request.prompt_token_ids, *token_ids.tolist()])
     logits = model(tokens[None]).logits[0, len(request.prompt_token_ids) - 1 : -1]
@@ -229,7 +258,9 @@ def reference_after_swap(
     return _pick(logits, token_ids, request.sampling)
 
 
-def _pick(logits_TV: torch.Tensor, token_ids: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
+def _pick(
+    logits_TV: torch.Tensor, token_ids: NDArray[np.int64], sampling: SamplingParams
+) -> NDArray[np.float32]:
     logits_TV = logits_TV / (sampling.temperature or 1.0)
     warpers: list[Any] = []
     if sampling.top_k > 0:

@@ -83,7 +83,9 @@ class FakeEngine:
         tasks: list[asyncio.Task[None]] = []
         for request in requests:
             self._obey(request.request_id)
-            self.served.append((request.request_id, len(request.sample_indices), len(request.prefixes)))
+            self.served.append(
+                (request.request_id, len(request.sample_indices), len(request.prefixes))
+            )
             self._prompt_tokens += len(request.prompt_token_ids)
             for index in request.sample_indices:
                 task = asyncio.create_task(self._sample(request, index, finished))
@@ -108,7 +110,9 @@ class FakeEngine:
             for task in (*tasks, death):
                 task.cancel()
 
-    async def _sample(self, request: Request, index: int, finished: "asyncio.Queue[Completion]") -> None:
+    async def _sample(
+        self, request: Request, index: int, finished: "asyncio.Queue[Completion]"
+    ) -> None:
         from gcore_rollout.engines.queueing import sample_seeds, uniforms
 
         if self._first_only and index > 0:
@@ -142,7 +146,9 @@ class FakeEngine:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self.calls.append(f"abort {request_ids}")
-        self._aborted |= {t for t, name in self._running.items() if request_ids is None or name in request_ids}
+        self._aborted |= {
+            t for t, name in self._running.items() if request_ids is None or name in request_ids
+        }
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -161,7 +167,9 @@ class FakeEngine:
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         self._check_alive()
         parts = {"weights": weights, "cache": cache}
-        self.calls.append("wake" if all(parts.values()) else f"wake {' '.join(p for p in parts if parts[p])}")
+        self.calls.append(
+            "wake" if all(parts.values()) else f"wake {' '.join(p for p in parts if parts[p])}"
+        )
 
     async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         self._check_alive()
@@ -169,7 +177,9 @@ class FakeEngine:
         if self._names is not None and sorted(new) != sorted(self._names):
             raise ValueError(f"weights {sorted(new)} are not the model's {sorted(self._names)}")
         if version <= self.weight_version:
-            raise ValueError(f"version is {version}; expected a version above the current {self.weight_version}")
+            raise ValueError(
+                f"version is {version}; expected a version above the current {self.weight_version}"
+            )
         self.weights = {name: tensor.clone() for name, tensor in new.items()}
         self.weight_version = version
 
@@ -221,7 +231,9 @@ def report() -> FakeEngine:
             {
                 "GREETING": os.environ.get("GREETING"),
                 "folder": str(Path.cwd()),
-                "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
+                "threads": sys.modules["torch"].get_num_threads()
+                if "torch" in sys.modules
+                else None,
                 "ignores_sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
                 "sockets": sum(str(link).startswith("socket:") for link in links),
             }
@@ -251,7 +263,11 @@ class Owner(FakeEngine):
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            prompt_tokens=self.inner.pid, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0
+            prompt_tokens=self.inner.pid,
+            completion_tokens=0,
+            num_running=0,
+            num_waiting=0,
+            weight_version=0,
         )
 
 

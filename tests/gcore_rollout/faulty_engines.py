@@ -34,7 +34,9 @@ def faulty(engine_class: type[Any], model: Path, fault: str) -> type[Any]:
         _last: dict[str, torch.Tensor]
         _drops = False
 
-        async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        async def update_weights(
+            self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+        ) -> None:
             new = {name: tensor.detach().clone() for name, tensor in weights}
             given = dict(new)
             if version == FAULTY_VERSION:
@@ -61,9 +63,13 @@ def faulty(engine_class: type[Any], model: Path, fault: str) -> type[Any]:
             else:
                 await super().update_weights(new.items(), version=version)
 
-        def _checked_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool) -> Any:
+        def _checked_weights(
+            self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool
+        ) -> Any:
             own, new = super()._checked_weights(weights, version, at_once=at_once)
-            return own, ((name, tensor) for name, tensor in new if not (self._drops and name == TENSOR))
+            return own, (
+                (name, tensor) for name, tensor in new if not (self._drops and name == TENSOR)
+            )
 
         update_weights_in_place = None
 

@@ -25,7 +25,9 @@ def ray_cluster(*nodes: str) -> Generator[None]:
         cloudpickle.register_pickle_by_value(module)  # pyright: ignore[reportPrivateImportUsage]
     cluster = Cluster()
     for node in nodes:
-        cluster.add_node(num_cpus=8, resources={node: 1}, object_store_memory=100 << 20, include_dashboard=False)
+        cluster.add_node(
+            num_cpus=8, resources={node: 1}, object_store_memory=100 << 20, include_dashboard=False
+        )
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         yield

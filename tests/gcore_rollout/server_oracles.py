@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import test_engines
-from engine_oracles import TinyModel, collect, errors, make_request, reference_after_swap, until_sampled
+from engine_oracles import (
+    TinyModel,
+    collect,
+    errors,
+    make_request,
+    reference_after_swap,
+    until_sampled,
+)
 from test_engines import TOLERANCE, Subject
 
 from gcore_rollout import Engine, RolloutError, SamplingParams
@@ -22,7 +29,9 @@ _TAKE_TOO_SHORT = {
 PROMISES: dict[str, Callable[..., Any]] = {
     name: test
     for name, test in vars(test_engines).items()
-    if name.startswith("test_") and "kind" not in inspect.signature(test).parameters and name not in _TAKE_TOO_SHORT
+    if name.startswith("test_")
+    and "kind" not in inspect.signature(test).parameters
+    and name not in _TAKE_TOO_SHORT
 }
 """The tests of what every engine promises, for a module with a fixture `subject` of its own."""
 
@@ -39,14 +48,19 @@ async def check_update_in_mid_generation(subject: Subject) -> None:
     await until_sampled(engine, 25)
     after = await subject.update(model.new)
     # The same prompts as samples still running: their keys and values are of no use to these.
-    late = [replace(r, request_id=f"late {r.request_id}", sampling=SamplingParams(max_tokens=8), n=2) for r in requests]
+    late = [
+        replace(r, request_id=f"late {r.request_id}", sampling=SamplingParams(max_tokens=8), n=2)
+        for r in requests
+    ]
     assert max(errors(model.new, late, await collect(engine, *late))) < TOLERANCE
     found = await running
     for request in requests:
         c = found[request.request_id, 0]
         num_old = int((c.weight_versions == before).sum())
         assert 8 <= num_old < len(c.token_ids)
-        assert c.weight_versions.tolist() == [before] * num_old + [after] * (len(c.token_ids) - num_old)
+        assert c.weight_versions.tolist() == [before] * num_old + [after] * (
+            len(c.token_ids) - num_old
+        )
         expected = reference_after_swap(model.old, model.new, request, c.token_ids, num_old)
         np.testing.assert_allclose(c.log_probs, expected, atol=TOLERANCE, rtol=0)
 

@@ -133,11 +133,15 @@ class Recorder(_Server):
             exchange.status = answer.status
             if answer.content_type != "text/event-stream":
                 text = await answer.text()
-                exchange.answer = json.loads(text) if answer.content_type == "application/json" else text
+                exchange.answer = (
+                    json.loads(text) if answer.content_type == "application/json" else text
+                )
                 if request.path == "/server_info":
                     exchange.answer = {name: exchange.answer[name] for name in _KEPT_OF_SERVER_INFO}
                     exchange.answer["model_path"] = "the model"
-                return web.Response(text=text, status=answer.status, content_type=answer.content_type)
+                return web.Response(
+                    text=text, status=answer.status, content_type=answer.content_type
+                )
             response = web.StreamResponse()
             await response.prepare(request)
             buffer = b""
@@ -147,7 +151,9 @@ class Recorder(_Server):
                     *events, buffer = (buffer + data).split(b"\n\n")
                     for event in map(_event, events):
                         # The end of a stream belongs to what comes before it, even if it comes later.
-                        num_calls = exchange.events[-1][0] if event == "[DONE]" else len(self.exchanges)
+                        num_calls = (
+                            exchange.events[-1][0] if event == "[DONE]" else len(self.exchanges)
+                        )
                         exchange.events.append((num_calls, event))
                     await response.write(data)
             return response
@@ -170,7 +176,10 @@ class Replay(_Server):
 
     @classmethod
     def of(cls, path: Path, *, model_path: Path) -> Self:
-        return cls([Exchange(**json.loads(line)) for line in path.read_text().splitlines()], model_path=model_path)
+        return cls(
+            [Exchange(**json.loads(line)) for line in path.read_text().splitlines()],
+            model_path=model_path,
+        )
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
@@ -178,7 +187,11 @@ class Replay(_Server):
         async with self._called:
             self._num_calls += 1
             self._called.notify_all()
-        known = [e for e in self.left if (e.method, e.path, e.body) == (asked.method, asked.path, asked.body)]
+        known = [
+            e
+            for e in self.left
+            if (e.method, e.path, e.body) == (asked.method, asked.path, asked.body)
+        ]
         if not known:
             self.unexpected.append(asked)
             return web.Response(status=500, text=f"not expected: {asked}")
@@ -227,5 +240,7 @@ def _event(data: bytes) -> Any:
     if text == "[DONE]":
         return text
     event = json.loads(text)
-    event["meta_info"] = {name: event["meta_info"][name] for name in _KEPT_OF_META_INFO if name in event["meta_info"]}
+    event["meta_info"] = {
+        name: event["meta_info"][name] for name in _KEPT_OF_META_INFO if name in event["meta_info"]
+    }
     return event

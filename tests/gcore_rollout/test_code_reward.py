@@ -5,13 +5,25 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout import CodeReward, RewardError, Sandbox, SandboxLimits, Scored, evaluate, last_code_block
+from gcore_rollout import (
+    CodeReward,
+    RewardError,
+    Sandbox,
+    SandboxLimits,
+    Scored,
+    evaluate,
+    last_code_block,
+)
 
 RIGHT = "I think so:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = "```python\ndef add(a, b):\n    return a - b\n```"
 ASSERTS = ["assert add(1, 2) == 3", "assert add(5, 0) == 5", "assert add(-1, 1) == 0"]
 ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
-CASES = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 0", "output": "5"}, {"input": "-1 1", "output": "0"}]
+CASES = [
+    {"input": "1 2\n", "output": "3\n"},
+    {"input": "5 0", "output": "5"},
+    {"input": "-1 1", "output": "0"},
+]
 
 
 def reward(**options: Any) -> CodeReward:
@@ -51,7 +63,11 @@ async def test_statements(tests: Any) -> None:
 async def test_input_and_output() -> None:
     assert (await judged(ADDS, CASES)).score == 1.0
     assert (await judged("```\nprint(input())\n```", CASES)).score == 0.0
-    assert (await judged(ADDS, CASES[0:1])).parts == {"passed": 1.0, "has_code": 1.0, "timed_out": 0.0}
+    assert (await judged(ADDS, CASES[0:1])).parts == {
+        "passed": 1.0,
+        "has_code": 1.0,
+        "timed_out": 0.0,
+    }
     crashes = ADDS.replace("\n```", "\nraise SystemExit(1)\n```")
     assert (await judged(crashes, CASES)).score == 0.0, "the right output, and then an error"
     padded = "```\na, b = map(int, input().split())\nprint(f'\\n{a + b}   \\n\\n')\n```"
@@ -75,7 +91,8 @@ async def test_no_code_and_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "trick", ["exit()", "import os; os._exit(0)", "print('3')\nprint('passed')\nraise SystemExit(0)"]
+    "trick",
+    ["exit()", "import os; os._exit(0)", "print('3')\nprint('passed')\nraise SystemExit(0)"],
 )
 async def test_leaving_early_scores_nothing(trick: str) -> None:
     for tests in (ASSERTS, CASES):
@@ -105,7 +122,16 @@ async def test_many_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", [[], 3, None, [1], ["pass", {"input": "", "output": ""}], [{"input": "1"}], [{"input": 1, "output": "1"}]]
+    "tests",
+    [
+        [],
+        3,
+        None,
+        [1],
+        ["pass", {"input": "", "output": ""}],
+        [{"input": "1"}],
+        [{"input": 1, "output": "1"}],
+    ],
 )
 async def test_other_tests(tests: Any) -> None:
     with pytest.raises(RewardError, match=r"the row's 'tests' is .*; expected Python statements"):
@@ -113,5 +139,7 @@ async def test_other_tests(tests: Any) -> None:
 
 
 async def test_no_tests() -> None:
-    with pytest.raises(RewardError, match=r"the row has no 'cases' for its program to pass: it has \['tests'\]"):
+    with pytest.raises(
+        RewardError, match=r"the row has no 'cases' for its program to pass: it has \['tests'\]"
+    ):
         await judged(RIGHT, ASSERTS, tests_key="cases")

@@ -14,7 +14,9 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteScheduler,
+)
 from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from tiny_image_makers import flux_schnell, stable_diffusion
@@ -62,7 +64,9 @@ def ddim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SDE = ImageSampling(num_inference_steps=5, kernel=FlowSDE(noise_level=0.7))
 
 
-def request(name: str, sampling: ImageSampling, *, n: int = 2, seed: int = 0, prompt: str = "red 7") -> ImageRequest:
+def request(
+    name: str, sampling: ImageSampling, *, n: int = 2, seed: int = 0, prompt: str = "red 7"
+) -> ImageRequest:
     return ImageRequest(request_id=name, prompt=prompt, sampling=sampling, n=n, seed=seed)
 
 
@@ -73,37 +77,54 @@ async def made(engine: Any, *requests: ImageRequest) -> list[ImageSample]:
 
 def arrays_of(samples: list[ImageSample]) -> dict[int, Any]:
     """Return the arrays of conditions, each once."""
-    given = [c for s in samples for c in (s.conditions, s.negative_conditions or {}, s.shared_conditions)]
-    return {id(value): value for c in given for value in c.values() if isinstance(value, np.ndarray)}
+    given = [
+        c for s in samples for c in (s.conditions, s.negative_conditions or {}, s.shared_conditions)
+    ]
+    return {
+        id(value): value for c in given for value in c.values() if isinstance(value, np.ndarray)
+    }
 
 
 @pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_prompts_images_share_their_conditions(flow: Path, in_process: bool) -> None:
     """In the data type of the model; also after they were sent by another process."""
     factory = partial(DiffusersEngine.from_pretrained, flow, dtype="bfloat16")
-    engine: Any = await EngineProcess[ImageRequest, ImageSample].start(factory) if in_process else factory()
-    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0, kernel=FlowSDE(noise_level=0.7))
+    engine: Any = (
+        await EngineProcess[ImageRequest, ImageSample].start(factory) if in_process else factory()
+    )
+    sampling = ImageSampling(
+        num_inference_steps=2, guidance_scale=2.0, kernel=FlowSDE(noise_level=0.7)
+    )
     requests = [request("a", sampling, n=3), request("b", sampling, n=2, prompt="blue 1")]
     samples = await made(engine, *requests)
     shared = arrays_of(samples)
     # Of each prompt, and of none: tokens, and what is pooled of them.
     assert len(shared) == 6
     assert {array.dtype.name for array in shared.values()} == {"bfloat16"}
-    assert samples[0].conditions["encoder_hidden_states"] is samples[2].conditions["encoder_hidden_states"]
+    assert (
+        samples[0].conditions["encoder_hidden_states"]
+        is samples[2].conditions["encoder_hidden_states"]
+    )
     await engine.close()
 
 
 async def test_latents_in_bfloat16_are_recorded_without_loss(flow: Path) -> None:
     engine = DiffusersEngine.from_pretrained(flow, dtype="bfloat16")
     kernel = FlowSDE(noise_level=0.7)
-    [sample] = await made(engine, request("a", ImageSampling(num_inference_steps=4, kernel=kernel), n=1))
+    [sample] = await made(
+        engine, request("a", ImageSampling(num_inference_steps=4, kernel=kernel), n=1)
+    )
     t = sample.trajectory
     assert {t.latents.dtype.name, t.next_latents.dtype.name} == {"bfloat16"}
     assert {t.means.dtype.name, t.log_probs.dtype.name} == {"float32"}
     assert np.array_equal(t.next_latents[:-1], t.latents[1:])
     for step in range(4):
-        x, drawn = (host_tensor(latents[step : step + 1]).float() for latents in (t.latents, t.next_latents))
-        levels = (torch.tensor(getattr(t, name)[step : step + 1]) for name in ("levels", "next_levels"))
+        x, drawn = (
+            host_tensor(latents[step : step + 1]).float() for latents in (t.latents, t.next_latents)
+        )
+        levels = (
+            torch.tensor(getattr(t, name)[step : step + 1]) for name in ("levels", "next_levels")
+        )
         std = kernel(torch.zeros_like(x), x, *levels).std
         again = Transition(torch.from_numpy(t.means[step : step + 1]), std).log_prob(drawn)
         np.testing.assert_allclose(again, t.log_probs[step : step + 1], rtol=1e-6)
@@ -114,7 +135,9 @@ async def test_numbers_of_a_decoder_that_are_not_finite_are_refused(tmp_path: Pa
     """As uint8 they would be black pixels; a decoder in float16 overflows to them."""
     engine = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path, with_vae=True))
     engine.pipeline.vae.decoder.conv_out.bias.data[1] = torch.nan
-    with pytest.raises(RolloutError, match=r"2 of 2 images of StableDiffusion3Pipeline have pixels that are NaN"):
+    with pytest.raises(
+        RolloutError, match=r"2 of 2 images of StableDiffusion3Pipeline have pixels that are NaN"
+    ):
         await made(engine, request("a", ImageSampling(num_inference_steps=2)))
     await engine.close()
 
@@ -131,8 +154,13 @@ async def test_weights_of_a_variant_are_found(flow: Path, tmp_path: Path, is_sha
     found = load_pipeline(tmp_path / "fp16")
     for name in ("transformer", "text_encoder", "text_encoder_2"):
         expected = getattr(pipeline, name).state_dict()
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in getattr(found, name).state_dict().items())
-    denoiser = Denoiser.from_pretrained(tmp_path / "fp16", variant=weight_variant(tmp_path / "fp16/transformer"))
+        assert all(
+            torch.equal(tensor, expected[key])
+            for key, tensor in getattr(found, name).state_dict().items()
+        )
+    denoiser = Denoiser.from_pretrained(
+        tmp_path / "fp16", variant=weight_variant(tmp_path / "fp16/transformer")
+    )
     assert denoiser.parameters().keys() == dict(pipeline.transformer.named_parameters()).keys()
     assert weight_variant(flow / "transformer") is None
 
@@ -149,10 +177,15 @@ class BlackingChecker(torch.nn.Module):
 async def test_safety_checkers_are_left_out(tmp_path: Path) -> None:
     """They replace images by black ones, and rewards of these say nothing of the policy."""
     pipeline = stable_diffusion(tmp_path)
-    pipeline.register_modules(safety_checker=BlackingChecker(), feature_extractor=CLIPImageProcessor())
+    pipeline.register_modules(
+        safety_checker=BlackingChecker(), feature_extractor=CLIPImageProcessor()
+    )
     engine = DiffusersEngine(pipeline, size=(16, 16))
     kernel = DDIM(eta=1.0)
-    [sample] = await made(engine, request("a", ImageSampling(num_inference_steps=2, kernel=kernel, size=(16, 16)), n=1))
+    [sample] = await made(
+        engine,
+        request("a", ImageSampling(num_inference_steps=2, kernel=kernel, size=(16, 16)), n=1),
+    )
     assert sample.image.std() > 0
     await engine.close()
 
@@ -163,7 +196,9 @@ async def test_prompts_that_are_cut(flow: Path, tmp_path: Path) -> None:
     one = ImageSampling(num_inference_steps=1)
     for beginning, is_cut in (("red", False), ("a very long one", True)):
         prompts = [f"{beginning} 7", f"{beginning} 8"]
-        first, second = await made(engine, *(request(text, one, n=1, prompt=text) for text in prompts))
+        first, second = await made(
+            engine, *(request(text, one, n=1, prompt=text) for text in prompts)
+        )
         embeddings = [sample.conditions["encoder_hidden_states"] for sample in (first, second)]
         assert np.array_equal(*embeddings) == is_cut
         assert cut_prompts(flow, prompts) == (prompts if is_cut else [])
@@ -196,25 +231,37 @@ async def test_text_encoders_are_elsewhere_while_images_are_denoised(flow: Path)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own imports
-async def test_compiled_blocks_make_the_same_images(flow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compiled_blocks_make_the_same_images(
+    flow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also by weights that came later."""
-    plain, compiled = (DiffusersEngine.from_pretrained(flow, compiles=compiles) for compiles in (False, True))
+    plain, compiled = (
+        DiffusersEngine.from_pretrained(flow, compiles=compiles) for compiles in (False, True)
+    )
     weights = {name: 1.1 * tensor for name, tensor in plain.pipeline.transformer.named_parameters()}
     for engine in (plain, compiled):
         await engine.update_weights(weights.items(), version=1)
-    for one, other in zip(await made(compiled, request("a", SDE)), await made(plain, request("a", SDE)), strict=True):
+    for one, other in zip(
+        await made(compiled, request("a", SDE)), await made(plain, request("a", SDE)), strict=True
+    ):
         np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
         ratios = np.exp(one.trajectory.log_probs - other.trajectory.log_probs)
         np.testing.assert_allclose(ratios, 1.0, atol=1e-4)
-    assert not hasattr(plain.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable")
-    assert hasattr(compiled.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable")
+    assert not hasattr(
+        plain.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable"
+    )
+    assert hasattr(
+        compiled.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable"
+    )
     monkeypatch.setattr("shutil.which", lambda *_: None)
     with pytest.raises(RolloutError, match=r"compile is True; expected a C\+\+ compiler on CPU"):
         DiffusersEngine.from_pretrained(flow, compiles=True)
 
 
 async def test_text_encoders_that_are_not_there_stay_nowhere(ddim: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="DiTPipeline has no text encoder; expected one with offload"):
+    with pytest.raises(
+        UnsupportedModelError, match="DiTPipeline has no text encoder; expected one with offload"
+    ):
         DiffusersEngine.from_pretrained(ddim, offload_text_encoders=True)
 
 
@@ -222,7 +269,9 @@ async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> Non
     """Whatever else is in the batch."""
     engine = DiffusersEngine.from_pretrained(flow)
     sampling = ImageSampling(num_inference_steps=4, guidance_scale=2.0)
-    found = await made(engine, request("a", sampling, n=3, seed=5), request("b", sampling, n=2, prompt="blue 1"))
+    found = await made(
+        engine, request("a", sampling, n=3, seed=5), request("b", sampling, n=2, prompt="blue 1")
+    )
     alone = await made(engine, request("a", sampling, n=3, seed=5))
     for one, other in zip(found, alone, strict=False):
         np.testing.assert_allclose(one.latents, other.latents, atol=1e-5)
@@ -243,11 +292,15 @@ async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> Non
 
 
 @pytest.mark.parametrize("has_images_between", [False, True])
-async def test_images_of_a_group_may_start_from_one_noise(flow: Path, has_images_between: bool) -> None:
+async def test_images_of_a_group_may_start_from_one_noise(
+    flow: Path, has_images_between: bool
+) -> None:
     """And differ by the noise of their steps, which is not the initial noise again; other groups start elsewhere."""
     engine = DiffusersEngine.from_pretrained(flow, max_num_images=2 if has_images_between else 64)
     sampling = replace(SDE, shared_noise=True)
-    samples = await made(engine, request("a", sampling, n=3, seed=1), request("b", sampling, n=1, seed=2))
+    samples = await made(
+        engine, request("a", sampling, n=3, seed=1), request("b", sampling, n=1, seed=2)
+    )
     own, other = samples[:3], samples[3]
     start = own[0].trajectory.latents[0]
     for sample in own[1:]:
@@ -281,7 +334,9 @@ async def test_a_negative_prompt_is_the_pipelines_own(flow: Path) -> None:
     await engine.close()
 
 
-@pytest.mark.parametrize(("guidance_scale", "negative_prompt"), [(1.0, ""), (2.5, ""), (2.5, "blue 1")])
+@pytest.mark.parametrize(
+    ("guidance_scale", "negative_prompt"), [(1.0, ""), (2.5, ""), (2.5, "blue 1")]
+)
 @pytest.mark.parametrize("kernel", [FlowSDE(noise_level=0.7), FlowCPS(noise_level=0.5)])
 async def test_a_trajectory_can_be_made_again(
     flow: Path, kernel: Any, guidance_scale: float, negative_prompt: str
@@ -289,7 +344,10 @@ async def test_a_trajectory_can_be_made_again(
     """From what was recorded, by the model alone: the same means and log-probs."""
     engine = DiffusersEngine.from_pretrained(flow)
     sampling = ImageSampling(
-        num_inference_steps=5, kernel=kernel, guidance_scale=guidance_scale, negative_prompt=negative_prompt
+        num_inference_steps=5,
+        kernel=kernel,
+        guidance_scale=guidance_scale,
+        negative_prompt=negative_prompt,
     )
     samples = await made(engine, request("a", sampling, n=3, seed=1))
     model = load_pipeline(flow).transformer
@@ -303,7 +361,9 @@ async def test_a_trajectory_can_be_made_again(
             *(s.negative_conditions or {} for s in samples if guidance_scale != 1.0),
             *(s.conditions for s in samples),
         ]
-        given = {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
+        given = {
+            name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]
+        }
         count = len(rows) // len(samples)
         latents, times = torch.cat([x] * count), torch.cat([time] * count)
         output = model(hidden_states=latents, timestep=times, **given, return_dict=False)[0]
@@ -311,16 +371,21 @@ async def test_a_trajectory_can_be_made_again(
             without, with_prompt = output.chunk(2)
             output = without + guidance_scale * (with_prompt - without)
         level, following = (
-            torch.tensor([getattr(s.trajectory, name)[step] for s in samples]) for name in ("levels", "next_levels")
+            torch.tensor([getattr(s.trajectory, name)[step] for s in samples])
+            for name in ("levels", "next_levels")
         )
         again = kernel(output, x, level, following)
         drawn = torch.stack([torch.from_numpy(s.trajectory.next_latents[step]) for s in samples])
-        ratio = torch.exp(again.log_prob(drawn) - torch.tensor([s.trajectory.log_probs[step] for s in samples]))
+        ratio = torch.exp(
+            again.log_prob(drawn) - torch.tensor([s.trajectory.log_probs[step] for s in samples])
+        )
         np.testing.assert_allclose(ratio, 1.0, atol=1e-6)
         means = np.stack([s.trajectory.means[step] for s in samples])
         np.testing.assert_allclose(again.mean, means, atol=1e-5)
     assert samples[0].trajectory.steps.tolist() == list(range(num_steps))
-    np.testing.assert_array_equal(samples[0].trajectory.next_latents[0], samples[0].trajectory.latents[1])
+    np.testing.assert_array_equal(
+        samples[0].trajectory.next_latents[0], samples[0].trajectory.latents[1]
+    )
     await engine.close()
 
 
@@ -330,7 +395,9 @@ async def test_noise_stays_in_its_window(flow: Path) -> None:
     plain = ImageSampling(num_inference_steps=6, window=(2, 4))
     found, without = await made(engine, request("a", window, n=1), request("b", plain, n=1))
     assert found.trajectory.steps.tolist() == without.trajectory.steps.tolist() == [2, 3]
-    np.testing.assert_allclose(found.trajectory.latents[0], without.trajectory.latents[0], atol=1e-6)
+    np.testing.assert_allclose(
+        found.trajectory.latents[0], without.trajectory.latents[0], atol=1e-6
+    )
     assert np.abs(found.trajectory.latents[1] - without.trajectory.latents[1]).max() > 0.01
     assert np.isnan(without.trajectory.log_probs).all()
     assert np.isfinite(found.trajectory.log_probs).all()
@@ -344,7 +411,10 @@ async def test_images_with_other_windows_share_a_batch(flow: Path, dtype: str) -
     calls: list[int] = []
     engine.pipeline.transformer.register_forward_hook(lambda *_: calls.append(1))
     windows = [(0, 2), (1, 3), (5, 6), (0, 2)]
-    settings = [ImageSampling(num_inference_steps=6, kernel=FlowSDE(noise_level=0.7), window=w) for w in windows]
+    settings = [
+        ImageSampling(num_inference_steps=6, kernel=FlowSDE(noise_level=0.7), window=w)
+        for w in windows
+    ]
     requests = [request(str(k), sampling, n=k + 1, seed=k) for k, sampling in enumerate(settings)]
     together = await made(engine, *requests)
     assert len(calls) == 6
@@ -355,7 +425,9 @@ async def test_images_with_other_windows_share_a_batch(flow: Path, dtype: str) -
             own = getattr(sample.trajectory, name)
             assert (own.shape, own.dtype) == (values.shape, values.dtype)
             np.testing.assert_allclose(own, values, atol=1e-5 if dtype == "float32" else 0.1)
-        np.testing.assert_allclose(sample.latents, other.latents, atol=1e-5 if dtype == "float32" else 0.1)
+        np.testing.assert_allclose(
+            sample.latents, other.latents, atol=1e-5 if dtype == "float32" else 0.1
+        )
     # Those without a window record the steps with noise: they need a batch of their own.
     await made(engine, request("a", SDE), request("b", settings[0]))
     assert len(calls) == 6 + 4 * 6 + 5 + 6
@@ -366,7 +438,9 @@ async def test_ddim_and_classes(ddim: Path) -> None:
     """With a learned variance and a VAE: what diffusers' own scheduler makes of the same noise."""
     engine = DiffusersEngine.from_pretrained(ddim)
     sampling = ImageSampling(num_inference_steps=4, kernel=DDIM(eta=1.0))
-    samples = await made(engine, request("a", sampling, n=2, prompt="two"), request("b", sampling, n=1, prompt="7"))
+    samples = await made(
+        engine, request("a", sampling, n=2, prompt="two"), request("b", sampling, n=1, prompt="7")
+    )
     assert [s.trajectory.steps.tolist() for s in samples] == [[0, 1, 2]] * 3
     assert samples[0].conditions["class_labels"] == 2
     assert samples[0].image.shape == (8, 8, 3)
@@ -378,10 +452,14 @@ async def test_ddim_and_classes(ddim: Path) -> None:
         x = torch.from_numpy(trajectory.latents[k])[None]
         time = torch.tensor([int(trajectory.timesteps[k])])
         with torch.no_grad():
-            output = pipeline.transformer(x, timestep=time, class_labels=torch.tensor([7])).sample[:, :3]
+            output = pipeline.transformer(x, timestep=time, class_labels=torch.tensor([7])).sample[
+                :, :3
+            ]
         std = scheduler._get_variance(int(time), int(time) - 250) ** 0.5  # pyright: ignore[reportPrivateUsage]
         noise = torch.from_numpy(trajectory.next_latents[k] - trajectory.means[k])[None] / std
-        expected = scheduler.step(output, int(time), x, eta=1.0, variance_noise=noise, return_dict=False)[0]
+        expected = scheduler.step(
+            output, int(time), x, eta=1.0, variance_noise=noise, return_dict=False
+        )[0]
         np.testing.assert_allclose(trajectory.next_latents[k], expected[0], atol=1e-5)
     await engine.close()
 
@@ -410,7 +488,9 @@ async def test_a_denoiser_that_is_not_the_trainers(flow: Path) -> None:
     left = min(before)
     published = {**before, left: after[left]}
     digests = all_digests(DigestedWeights(before.items()))
-    with pytest.raises(WrongWeightsError, match=f"version 2: '{left}' has the values of version 1 "):
+    with pytest.raises(
+        WrongWeightsError, match=f"version 2: '{left}' has the values of version 1 "
+    ):
         await engine.update_weights(DigestedWeights(published.items(), digests=digests), version=2)
     await engine.close()
 
@@ -436,7 +516,9 @@ async def test_aborted_images_come_out_empty_and_others_are_made(flow: Path) -> 
 async def test_replicas_in_processes_make_the_same_images(flow: Path) -> None:
     """And continue when one is killed."""
     start = partial(
-        EngineProcess[ImageRequest, ImageSample].start, partial(DiffusersEngine.from_pretrained, flow), num_threads=1
+        EngineProcess[ImageRequest, ImageSample].start,
+        partial(DiffusersEngine.from_pretrained, flow),
+        num_threads=1,
     )
     engines = await asyncio.gather(start(), start())
     replicas = EngineReplicas(engines)
@@ -460,13 +542,21 @@ async def test_replicas_in_processes_make_the_same_images(flow: Path) -> None:
 async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: Path) -> None:
     pipeline: Any = load_pipeline(ddim)
     pipeline.scheduler = EulerDiscreteScheduler()
-    with pytest.raises(UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"):
+    with pytest.raises(
+        UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"
+    ):
         DiffusersEngine(pipeline)
     pipeline = load_pipeline(flow)
     for scheduler, advised in (
         (EulerDiscreteScheduler(), r"DDIMScheduler.from_config\(pipeline.scheduler.config\)"),
-        (UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0), r"FlowMatchEuler.*\(shift=3.0\)"),
-        (FlowMatchHeunDiscreteScheduler(shift=5.0), r"FlowMatchEulerDiscreteScheduler\(shift=5.0\)"),
+        (
+            UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0),
+            r"FlowMatchEuler.*\(shift=3.0\)",
+        ),
+        (
+            FlowMatchHeunDiscreteScheduler(shift=5.0),
+            r"FlowMatchEulerDiscreteScheduler\(shift=5.0\)",
+        ),
     ):
         pipeline.scheduler = scheduler
         with pytest.raises(UnsupportedModelError, match=f"expected {advised}"):
@@ -488,9 +578,13 @@ async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: 
     with pytest.raises(UnsupportedModelError, match="guidance within the latents"):
         await made(classes, request("a", guided, prompt="1"))
     negative = replace(guided, negative_prompt="red")
-    with pytest.raises(RequestError, match="negative_prompt is 'red'; expected '', because DiTPipeline takes none"):
+    with pytest.raises(
+        RequestError, match="negative_prompt is 'red'; expected '', because DiTPipeline takes none"
+    ):
         await made(classes, request("a", negative, prompt="1"))
-    with pytest.raises(RequestError, match=r"guidance_scale is 1.0; expected above 1 with a negative_prompt"):
+    with pytest.raises(
+        RequestError, match=r"guidance_scale is 1.0; expected above 1 with a negative_prompt"
+    ):
         ImageSampling(num_inference_steps=2, negative_prompt="red")
     for kernel in (FlowODE(), DDIM(eta=0.0)):
         with pytest.raises(RequestError, match="shared_noise is True; expected False with "):

@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteScheduler,
+)
 from hypothesis import given, strategies as st
 
-from gcore_rollout import DDIM, DanceSDE, FlowCPS, FlowODE, FlowSDE, Kernel, RequestError, Transition
+from gcore_rollout import (
+    DDIM,
+    DanceSDE,
+    FlowCPS,
+    FlowODE,
+    FlowSDE,
+    Kernel,
+    RequestError,
+    Transition,
+)
 
 levels = st.floats(min_value=0.05, max_value=1.0)
 noise_levels = st.floats(min_value=0.05, max_value=1.0)
@@ -42,7 +53,9 @@ def dance_sde(x: Any, v: Any, s: float, s_next: float, a: float) -> tuple[Any, f
 
 def flow_cps(x: Any, v: Any, s: float, s_next: float, a: float) -> tuple[Any, float]:
     std = s_next * math.sin(a * math.pi / 2)
-    return (1 - s_next) * (x - s * v) + math.sqrt(max(s_next**2 - std**2, 0.0)) * (x + (1 - s) * v), std
+    return (1 - s_next) * (x - s * v) + math.sqrt(max(s_next**2 - std**2, 0.0)) * (
+        x + (1 - s) * v
+    ), std
 
 
 FORMULAS: dict[str, tuple[Callable[[float], Kernel], Callable[..., tuple[Any, float]]]] = {
@@ -53,8 +66,15 @@ FORMULAS: dict[str, tuple[Callable[[float], Kernel], Callable[..., tuple[Any, fl
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@given(level=levels, share=st.floats(min_value=0.1, max_value=0.95), a=noise_levels, seed=st.integers(0, 99))
-def test_steps_are_the_papers_in_float64(name: str, level: float, share: float, a: float, seed: int) -> None:
+@given(
+    level=levels,
+    share=st.floats(min_value=0.1, max_value=0.95),
+    a=noise_levels,
+    seed=st.integers(0, 99),
+)
+def test_steps_are_the_papers_in_float64(
+    name: str, level: float, share: float, a: float, seed: int
+) -> None:
     """Mean, std and log-prob."""
     make, formula = FORMULAS[name]
     x, v = latents(seed)
@@ -70,18 +90,29 @@ def test_steps_are_the_papers_in_float64(name: str, level: float, share: float, 
     torch.testing.assert_close(found.log_prob(drawn).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@given(level=levels, share=st.floats(min_value=0.1, max_value=0.95), a=noise_levels, seed=st.integers(0, 99))
-def test_cps_by_default_has_the_published_log_prob(level: float, share: float, a: float, seed: int) -> None:
+@given(
+    level=levels,
+    share=st.floats(min_value=0.1, max_value=0.95),
+    a=noise_levels,
+    seed=st.integers(0, 99),
+)
+def test_cps_by_default_has_the_published_log_prob(
+    level: float, share: float, a: float, seed: int
+) -> None:
     """The squared error alone, of the same steps."""
     x, v = latents(seed)
     arguments = v, x, scalar(level), scalar(level * share)
-    found, density = (FlowCPS(noise_level=a, normalized=normalized)(*arguments) for normalized in (False, True))
+    found, density = (
+        FlowCPS(noise_level=a, normalized=normalized)(*arguments) for normalized in (False, True)
+    )
     mean, std = found
     assert torch.equal(mean, density.mean)
     assert torch.equal(std, density.std)
     drawn = mean + std * latents(seed + 1)[0]
     errors = (drawn.double() - mean.double()).square().flatten(1)
-    expected = torch.tensor([-sum(error) / len(error) for error in errors.tolist()], dtype=torch.float64)
+    expected = torch.tensor(
+        [-sum(error) / len(error) for error in errors.tolist()], dtype=torch.float64
+    )
     torch.testing.assert_close(found.log_prob(drawn).double(), expected, rtol=1e-5, atol=1e-9)
 
 
@@ -96,7 +127,9 @@ def test_ratios_of_cps_do_not_grow_as_its_noise_falls() -> None:
         for level, next_level in pairwise(scheduler.sigmas[:-1]):
             old, new = (kernel(output, x, level, next_level) for output in (v, 1.01 * v))
             drawn = old.mean + old.std * latents(1, count=64)[0]
-            found.append(float((torch.exp(new.log_prob(drawn) - old.log_prob(drawn)) - 1).abs().mean()))
+            found.append(
+                float((torch.exp(new.log_prob(drawn) - old.log_prob(drawn)) - 1).abs().mean())
+            )
         return found
 
     published, density = deviations(FlowCPS()), deviations(FlowCPS(normalized=True))
@@ -112,18 +145,24 @@ def published_std(s: float, s_next: float, a: float) -> float:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
 @pytest.mark.parametrize("num_steps", [4, 6, 10, 28, 50])
-def test_noise_of_flow_sde_is_the_published_at_levels_of_samplers(shift: float, num_steps: int) -> None:
+def test_noise_of_flow_sde_is_the_published_at_levels_of_samplers(
+    shift: float, num_steps: int
+) -> None:
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(num_steps)
     x, v = latents(0)
     assert scheduler.sigmas[0] == 1.0
     for level, next_level in pairwise(scheduler.sigmas):
         found = FlowSDE(noise_level=0.7)(v, x, level, next_level)
-        assert float(found.std[0]) == pytest.approx(published_std(float(level), float(next_level), 0.7), rel=1e-4)
+        assert float(found.std[0]) == pytest.approx(
+            published_std(float(level), float(next_level), 0.7), rel=1e-4
+        )
 
 
 @given(to_one=st.floats(0.0, 0.2), step=st.floats(0.02, 0.8), a=noise_levels)
-def test_noise_of_flow_sde_is_bounded_and_continuous_below_one(to_one: float, step: float, a: float) -> None:
+def test_noise_of_flow_sde_is_bounded_and_continuous_below_one(
+    to_one: float, step: float, a: float
+) -> None:
     x, v = latents(0)
     near = 1e-5
     stds: list[float] = []
@@ -161,7 +200,9 @@ def test_ddim_is_diffusers_own(prediction_type: Any, clip: float | None) -> None
     noise = latents(2)[0]
     kernel = DDIM(eta=0.7, prediction_type=prediction_type, clip_sample_range=clip)
     for timestep in scheduler.timesteps.tolist():
-        expected = scheduler.step(output, timestep, x, eta=0.7, variance_noise=noise, return_dict=False)[0]
+        expected = scheduler.step(
+            output, timestep, x, eta=0.7, variance_noise=noise, return_dict=False
+        )[0]
         before = timestep - 100
         after = scheduler.alphas_cumprod[before] if before >= 0 else scheduler.final_alpha_cumprod
         mean, std = kernel(output, x, scheduler.alphas_cumprod[timestep], after)

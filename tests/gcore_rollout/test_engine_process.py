@@ -70,7 +70,11 @@ def parent_of(pid: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    return [p for p in (int(path.name) for path in Path("/proc").glob("[0-9]*")) if is_alive(p) and parent_of(p) == pid]
+    return [
+        p
+        for p in (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        if is_alive(p) and parent_of(p) == pid
+    ]
 
 
 def is_alive(pid: int) -> bool:
@@ -99,7 +103,11 @@ async def test_completions_are_those_of_the_engine(hf: EngineProcess, tied: Tiny
         assert c.weight_versions.tolist() == e.weight_versions.tolist()
         np.testing.assert_allclose(c.log_probs, e.log_probs, atol=1e-5, rtol=0)
         assert c.finish_reason == e.finish_reason
-        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
+        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (
+            np.int64,
+            np.float32,
+            np.int32,
+        )
     assert hf.stats().prompt_tokens == sum(3 + i for i in range(6))
 
 
@@ -131,7 +139,9 @@ async def test_messages_of_one_turn_arrive_in_one() -> None:
     receiver.close()
 
 
-async def test_new_weights_take_effect_and_bad_ones_do_not(hf: EngineProcess, tied: TinyModel) -> None:
+async def test_new_weights_take_effect_and_bad_ones_do_not(
+    hf: EngineProcess, tied: TinyModel
+) -> None:
     requests = [make_request("r", 9, n=2)]
     version = hf.weight_version + 1
     await hf.update_weights(tied.new.state_dict().items(), version=version)
@@ -168,7 +178,9 @@ async def test_one_memory_serves_two_engines(hf: EngineProcess, tied: TinyModel)
     for model in (tied.new, tied.old, tied.new):
         shared.write(model.state_dict().items())
         version = hf.weight_version + 1
-        await asyncio.gather(*(engine.update_weights(shared, version=version) for engine in (hf, here)))
+        await asyncio.gather(
+            *(engine.update_weights(shared, version=version) for engine in (hf, here))
+        )
         for _ in range(3):
             shared.write(garbage)
         for engine in (hf, here):
@@ -182,8 +194,12 @@ async def test_weights_of_another_type_are_copied(tied: TinyModel) -> None:
     engine = await start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
     requests = [make_request("r", 9, n=2)]
     weights = tied.new.state_dict().items()
-    for version, dtype in enumerate((torch.float32, torch.float64, torch.float32, torch.float64), start=1):
-        await engine.update_weights([(name, tensor.to(dtype)) for name, tensor in weights], version=version)
+    for version, dtype in enumerate(
+        (torch.float32, torch.float64, torch.float32, torch.float64), start=1
+    ):
+        await engine.update_weights(
+            [(name, tensor.to(dtype)) for name, tensor in weights], version=version
+        )
         assert max(errors(tied.new, requests, await collect(engine, *requests))) < 1e-5
     await engine.close()
 
@@ -191,8 +207,14 @@ async def test_weights_of_another_type_are_copied(tied: TinyModel) -> None:
 async def test_updates_made_at_once_do_not_mix() -> None:
     """Each is written when the one before it has been read, cancelled or not."""
     engine = await start(FakeEngine)
-    weights = [{f"w{i}": torch.full((1 << 16,), float(version)) for i in range(8)} for version in range(1, 9)]
-    updates = [asyncio.create_task(engine.update_weights(w.items(), version=v)) for v, w in enumerate(weights, 1)]
+    weights = [
+        {f"w{i}": torch.full((1 << 16,), float(version)) for i in range(8)}
+        for version in range(1, 9)
+    ]
+    updates = [
+        asyncio.create_task(engine.update_weights(w.items(), version=v))
+        for v, w in enumerate(weights, 1)
+    ]
     await asyncio.sleep(0)
     updates[0].cancel()
     for update in updates[1:]:
@@ -216,7 +238,10 @@ async def idle_cpu_share(engine: EngineProcess) -> float:
 
 async def test_completions_come_as_they_finish_in_calls_of_their_own(slow: EngineProcess) -> None:
     async def arrivals(name: str) -> list[tuple[str, int]]:
-        requests = [make_request(f"{name} long", 2, max_tokens=8), make_request(f"{name} short", 2, max_tokens=2)]
+        requests = [
+            make_request(f"{name} long", 2, max_tokens=8),
+            make_request(f"{name} short", 2, max_tokens=2),
+        ]
         return [(c.request_id, len(c.token_ids)) async for c in slow.generate(requests)]
 
     for name, found in zip("abc", await asyncio.gather(*map(arrivals, "abc")), strict=True):
@@ -225,7 +250,9 @@ async def test_completions_come_as_they_finish_in_calls_of_their_own(slow: Engin
 
 
 async def test_abandoned_samples_free_the_engine(slow: EngineProcess) -> None:
-    await first_then_abandon(slow, [make_request("r", 2, max_tokens=1), make_request("x", 2, n=5, max_tokens=10_000)])
+    await first_then_abandon(
+        slow, [make_request("r", 2, max_tokens=1), make_request("x", 2, n=5, max_tokens=10_000)]
+    )
     running = asyncio.create_task(collect(slow, make_request("y", 2, max_tokens=10_000)))
     await until(lambda: slow.stats().num_running == 1)
     running.cancel()
@@ -233,7 +260,9 @@ async def test_abandoned_samples_free_the_engine(slow: EngineProcess) -> None:
 
 
 async def test_control_is_forwarded(slow: EngineProcess) -> None:
-    running = asyncio.create_task(collect(slow, *(make_request(name, 2, max_tokens=10_000) for name in "ab")))
+    running = asyncio.create_task(
+        collect(slow, *(make_request(name, 2, max_tokens=10_000) for name in "ab"))
+    )
     await until(lambda: slow.stats().completion_tokens > 0)
     with pytest.raises(RolloutError, match="2 samples are running"):
         await slow.sleep()
@@ -258,11 +287,17 @@ async def test_control_is_forwarded(slow: EngineProcess) -> None:
     ("name", "kind", "message"),
     [
         ("refuse", RequestError, "too long"),
-        ("miss an extra", MissingExtraError, "'vllm' is not installed: pip install 'gcore-rollout[vllm]'"),
+        (
+            "miss an extra",
+            MissingExtraError,
+            "'vllm' is not installed: pip install 'gcore-rollout[vllm]'",
+        ),
         ("raise what cannot be pickled", RolloutError, "UnpicklableError: holds a lock"),
     ],
 )
-async def test_errors_come_back(slow: EngineProcess, name: str, kind: type[Exception], message: str) -> None:
+async def test_errors_come_back(
+    slow: EngineProcess, name: str, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind) as info:
         await collect(slow, make_request(name, 2))
     assert str(info.value) == message
@@ -284,7 +319,10 @@ async def test_what_finished_before_an_error_comes_first(slow: EngineProcess) ->
 
 async def test_kill_is_noticed_at_once(slow: EngineProcess) -> None:
     """By every call: what had arrived is still handed out, and the rest is named."""
-    requests = [make_request("short", 2, n=2, max_tokens=1), make_request("long", 2, n=3, max_tokens=10_000)]
+    requests = [
+        make_request("short", 2, n=2, max_tokens=1),
+        make_request("long", 2, n=3, max_tokens=10_000),
+    ]
 
     async def consume() -> tuple[list[tuple[str, int]], EngineDiedError]:
         found: list[tuple[str, int]] = []
@@ -301,7 +339,9 @@ async def test_kill_is_noticed_at_once(slow: EngineProcess) -> None:
     os.kill(slow.pid, signal.SIGKILL)
     for found, death in await asyncio.gather(*calls):
         assert sorted(found) == [("short", 0), ("short", 1)]
-        assert str(death) == f"engine process {slow.pid} was killed by SIGKILL; unfinished samples: 3"
+        assert (
+            str(death) == f"engine process {slow.pid} was killed by SIGKILL; unfinished samples: 3"
+        )
         assert sorted(death.unfinished) == [("long", i) for i in range(3)]
     with pytest.raises(EngineDiedError) as info:
         await collect(slow, *requests)
@@ -320,7 +360,9 @@ async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang() -> None:
     engine = await start(FakeEngine, heartbeat_timeout_s=4.0)
     time.sleep(6)
     assert len(await collect(engine, make_request("r", 2))) == 1
-    with pytest.raises(EngineDiedError, match=r"was killed by SIGKILL because it had been silent for 4.0 s"):
+    with pytest.raises(
+        EngineDiedError, match=r"was killed by SIGKILL because it had been silent for 4.0 s"
+    ):
         await collect(engine, make_request("hang", 2))
     assert not is_alive(engine.pid)
     await engine.close()
@@ -332,13 +374,19 @@ async def test_closing(slow: EngineProcess) -> None:
     await asyncio.gather(slow.close(), slow.close())
     with pytest.raises(RolloutError, match="closed"):
         await running
-    for call in (collect(slow, make_request("r", 2)), slow.pause(), slow.update_weights([], version=1)):
+    for call in (
+        collect(slow, make_request("r", 2)),
+        slow.pause(),
+        slow.update_weights([], version=1),
+    ):
         with pytest.raises(RolloutError, match="the engine is closed: start a new one"):
             await call
     assert not is_alive(slow.pid)
 
 
-async def test_what_a_process_has_and_has_not(hf: EngineProcess, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_what_a_process_has_and_has_not(
+    hf: EngineProcess, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Its environment, folder and threads are those asked for; of other processes it holds nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GREETING", "from the owner")
@@ -458,7 +506,9 @@ async def test_engine_goes_with_its_owner() -> None:
     server = parent_of(engine)
     assert parent_of(server) == owner.pid
     maps = Path(f"/proc/{owner.pid}/maps").read_text()
-    assert "/memfd:gcore-weights (deleted)" in maps, "memory without a name, which ends with its last user"
+    assert "/memfd:gcore-weights (deleted)" in maps, (
+        "memory without a name, which ends with its last user"
+    )
     assert "/dev/shm" not in maps
     os.kill(engine, signal.SIGSTOP)
     os.kill(owner.pid, signal.SIGKILL)

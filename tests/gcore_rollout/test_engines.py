@@ -56,7 +56,9 @@ class Subject:
         return version
 
 
-@pytest.fixture(scope="module", params=["hf", "hf-static", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["hf", "hf-static", pytest.param("vllm", marks=pytest.mark.slow)]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -90,7 +92,9 @@ async def untied_subject(untied_engine: Engine, untied: TinyModel) -> Subject:
 
 
 @pytest.fixture(params=["tied", "untied"])
-def either_subject(request: pytest.FixtureRequest, subject: Subject, untied_subject: Subject) -> Subject:
+def either_subject(
+    request: pytest.FixtureRequest, subject: Subject, untied_subject: Subject
+) -> Subject:
     return subject if request.param == "tied" else untied_subject
 
 
@@ -102,7 +106,11 @@ async def test_every_completion_comes_once(subject: Subject) -> None:
     for c in found.values():
         assert 1 <= len(c.token_ids) <= limits[c.request_id]
         assert c.token_ids.shape == c.log_probs.shape == c.weight_versions.shape
-        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
+        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (
+            np.int64,
+            np.float32,
+            np.int32,
+        )
         assert set(c.weight_versions) == {subject.engine.weight_version}
         assert c.token_ids.min() >= 0
         assert c.token_ids.max() < VOCAB_SIZE
@@ -121,7 +129,10 @@ async def test_short_completions_do_not_wait_for_long_ones(subject: Subject) -> 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
 async def test_log_probs_are_those_of_transformers(subject: Subject, temperature: float) -> None:
     """At the temperature that was sampled with, and at 1 for greedy tokens."""
-    requests = [make_request(f"r{length}", length, n=2, temperature=temperature) for length in (1, 7, 40, 150)]
+    requests = [
+        make_request(f"r{length}", length, n=2, temperature=temperature)
+        for length in (1, 7, 40, 150)
+    ]
     found = await collect(subject.engine, *requests)
     assert max(errors(subject.model.old, requests, found)) < TOLERANCE
 
@@ -154,11 +165,15 @@ async def test_finish_reasons(subject: Subject) -> None:
         assert c.finish_reason == ("stop" if ends[-1] else "length")
         assert ends[-1] or len(c.token_ids) == 30
     assert {c.finish_reason for c in found.values()} == {"stop", "length"}
-    assert {int(c.token_ids[-1]) for c in found.values() if c.finish_reason == "stop"} == set(EOS_TOKEN_IDS)
+    assert {int(c.token_ids[-1]) for c in found.values() if c.finish_reason == "stop"} == set(
+        EOS_TOKEN_IDS
+    )
 
 
 async def test_greedy_equals_generate(subject: Subject) -> None:
-    requests = [make_request(f"r{length}", length, max_tokens=24, temperature=0.0) for length in (1, 6, 33)]
+    requests = [
+        make_request(f"r{length}", length, max_tokens=24, temperature=0.0) for length in (1, 6, 33)
+    ]
     found = await collect(subject.engine, *requests)
     for r in requests:
         prompt = torch.tensor([r.prompt_token_ids])
@@ -176,7 +191,8 @@ async def test_greedy_equals_generate(subject: Subject) -> None:
 async def test_seeds(subject: Subject) -> None:
     request = make_request("r", 6, n=4, seed=3)
     first, again, other = [
-        await collect(subject.engine, r) for r in (request, request, replace(request, seed=request.seed + 1))
+        await collect(subject.engine, r)
+        for r in (request, request, replace(request, seed=request.seed + 1))
     ]
     tokens = [c.token_ids.tolist() for c in first.values()]
     assert tokens == [again[key].token_ids.tolist() for key in first]
@@ -195,7 +211,10 @@ async def test_single_samples_of_a_request(subject: Subject) -> None:
 
 
 async def test_concurrent_calls_get_their_own(subject: Subject) -> None:
-    calls = [[make_request(f"{call}{i}", 3 + i, n=3, max_tokens=5 + 4 * call) for i in range(2)] for call in range(4)]
+    calls = [
+        [make_request(f"{call}{i}", 3 + i, n=3, max_tokens=5 + 4 * call) for i in range(2)]
+        for call in range(4)
+    ]
     results = await asyncio.gather(*(collect(subject.engine, *requests) for requests in calls))
     for requests, found in zip(calls, results, strict=True):
         assert {key[0] for key in found} == {r.request_id for r in requests}
@@ -225,7 +244,10 @@ async def test_new_weights_take_effect(either_subject: Subject) -> None:
 
 async def test_update_copies(either_subject: Subject) -> None:
     """The tensors handed over are the caller's again when `update_weights` returns, and may have had gradients."""
-    weights = {name: tensor.clone().requires_grad_() for name, tensor in either_subject.model.new.state_dict().items()}
+    weights = {
+        name: tensor.clone().requires_grad_()
+        for name, tensor in either_subject.model.new.state_dict().items()
+    }
     version = either_subject.engine.weight_version + 1
     await either_subject.engine.update_weights(weights.items(), version=version)
     for tensor in weights.values():
@@ -240,7 +262,10 @@ async def test_tied_head_may_be_left_out(subject: Subject) -> None:
     del weights["lm_head.weight"]
     await subject.engine.update_weights(weights.items(), version=subject.engine.weight_version + 1)
     request = make_request("r", 9, n=2)
-    assert max(errors(subject.model.new, [request], await collect(subject.engine, request))) < TOLERANCE
+    assert (
+        max(errors(subject.model.new, [request], await collect(subject.engine, request)))
+        < TOLERANCE
+    )
 
 
 async def test_update_in_mid_generation(either_subject: Subject) -> None:
@@ -259,7 +284,9 @@ async def test_update_in_mid_generation(either_subject: Subject) -> None:
     crossed = 0
     for c in (await running).values():
         num_old = int((c.weight_versions == before).sum())
-        assert c.weight_versions.tolist() == [before] * num_old + [after] * (len(c.token_ids) - num_old)
+        assert c.weight_versions.tolist() == [before] * num_old + [after] * (
+            len(c.token_ids) - num_old
+        )
         expected = reference_after_swap(model.old, model.new, request, c.token_ids, num_old)
         np.testing.assert_allclose(c.log_probs, expected, atol=TOLERANCE, rtol=0)
         crossed += num_old < len(c.token_ids)
@@ -272,7 +299,10 @@ async def test_update_in_mid_generation(either_subject: Subject) -> None:
         ({"model.norm.weight": None}, r"missing names \['model.norm.weight'\]"),
         ({"model.layers.1.mlp.up_proj.weight": None}, "missing names"),
         ({"model.extra": torch.zeros(1)}, r"unknown names \['model.extra'\]"),
-        ({"model.norm.weight": torch.zeros(3)}, r"shape of weight 'model.norm.weight' is \(3,\); expected \(128,\)"),
+        (
+            {"model.norm.weight": torch.zeros(3)},
+            r"shape of weight 'model.norm.weight' is \(3,\); expected \(128,\)",
+        ),
     ],
 )
 async def test_bad_weights_change_nothing(
@@ -282,7 +312,9 @@ async def test_bad_weights_change_nothing(
     version = engine.weight_version
     weights = {**model.new.state_dict(), **change}
     with pytest.raises(ValueError, match=message):
-        await engine.update_weights([(k, v) for k, v in weights.items() if v is not None], version=version + 1)
+        await engine.update_weights(
+            [(k, v) for k, v in weights.items() if v is not None], version=version + 1
+        )
     assert engine.weight_version == version
     request = make_request("r", 9)
     assert max(errors(model.old, [request], await collect(engine, request))) < TOLERANCE
@@ -290,14 +322,22 @@ async def test_bad_weights_change_nothing(
 
 async def test_versions_must_grow(subject: Subject) -> None:
     version = subject.engine.weight_version
-    with pytest.raises(ValueError, match=f"version is {version}; expected a version above the current {version}"):
+    with pytest.raises(
+        ValueError, match=f"version is {version}; expected a version above the current {version}"
+    ):
         await subject.engine.update_weights(subject.model.new.state_dict().items(), version=version)
     request = make_request("r", 9)
-    assert max(errors(subject.model.old, [request], await collect(subject.engine, request))) < TOLERANCE
+    assert (
+        max(errors(subject.model.old, [request], await collect(subject.engine, request)))
+        < TOLERANCE
+    )
 
 
 async def test_abandoned_samples_free_the_engine(subject: Subject) -> None:
-    requests = [make_request("short", 4, max_tokens=1), make_request("long", 4, n=3 * MAX_NUM_SEQS, max_tokens=400)]
+    requests = [
+        make_request("short", 4, max_tokens=1),
+        make_request("long", 4, n=3 * MAX_NUM_SEQS, max_tokens=400),
+    ]
     other = make_request("other", 5, n=4, max_tokens=40)
     kept = asyncio.create_task(collect(subject.engine, other))
     await first_then_abandon(subject.engine, requests)
@@ -308,7 +348,9 @@ async def test_abandoned_samples_free_the_engine(subject: Subject) -> None:
 
 
 async def test_cancelled_consumer_frees_the_engine(subject: Subject) -> None:
-    running = asyncio.create_task(collect(subject.engine, make_request("r", 4, n=20, max_tokens=400)))
+    running = asyncio.create_task(
+        collect(subject.engine, make_request("r", 4, n=20, max_tokens=400))
+    )
     await until_sampled(subject.engine, 5)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -324,7 +366,9 @@ async def test_cancelled_consumer_frees_the_engine(subject: Subject) -> None:
         (3, MAX_LENGTH, f"expected at most {MAX_LENGTH}"),
     ],
 )
-async def test_too_long_requests_are_refused(subject: Subject, length: int, max_tokens: int, message: str) -> None:
+async def test_too_long_requests_are_refused(
+    subject: Subject, length: int, max_tokens: int, message: str
+) -> None:
     good = make_request("good", 3)
     with pytest.raises(RequestError, match=message):
         await collect(subject.engine, good, make_request("bad", length, max_tokens=max_tokens))
@@ -333,13 +377,18 @@ async def test_too_long_requests_are_refused(subject: Subject, length: int, max_
 
 async def test_longest_request_is_served(subject: Subject) -> None:
     request = make_request("r", MAX_LENGTH - 2, max_tokens=2)
-    assert max(errors(subject.model.old, [request], await collect(subject.engine, request))) < TOLERANCE
+    assert (
+        max(errors(subject.model.old, [request], await collect(subject.engine, request)))
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 async def test_unknown_prompt_tokens_are_refused(subject: Subject, token: int) -> None:
     request = replace(make_request("r", 3), prompt_token_ids=(4, token, 7))
-    with pytest.raises(RequestError, match=f"'r' has prompt tokens from .*expected 0 to {VOCAB_SIZE - 1}"):
+    with pytest.raises(
+        RequestError, match=f"'r' has prompt tokens from .*expected 0 to {VOCAB_SIZE - 1}"
+    ):
         await collect(subject.engine, request)
 
 
@@ -353,13 +402,18 @@ async def test_unknown_prefix_tokens_are_refused(subject: Subject, token: int) -
         weight_versions=np.zeros(2, np.int32),
         finish_reason="abort",
     )
-    with pytest.raises(RequestError, match=f"'r' has prefix tokens from .*expected 0 to {VOCAB_SIZE - 1}"):
+    with pytest.raises(
+        RequestError, match=f"'r' has prefix tokens from .*expected 0 to {VOCAB_SIZE - 1}"
+    ):
         await collect(subject.engine, replace(make_request("r", 3), prefixes=(cut_short,)))
 
 
 async def test_interrupted_greedy_equals_uninterrupted(subject: Subject) -> None:
     """However often it is interrupted, and with samples of one request in several states."""
-    requests = [make_request(f"r{length}", length, n=2, max_tokens=60, temperature=0.0) for length in (5, 33, 140)]
+    requests = [
+        make_request(f"r{length}", length, n=2, max_tokens=60, temperature=0.0)
+        for length in (5, 33, 140)
+    ]
     whole = await collect(subject.engine, *requests)
     found, num_aborts = await in_parts(subject.engine, *requests, num_tokens=40)
     assert num_aborts > 1
@@ -409,13 +463,17 @@ async def test_continuing_with_new_weights(either_subject: Subject) -> None:
         assert longer.weight_versions.tolist() == [before] * num_old + [after] * num_new
         for weights, mine in ((model.old, slice(num_old)), (model.new, slice(num_old, None))):
             expected = reference_log_probs(weights, request, longer.token_ids)
-            np.testing.assert_allclose(longer.log_probs[mine], expected[mine], atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(
+                longer.log_probs[mine], expected[mine], atol=TOLERANCE, rtol=0
+            )
 
 
 async def test_abort_of_some(subject: Subject) -> None:
     """By their ids, whichever call they came with; the rest does not notice."""
     engine = subject.engine
-    requests = {name: make_request(name, 9, n=2, max_tokens=150, temperature=0.0) for name in "abcd"}
+    requests = {
+        name: make_request(name, 9, n=2, max_tokens=150, temperature=0.0) for name in "abcd"
+    }
     whole = await collect(engine, *requests.values())
     calls = [
         asyncio.create_task(collect(engine, requests["a"], requests["b"])),
@@ -448,7 +506,11 @@ async def test_abort_of_waiting_samples(subject: Subject) -> None:
     for c in unstarted:
         assert c.finish_reason == "abort"
         assert c.token_ids.shape == c.log_probs.shape == c.weight_versions.shape == (0,)
-        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
+        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (
+            np.int64,
+            np.float32,
+            np.int32,
+        )
 
     again = go_on(request, found)
     await engine.pause()
@@ -500,7 +562,9 @@ async def test_pause_holds(either_subject: Subject) -> None:
     crossed = 0
     for c in (await running).values():
         num_old = int((c.weight_versions == before).sum())
-        assert c.weight_versions.tolist() == [before] * num_old + [after] * (len(c.token_ids) - num_old)
+        assert c.weight_versions.tolist() == [before] * num_old + [after] * (
+            len(c.token_ids) - num_old
+        )
         expected = reference_after_swap(model.old, model.new, request, c.token_ids, num_old)
         np.testing.assert_allclose(c.log_probs, expected, atol=TOLERANCE, rtol=0)
         crossed += num_old < len(c.token_ids)
@@ -509,7 +573,9 @@ async def test_pause_holds(either_subject: Subject) -> None:
 
 
 async def test_abandoned_while_paused(subject: Subject) -> None:
-    running = asyncio.create_task(collect(subject.engine, make_request("r", 4, n=20, max_tokens=400)))
+    running = asyncio.create_task(
+        collect(subject.engine, make_request("r", 4, n=20, max_tokens=400))
+    )
     await until_sampled(subject.engine, 5)
     await subject.engine.pause()
     running.cancel()
@@ -547,9 +613,13 @@ async def test_weights_wake_before_keys_and_values(either_subject: Subject) -> N
     request = make_request("r", 300, n=2)
     await collect(engine, request)
     await engine.sleep(keep_weights=False)
-    with pytest.raises(RolloutError, match=r"weights are asleep: wake\(cache=False\) has to come before"):
+    with pytest.raises(
+        RolloutError, match=r"weights are asleep: wake\(cache=False\) has to come before"
+    ):
         await engine.wake(weights=False)
-    with pytest.raises(RolloutError, match=r"weights were dropped by sleep\(keep_weights=False\): wake\(cache"):
+    with pytest.raises(
+        RolloutError, match=r"weights were dropped by sleep\(keep_weights=False\): wake\(cache"
+    ):
         await engine.wake()
     waiting = asyncio.create_task(collect(engine, request))
     await engine.wake(cache=False)
@@ -581,7 +651,9 @@ async def test_sleep_while_paused(subject: Subject) -> None:
     await until(lambda: engine.stats().num_waiting == 1)
     await asyncio.sleep(0.04)
     assert engine.stats().num_running == 0
-    with pytest.raises(RolloutError, match="0 samples are running and 1 are waiting: abort them or let them finish"):
+    with pytest.raises(
+        RolloutError, match="0 samples are running and 1 are waiting: abort them or let them finish"
+    ):
         await engine.sleep()
     await engine.resume()
     assert max(errors(subject.model.old, [request], await waiting)) < TOLERANCE
@@ -592,14 +664,21 @@ async def test_no_sleep_while_generating(subject: Subject) -> None:
     request = make_request("r", 9, n=MAX_NUM_SEQS + 3, max_tokens=100)
     running = asyncio.create_task(collect(engine, request))
     await until_sampled(engine, 5)
-    with pytest.raises(RolloutError, match=r"samples are running and \d+ are waiting: abort them or let them finish"):
+    with pytest.raises(
+        RolloutError,
+        match=r"samples are running and \d+ are waiting: abort them or let them finish",
+    ):
         await engine.sleep()
     await engine.abort()
     await engine.sleep()
     await engine.wake()
-    assert max(errors(subject.model.old, [request], {k: c for k, c in (await running).items() if c.token_ids.size})) < (
-        TOLERANCE
-    )
+    assert max(
+        errors(
+            subject.model.old,
+            [request],
+            {k: c for k, c in (await running).items() if c.token_ids.size},
+        )
+    ) < (TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -610,10 +689,16 @@ async def test_no_sleep_while_generating(subject: Subject) -> None:
         (RepetitionDetection(max_pattern_size=40, min_count=3), 0.0),
     ],
 )
-async def test_repetition_ends_a_sample(subject: Subject, detection: RepetitionDetection, temperature: float) -> None:
+async def test_repetition_ends_a_sample(
+    subject: Subject, detection: RepetitionDetection, temperature: float
+) -> None:
     """With the first token that makes it repeat itself, and alongside samples that may repeat themselves."""
-    free = [make_request(f"r{i}", 4 + i, n=4, max_tokens=200, temperature=temperature) for i in range(5)]
-    guarded = [replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in free]
+    free = [
+        make_request(f"r{i}", 4 + i, n=4, max_tokens=200, temperature=temperature) for i in range(5)
+    ]
+    guarded = [
+        replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in free
+    ]
     found = await collect(subject.engine, *guarded[:3], *free[3:])
     for c in found.values():
         tokens = c.token_ids.tolist()
@@ -632,17 +717,25 @@ async def test_stop_strings_end_a_sample(subject: Subject, temperature: float) -
     """With the token that completes one, which stays; alongside samples that none ends, and after an abort."""
     tokenizer = AutoTokenizer.from_pretrained(subject.model.path)
     stop = ("ab", "dfe", "k<", "gh")
-    free = [make_request(f"r{i}", 4 + i, n=4, max_tokens=120, temperature=temperature) for i in range(6)]
+    free = [
+        make_request(f"r{i}", 4 + i, n=4, max_tokens=120, temperature=temperature) for i in range(6)
+    ]
     guarded = [replace(r, sampling=replace(r.sampling, stop=stop)) for r in free]
     found = await collect(subject.engine, *guarded[:5], free[5])
     for completion in found.values():
         pieces = tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
-        ends = [i for i in range(1, len(pieces) + 1) if any(string in "".join(pieces[:i]) for string in stop)]
+        ends = [
+            i
+            for i in range(1, len(pieces) + 1)
+            if any(string in "".join(pieces[:i]) for string in stop)
+        ]
         if completion.request_id == "r5":
             assert completion.finish_reason != "stop" or completion.token_ids[-1] in EOS_TOKEN_IDS
         elif ends:
             assert (ends, completion.finish_reason) == ([len(pieces)], "stop")
-    is_stopped = [c.finish_reason == "stop" and c.token_ids[-1] not in EOS_TOKEN_IDS for c in found.values()]
+    is_stopped = [
+        c.finish_reason == "stop" and c.token_ids[-1] not in EOS_TOKEN_IDS for c in found.values()
+    ]
     assert sum(is_stopped) > 3
     assert max(errors(subject.model.old, free, found)) < TOLERANCE
     running = asyncio.create_task(collect(subject.engine, *guarded[:2]))
@@ -653,7 +746,9 @@ async def test_stop_strings_end_a_sample(subject: Subject, temperature: float) -
         prefixes = tuple(c for c in partial if c.request_id == request.request_id)
         if prefixes and temperature == 0:
             indices = tuple(c.index for c in prefixes)
-            rest = await collect(subject.engine, replace(request, indices=indices, prefixes=prefixes))
+            rest = await collect(
+                subject.engine, replace(request, indices=indices, prefixes=prefixes)
+            )
             for key, completion in rest.items():
                 assert completion.token_ids.tolist() == found[key].token_ids.tolist()
 
@@ -670,8 +765,12 @@ async def test_stats(subject: Subject) -> None:
     found = await running
     after = engine.stats()
     assert (after.num_running, after.num_waiting) == (0, 0)
-    assert after.prompt_tokens - before.prompt_tokens - 3 * 20 in [10 * n for n in range(1, subject.num_engines + 1)]
-    assert after.completion_tokens - before.completion_tokens == sum(len(c.token_ids) for c in found.values())
+    assert after.prompt_tokens - before.prompt_tokens - 3 * 20 in [
+        10 * n for n in range(1, subject.num_engines + 1)
+    ]
+    assert after.completion_tokens - before.completion_tokens == sum(
+        len(c.token_ids) for c in found.values()
+    )
     assert after.weight_version == engine.weight_version
 
 

@@ -42,7 +42,9 @@ class Transparent(SlowEngine):
             start, _, end = line.partition(" ")[0].partition("-")
             ranges.append((int(start, 16), int(end, 16), line))
         pointers = [parameter.data_ptr() for parameter in self._model.parameters()]
-        lines = [line for pointer in pointers for start, end, line in ranges if start <= pointer < end]
+        lines = [
+            line for pointer in pointers for start, end, line in ranges if start <= pointer < end
+        ]
         self.found_in.write_text("\n".join(lines))
         await super().pause()
 
@@ -70,7 +72,9 @@ async def subject(request: pytest.FixtureRequest, tied: TinyModel) -> AsyncItera
         subject = Subject(InstrumentedEngine(here, name="engine 0"), tied)
     else:
         # Together they hold as many samples as one engine does.
-        replicas = [HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS // 2) for _ in range(2)]
+        replicas = [
+            HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS // 2) for _ in range(2)
+        ]
         subject = Subject(EngineReplicas(replicas), tied, num_engines=2)
     yield subject
     await subject.engine.close()
@@ -86,14 +90,18 @@ async def test_update_in_mid_generation(subject: Subject) -> None:
     await check_update_in_mid_generation(subject)
 
 
-async def test_an_engine_computes_with_weights_by_reference_where_they_lie(actor: Any, tied: TinyModel) -> None:
+async def test_an_engine_computes_with_weights_by_reference_where_they_lie(
+    actor: Any, tied: TinyModel
+) -> None:
     """For as long as it uses them, even after others have closed it."""
     engine, here = await RayEngine.connect(actor), HFEngine.from_pretrained(tied.path)
     requests = [make_request("r", 9, n=2)]
     for model in (tied.new, tied.old, tied.new):
         references = WeightReferences.put(model.state_dict().items(), bucket_size_bytes=100_000)
         version = engine.weight_version + 1
-        await asyncio.gather(*(each.update_weights(references, version=version) for each in (engine, here)))
+        await asyncio.gather(
+            *(each.update_weights(references, version=version) for each in (engine, here))
+        )
         del references
         for _ in range(3):
             WeightReferences.put([("other", torch.full((1 << 20,), float("nan")))])

@@ -12,7 +12,13 @@ from engine_oracles import TinyModel, collect, make_request
 from tiny_pipelines import flow_pipeline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gcore_rollout import DiffusersEngine, HFEngine, RolloutError, UnsupportedModelError, visible_gpus
+from gcore_rollout import (
+    DiffusersEngine,
+    HFEngine,
+    RolloutError,
+    UnsupportedModelError,
+    visible_gpus,
+)
 from gcore_rollout.engines.diffusion import engine as diffusion_engine
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Prefill, SlotCache
@@ -48,7 +54,9 @@ def test_prompts_in_float32_have_equal_heads(
             prompts=torch.arange(2),
         )
         q, k = torch.zeros(1, 4, 10, 16, dtype=dtype), torch.zeros(1, 2, 10, 16, dtype=dtype)
-        out = plan.attend(0, q, k, k, Rule(scale=0.25, sliding_window=None, softcap=None, sinks=None))
+        out = plan.attend(
+            0, q, k, k, Rule(scale=0.25, sliding_window=None, softcap=None, sinks=None)
+        )
     assert out.shape == (1, 10, 4, 16)
     assert found == [(num_heads, num_heads == 2)]
 
@@ -69,11 +77,15 @@ class Hosted:
 @pytest.fixture
 def engine(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine that takes its device for a GPU once its model is checked; ``calls`` are those of the device."""
-    made: Any = HFEngine.from_pretrained(tied.path, max_num_seqs=4, max_model_len=64, decode_mode="static")
+    made: Any = HFEngine.from_pretrained(
+        tied.path, max_num_seqs=4, max_model_len=64, decode_mode="static"
+    )
     made.calls = []
     made._device = made._decoder._device = torch.device("cuda:1")
     made._hosted = Hosted(made.calls)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.calls.append(f"synchronize {device}"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: made.calls.append(f"synchronize {device}")
+    )
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: made.calls.append("empty cache"))
     return made
 
@@ -90,15 +102,23 @@ async def test_an_update_ends_before_its_tensors_may_change(engine: Any, tied: T
     assert engine.calls == ["synchronize cuda:1"]
 
 
-def test_keys_and_values_that_do_not_fit_are_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_that_do_not_fit_are_refused(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the allocator has reserved and does not use is free, too."""
     decoder = engine._decoder
     wanted = 4 * 512 * decoder._cache.bytes_per_token
-    sizes = {"mem_get_info": (wanted - 200, 1 << 40), "memory_reserved": 300, "memory_allocated": 101}
+    sizes = {
+        "mem_get_info": (wanted - 200, 1 << 40),
+        "memory_reserved": 300,
+        "memory_allocated": 101,
+    }
     for name, size in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, size=size: size)
     before = decoder._cache.capacity
-    with pytest.raises(RolloutError, match=rf"take {wanted:,} bytes, and {wanted - 1:,} bytes of cuda:1 are free"):
+    with pytest.raises(
+        RolloutError, match=rf"take {wanted:,} bytes, and {wanted - 1:,} bytes of cuda:1 are free"
+    ):
         decoder.reserve(4, 512)
     assert decoder._cache.capacity == before
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 100)
@@ -118,7 +138,9 @@ class Recording:
         monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
         monkeypatch.setattr(torch.cuda, "graph", self.record)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Graph, self))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: self.log.append("pool") or object())
+        monkeypatch.setattr(
+            torch.cuda, "graph_pool_handle", lambda: self.log.append("pool") or object()
+        )
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.log.append("synchronize"))
         self.state = torch.zeros(2)
 
@@ -135,7 +157,9 @@ class Recording:
         yield
 
     @contextmanager
-    def record(self, graph: Any, *, pool: Any, stream: "Stream", capture_error_mode: str) -> Generator[None]:
+    def record(
+        self, graph: Any, *, pool: Any, stream: "Stream", capture_error_mode: str
+    ) -> Generator[None]:
         # Another thread of the process may use CUDA meanwhile.
         assert (stream.name, capture_error_mode) == ("own", "thread_local")
         assert pool is not None
@@ -192,21 +216,27 @@ def test_a_step_that_waits_for_the_host_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "graph", refused)
     graphs = _Graphs(recording.advance, recording.state)
     error: Exception = RuntimeError("operation not permitted when stream is capturing")
-    with pytest.raises(UnsupportedModelError, match=r"not permitted.*decode_mode 'static' may run it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"not permitted.*decode_mode 'static' may run it"
+    ):
         graphs.at((1,))(4, 128, False)
     error = torch.OutOfMemoryError("2 GB")
     with pytest.raises(torch.OutOfMemoryError):
         graphs.at((1,))(4, 128, False)
 
 
-async def test_a_check_allows_rounding_of_tensor_cores(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_allows_rounding_of_tensor_cores(
+    tied: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A difference that would be an error in float32 is none where products are rounded."""
     engine: Any = HFEngine.from_pretrained(tied.path)
     await collect(engine, make_request("r", 5))
     logits_of = engine._logits_of
 
     def rounded(*args: Any) -> list[torch.Tensor]:
-        return [logits + 1e-2 * torch.linspace(-1, 1, logits.shape[-1]) for logits in logits_of(*args)]
+        return [
+            logits + 1e-2 * torch.linspace(-1, 1, logits.shape[-1]) for logits in logits_of(*args)
+        ]
 
     class OnGPU:
         """The model, which says that it is on a GPU after its log-probabilities were computed."""
@@ -248,12 +278,16 @@ async def test_a_pipeline_gives_its_memory_to_other_processes(
         return Hosted(calls)
 
     monkeypatch.setattr(diffusion_engine, "HostWeights", hosted)
-    engine: Any = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path), offload_text_encoders=offloads)
+    engine: Any = DiffusersEngine.from_pretrained(
+        flow_pipeline(tmp_path), offload_text_encoders=offloads
+    )
     [moved], parts = made, engine.pipeline
     engine._device = torch.device("cuda:0")
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty cache"))
     assert parts.transformer in moved
-    assert [own in moved for own in (parts.text_encoder, parts.text_encoder_2)] == [not offloads] * 2
+    assert [own in moved for own in (parts.text_encoder, parts.text_encoder_2)] == [
+        not offloads
+    ] * 2
     await engine.sleep()
     await engine.wake()
     assert calls == ["offload 0", "empty cache", "onload"]
@@ -268,7 +302,9 @@ def test_weights_in_host_memory_are_copied_once_a_version() -> None:
     values = [tensor.data.clone() for tensor in tensors]
 
     def are_same() -> bool:
-        return all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
+        return all(
+            torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True)
+        )
 
     hosted.onload()
     assert are_same()
@@ -294,7 +330,9 @@ def test_generators_of_the_gpu_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -
     state = ["caller's"]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state[0])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new: state.__setitem__(0, new))
-    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: state.__setitem__(0, f"seed {seed}"))
+    monkeypatch.setattr(
+        torch.cuda, "manual_seed", lambda seed: state.__setitem__(0, f"seed {seed}")
+    )
     own = OwnGenerators(on_cpu=False)
     with own.in_use(7):
         assert state == ["seed 7"]

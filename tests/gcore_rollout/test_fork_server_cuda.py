@@ -31,7 +31,9 @@ def library(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-async def found_by_a_child(preload: tuple[str, ...], env: dict[str, str] | None = None) -> dict[str, object]:
+async def found_by_a_child(
+    preload: tuple[str, ...], env: dict[str, str] | None = None
+) -> dict[str, object]:
     with pytest.raises(RolloutError) as error:
         await EngineProcess.start(report, preload=preload, env=env)
     return json.loads(str(error.value))
@@ -47,7 +49,9 @@ async def found_by_a_child(preload: tuple[str, ...], env: dict[str, str] | None 
         pytest.param(PRELOAD_DIFFUSERS, marks=pytest.mark.slow),
     ],
 )
-async def test_children_can_use_cuda(monkeypatch: pytest.MonkeyPatch, library: str, modules: tuple[str, ...]) -> None:
+async def test_children_can_use_cuda(
+    monkeypatch: pytest.MonkeyPatch, library: str, modules: tuple[str, ...]
+) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", library)
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -61,4 +65,6 @@ async def test_children_can_use_cuda(monkeypatch: pytest.MonkeyPatch, library: s
     }
     assert await found_by_a_child(preload) == expected
     # The same server: a child sees the devices that are meant for it, and not those of the server.
-    assert await found_by_a_child(preload, {"CUDA_VISIBLE_DEVICES": "1"}) == expected | {"devices": 1}
+    assert await found_by_a_child(preload, {"CUDA_VISIBLE_DEVICES": "1"}) == expected | {
+        "devices": 1
+    }

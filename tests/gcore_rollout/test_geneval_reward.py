@@ -90,18 +90,40 @@ LEFT, RIGHT = at(10, 50), at(50, 50)
         ([{**CAT, "color": "red"}], [], {}, "", (0.0, False, False)),
         # The surest of two has the colour.
         ([{**CAT, "color": "red"}], [], {"cat": [LEFT, RIGHT]}, "red blue", (0.0, True, False)),
-        ([{**CAT, "count": 2, "color": "red"}], [], {"cat": [LEFT, RIGHT]}, "red blue", (0.75, False, False)),
-        ([CAT, {**DOG, "position": ["right of", 0]}], [], {"cat": [LEFT], "dog": [RIGHT]}, "", (1.0, True, True)),
+        (
+            [{**CAT, "count": 2, "color": "red"}],
+            [],
+            {"cat": [LEFT, RIGHT]},
+            "red blue",
+            (0.75, False, False),
+        ),
+        (
+            [CAT, {**DOG, "position": ["right of", 0]}],
+            [],
+            {"cat": [LEFT], "dog": [RIGHT]},
+            "",
+            (1.0, True, True),
+        ),
         # As published, a wrong position has the values 0 and 1.
-        ([CAT, {**DOG, "position": ["above", 0]}], [], {"cat": [LEFT], "dog": [RIGHT]}, "", (0.75, False, False)),
+        (
+            [CAT, {**DOG, "position": ["above", 0]}],
+            [],
+            {"cat": [LEFT], "dog": [RIGHT]},
+            "",
+            (0.75, False, False),
+        ),
         ([CAT, {**DOG, "position": ["above", 0]}], [], {"dog": [RIGHT]}, "", (1 / 3, False, False)),
         ([CAT, {**DOG, "position": ["above", 0]}], [], {"cat": [LEFT]}, "", (1 / 3, False, False)),
         ([{**CAT, "color": None, "position": None}], None, {"cat": [LEFT]}, "", (1.0, True, True)),
     ],
 )
-def test_the_published_rules(include: Any, exclude: Any, objects: Any, colours: str, expected: Any) -> None:
+def test_the_published_rules(
+    include: Any, exclude: Any, objects: Any, colours: str, expected: Any
+) -> None:
     row = {"include": include, "exclude": exclude}
-    score, is_right, is_exact = geneval_score(objects, row, lambda _, boxes: colours.split()[: len(boxes)])
+    score, is_right, is_exact = geneval_score(
+        objects, row, lambda _, boxes: colours.split()[: len(boxes)]
+    )
     assert (pytest.approx(score), is_right, is_exact) == expected
 
 
@@ -142,7 +164,10 @@ def test_objects_are_those_of_the_detector(yolos: Path) -> None:
     model: Any = YolosForObjectDetection.from_pretrained(yolos)
     names = ("cat", "computer mouse", "dog")
     reward = GenEvalReward(yolos, thresholds=(0.4, 0.7))
-    rows = [{"include": [{"class": name, "count": 1}], "tag": tag} for name, tag in zip(names, "xx", strict=False)]
+    rows = [
+        {"include": [{"class": name, "count": 1}], "tag": tag}
+        for name, tag in zip(names, "xx", strict=False)
+    ]
     rows.append({"include": [{"class": "dog", "count": 1}], "tag": "counting"})
     found = reward.detect(NOISE, rows)
     processor = YolosImageProcessor.from_pretrained(yolos)
@@ -152,7 +177,9 @@ def test_objects_are_those_of_the_detector(yolos: Path) -> None:
         boxes, least = corners(seen.pred_boxes[0]), 0.7 if row["tag"] == "counting" else 0.4
         for place, name in enumerate(names):
             scores = {
-                i: p[place] for i, p in enumerate(probabilities.tolist()) if p[place] > least and p[place] == max(p)
+                i: p[place]
+                for i, p in enumerate(probabilities.tolist())
+                if p[place] > least and p[place] == max(p)
             }
             order = sorted(scores, key=lambda i: -scores[i])
             assert len(objects.get(name, [])) == len(order)
@@ -168,24 +195,48 @@ async def test_scores_of_a_detector(yolos: Path) -> None:
     assert len(set(counts)) > 1
     rows = [{"include": [{"class": "cat", "count": 2}]}] * 3
     settings = ImageRewardSettings(path=str(yolos), thresholds=(0.4, 0.4))
-    found = await evaluate_images(build_image_reward("geneval", settings, setting="x.kind"), NOISE, PROMPTS, rows)
-    assert [one.score for one in found] == pytest.approx([1 - abs(2 - count) / 2 for count in counts])
-    assert [one.parts["strict_accuracy"] for one in found] == [float(count == 2) for count in counts]
+    found = await evaluate_images(
+        build_image_reward("geneval", settings, setting="x.kind"), NOISE, PROMPTS, rows
+    )
+    assert [one.score for one in found] == pytest.approx(
+        [1 - abs(2 - count) / 2 for count in counts]
+    )
+    assert [one.parts["strict_accuracy"] for one in found] == [
+        float(count == 2) for count in counts
+    ]
     assert [one.parts["accuracy"] for one in found] == [float(count >= 2) for count in counts]
 
 
 @torch.no_grad()
 def test_colours_are_named_by_clip(yolos: Path, clip: Path) -> None:
     """As by transformers' own CLIP on the boxes' pixels and GenEval's texts."""
-    colours = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+    colours = [
+        "red",
+        "orange",
+        "yellow",
+        "green",
+        "blue",
+        "purple",
+        "pink",
+        "brown",
+        "black",
+        "white",
+    ]
     model: Any = CLIPModel.from_pretrained(clip)
-    processor, tokenizer = CLIPImageProcessor.from_pretrained(clip), AutoTokenizer.from_pretrained(clip)
+    processor, tokenizer = (
+        CLIPImageProcessor.from_pretrained(clip),
+        AutoTokenizer.from_pretrained(clip),
+    )
     boxes = [(3.2, 4.0, 20.7, 30.0), (25.0, 2.0, 40.0, 20.0), (-5.0, 0.0, 12.0, 9.0)]
     crops = [Image.fromarray(NOISE[0]).crop(box) for box in boxes]
     seen = model.get_image_features(**processor(crops, return_tensors="pt")).pooler_output
     classifiers: list[torch.Tensor] = []
     for colour in colours:
-        texts = [f"a photo of a {colour} cat", f"a photo of a {colour}-colored cat", f"a photo of a {colour} object"]
+        texts = [
+            f"a photo of a {colour} cat",
+            f"a photo of a {colour}-colored cat",
+            f"a photo of a {colour} object",
+        ]
         tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         read = model.get_text_features(**tokens).pooler_output
         mean = (read / read.norm(dim=1, keepdim=True)).mean(0)
@@ -238,7 +289,9 @@ def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
     for image, objects in zip(NOISE, found, strict=True):
         seen = model(**processor([image], return_tensors="pt"))
         classes = seen.class_queries_logits[0].softmax(-1)[:, :2]
-        shares = torch.nn.functional.interpolate(seen.masks_queries_logits, (384, 384), mode="bilinear")[0].sigmoid()
+        shares = torch.nn.functional.interpolate(
+            seen.masks_queries_logits, (384, 384), mode="bilinear"
+        )[0].sigmoid()
         inside = shares > 0.5
         quality = (shares * inside).sum((1, 2)) / (inside.sum((1, 2)) + 1e-6)
         best = (classes * quality[:, None]).flatten()[classes.flatten().topk(10).indices]
@@ -253,9 +306,13 @@ def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
             assert all(edge.any() for edge in edges)
     assert sum(map(len, found)) > 3
     reward: Any = GenEvalReward(tmp_path, clip=clip)
-    box, mask = next((one.box, one.mask) for one in found[0] if one.mask is not None and not one.mask.all())
+    box, mask = next(
+        (one.box, one.mask) for one in found[0] if one.mask is not None and not one.mask.all()
+    )
     grey = np.where(mask[..., None], NOISE[0], 0x99).astype(np.uint8)
-    assert reward._name_colours(NOISE[0], {box: mask}, "cat", (box,)) == reward._name_colours(grey, {}, "cat", (box,))
+    assert reward._name_colours(NOISE[0], {box: mask}, "cat", (box,)) == reward._name_colours(
+        grey, {}, "cat", (box,)
+    )
 
 
 @torch.no_grad()
@@ -276,27 +333,44 @@ def test_zero_shot_detectors_are_given_the_names(tmp_path: Path) -> None:
     )
     model = OwlViTForObjectDetection(config).eval()
     model.save_pretrained(tmp_path / "owl")
-    processor: Any = OwlViTProcessor(OwlViTImageProcessor(size={"height": 32, "width": 32}), tokenizer)
+    processor: Any = OwlViTProcessor(
+        OwlViTImageProcessor(size={"height": 32, "width": 32}), tokenizer
+    )
     processor.save_pretrained(tmp_path / "owl")
     reward = GenEvalReward(tmp_path / "owl", thresholds=(0.5, 0.5))
-    rows = [{"include": [CAT, DOG]}, {"include": [CAT], "exclude": [DOG]}, {"include": [{"class": "fox", "count": 1}]}]
+    rows = [
+        {"include": [CAT, DOG]},
+        {"include": [CAT], "exclude": [DOG]},
+        {"include": [{"class": "fox", "count": 1}]},
+    ]
     reward.check_prompts(PROMPTS, rows)
     found = reward.detect(NOISE, rows)
-    for image, names, objects in zip(NOISE, (["cat", "dog"], ["cat", "dog"], ["fox"]), found, strict=True):
+    for image, names, objects in zip(
+        NOISE, (["cat", "dog"], ["cat", "dog"], ["fox"]), found, strict=True
+    ):
         seen: Any = model(**processor(images=[image], text=[names], return_tensors="pt"))
         scores = seen.logits[0].sigmoid()
         for place, name in enumerate(names):
-            order = [i for i, own in enumerate(scores) if own[place] > 0.5 and seen.logits[0, i].argmax() == place]
+            order = [
+                i
+                for i, own in enumerate(scores)
+                if own[place] > 0.5 and seen.logits[0, i].argmax() == place
+            ]
             order.sort(key=lambda i: -float(scores[i, place]))
             expected = corners(seen.pred_boxes[0])[order][:16]
-            assert np.array(objects.get(name, [])).reshape(-1, 4) == pytest.approx(expected.numpy(), abs=1e-3)
+            assert np.array(objects.get(name, [])).reshape(-1, 4) == pytest.approx(
+                expected.numpy(), abs=1e-3
+            )
     assert sum(len(own) for objects in found for own in objects.values()) > 3
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({}, "the row of 'a' has no include; expected include: a list of class, count of 1 or more"),
+        (
+            {},
+            "the row of 'a' has no include; expected include: a list of class, count of 1 or more",
+        ),
         ({"include": [{"class": "cat"}]}, "has the clause {'class': 'cat'}; expected include"),
         ({"include": [{**CAT, "count": 0}]}, "expected include"),
         ({"include": [{**CAT, "color": "teal"}]}, "expected include: .*color .red, orange"),
@@ -323,7 +397,15 @@ def test_wrong_folders(clip: Path, yolos: Path, tmp_path: Path) -> None:
         (tmp_path, "", "expected a Hugging Face folder of an object detector"),
         (clip, "", "path is "),
         (yolos, tmp_path, "expected a Hugging Face folder of a CLIP model"),
-        ("", "", "reward.path is not set; expected a local folder of an object detector for geneval"),
+        (
+            "",
+            "",
+            "reward.path is not set; expected a local folder of an object detector for geneval",
+        ),
     ):
         with pytest.raises(RewardConfigError, match=said):
-            build_image_reward("geneval", ImageRewardSettings(path=str(folder), head=str(head)), setting="reward.kind")
+            build_image_reward(
+                "geneval",
+                ImageRewardSettings(path=str(folder), head=str(head)),
+                setting="reward.kind",
+            )

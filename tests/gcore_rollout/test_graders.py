@@ -66,7 +66,9 @@ def test_gsm8k() -> None:
     assert GSM8KReward()("", "so 1072.00 in all", row) == Scored(score=1.0, answer="1072")
     assert GSM8KReward()("", "72", row) == Scored(score=0.0, answer="72")
     assert GSM8KReward(answer_key="gold")("", "none", {"gold": 3}) == Scored(score=0.0)
-    with pytest.raises(RewardError, match="the row's 'answer' is 'none'; expected a text with a number"):
+    with pytest.raises(
+        RewardError, match="the row's 'answer' is 'none'; expected a text with a number"
+    ):
         GSM8KReward()("", "1", {"answer": "none"})
 
 
@@ -141,9 +143,16 @@ def test_multiple_choice() -> None:
     assert grade("", "The answer is (C)", {"answer": 2, "choices": ["1", "2", "3", "4"]}) == Scored(
         score=1.0, answer="C"
     )
-    assert grade("", "The answer is I think (J)", {"answer": "J", "options": list(range(10))}).score == 1.0
-    assert grade("", "Answer: E", {"answer": "(D)", "choices": ["", "", "", ""]}) == Scored(score=0.0)
-    with pytest.raises(RewardError, match="the row's 'answer' is 4; expected one of A, B, or a number below 2"):
+    assert (
+        grade("", "The answer is I think (J)", {"answer": "J", "options": list(range(10))}).score
+        == 1.0
+    )
+    assert grade("", "Answer: E", {"answer": "(D)", "choices": ["", "", "", ""]}) == Scored(
+        score=0.0
+    )
+    with pytest.raises(
+        RewardError, match="the row's 'answer' is 4; expected one of A, B, or a number below 2"
+    ):
         grade("", "A", {"answer": 4, "choices": ["x", "y"]})
 
 
@@ -160,15 +169,24 @@ def test_graders_are_named_and_take_any_text() -> None:
     for name, row in GOLD_ROWS.items():
         # Without the process of its own, which math-verify has by its name.
         grade: Any = MathVerifyReward() if name == "math-verify" else build_reward(name)
-        assert grade("", "The answer is (A), \\boxed{A1}" if name[:2] == "mu" else "\\boxed{1}", row).score == 1.0
+        assert (
+            grade(
+                "", "The answer is (A), \\boxed{A1}" if name[:2] == "mu" else "\\boxed{1}", row
+            ).score
+            == 1.0
+        )
         for _ in range(50 if name == "math-verify" else 300):
             text = "".join(
-                rng.choices(["\\boxed{", "}", "#### ", "1", ",", "/", "0", "-", "(A)", " ", "\n", "."], k=12)
+                rng.choices(
+                    ["\\boxed{", "}", "#### ", "1", ",", "/", "0", "-", "(A)", " ", "\n", "."], k=12
+                )
             )
             assert grade("", text, row).score in (0.0, 1.0), text
 
 
-@pytest.mark.parametrize("answer", [None, float("nan"), np.float32("nan"), "", " ", [], ["1"], True])
+@pytest.mark.parametrize(
+    "answer", [None, float("nan"), np.float32("nan"), "", " ", [], ["1"], True]
+)
 @pytest.mark.parametrize("name", GOLD_ROWS)
 def test_a_row_without_a_right_answer_is_refused(name: str, answer: object) -> None:
     reward: Any = build_reward(name)
@@ -182,7 +200,10 @@ HUMAN_EVAL = {
     "entry_point": "total",
     "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
 }
-MBPP = {"test_list": ["assert root(4) == 2", "assert root(9) == 3"], "test_imports": ["import math"]}
+MBPP = {
+    "test_list": ["assert root(4) == 2", "assert root(9) == 3"],
+    "test_imports": ["import math"],
+}
 FUNCTION = "def total(xs: List[int]) -> int:\n    return sum(xs)"
 
 

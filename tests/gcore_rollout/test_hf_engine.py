@@ -83,7 +83,9 @@ def _save(config: PreTrainedConfig, path: Path) -> Any:
 
 def _crowd() -> list[Request]:
     return [
-        make_request(f"c{i}", 1 + 13 * i, n=1 + i % 3, max_tokens=5 + 7 * i, temperature=0.5 * (i % 4))
+        make_request(
+            f"c{i}", 1 + 13 * i, n=1 + i % 3, max_tokens=5 + 7 * i, temperature=0.5 * (i % 4)
+        )
         for i in range(9)
     ]
 
@@ -95,7 +97,10 @@ async def test_result_does_not_depend_on_the_batch(tied: TinyModel, max_num_seqs
     alone = await collect(HFEngine.from_pretrained(tied.path), request)
     crowd = _crowd()
     found = await collect(
-        HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *crowd[:4], request, *crowd[4:]
+        HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs),
+        *crowd[:4],
+        request,
+        *crowd[4:],
     )
     for key, expected in alone.items():
         assert found[key].token_ids.tolist() == expected.token_ids.tolist()
@@ -104,12 +109,16 @@ async def test_result_does_not_depend_on_the_batch(tied: TinyModel, max_num_seqs
 
 
 @pytest.mark.parametrize(("max_num_seqs", "num_tokens"), [(3, 30), (64, 50)])
-async def test_interrupted_equals_uninterrupted(tied: TinyModel, max_num_seqs: int, num_tokens: int) -> None:
+async def test_interrupted_equals_uninterrupted(
+    tied: TinyModel, max_num_seqs: int, num_tokens: int
+) -> None:
     """Sampled or greedy, with repetitions that straddle an interruption: the same tokens and ends."""
     engine = HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs)
     crowd = _crowd()
     detection = RepetitionDetection(max_pattern_size=6, min_count=2)
-    guarded = [replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in crowd[::2]]
+    guarded = [
+        replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in crowd[::2]
+    ]
     requests = [*guarded, *crowd[1::2]]
     whole = await collect(engine, *requests)
     assert {c.finish_reason for c in whole.values()} == {"stop", "length", "repetition"}
@@ -125,7 +134,9 @@ def test_runs_find_repetitions(num_letters: int) -> None:
     """Token by token for several samples at once, and from the end of one, as by the definition."""
     tokens_BT = np.random.default_rng(0).integers(0, num_letters, (20, 40))
     detections = [
-        RepetitionDetection(min_pattern_size=1 + i % 4, max_pattern_size=4 + i % 3, min_count=2 + i % 2)
+        RepetitionDetection(
+            min_pattern_size=1 + i % 4, max_pattern_size=4 + i % 3, min_count=2 + i % 2
+        )
         for i in range(20)
     ]
     bounds = np.array([(d.min_pattern_size, d.max_pattern_size, d.min_count) for d in detections])
@@ -135,7 +146,10 @@ def test_runs_find_repetitions(num_letters: int) -> None:
         extend_runs(runs_BP, tokens_BT, np.full(20, last))
         for row, runs_P in zip(tokens_BT, runs_BP, strict=True):
             assert runs_P.tolist() == runs_at_end(row[: last + 1], 6).tolist()
-        expected = [repeats(row[: last + 1].tolist(), d) for row, d in zip(tokens_BT, detections, strict=True)]
+        expected = [
+            repeats(row[: last + 1].tolist(), d)
+            for row, d in zip(tokens_BT, detections, strict=True)
+        ]
         assert is_repetitive(runs_BP, *bounds.T).tolist() == [*expected[:-1], False]
 
 
@@ -201,13 +215,17 @@ def test_no_slots_are_refused(tied: TinyModel) -> None:
         Qwen3Config(**SIZES),
         Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
         MistralConfig(**SIZES, sliding_window=None),
-        GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15),
+        GPT2Config(
+            vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15
+        ),
     ],
     ids=lambda config: config.model_type,
 )
 async def test_architectures(config: PreTrainedConfig, tmp_path: Path) -> None:
     model = _save(config, tmp_path)
-    requests = [make_request(f"r{i}", 3 + 20 * i, n=2, temperature=0.7, max_tokens=20) for i in range(3)]
+    requests = [
+        make_request(f"r{i}", 3 + 20 * i, n=2, temperature=0.7, max_tokens=20) for i in range(3)
+    ]
     found = await collect(HFEngine.from_pretrained(tmp_path, max_num_seqs=4), *requests)
     assert max(errors(model, requests, found)) < 1e-5
 
@@ -222,11 +240,16 @@ async def test_architectures(config: PreTrainedConfig, tmp_path: Path) -> None:
 )
 def test_models_with_other_layers_are_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
     _save(config, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"'{config.model_type}' does not run all its layers through"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"'{config.model_type}' does not run all its layers through"
+    ):
         HFEngine.from_pretrained(tmp_path)
 
 
-WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+WINDOW: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 
@@ -235,7 +258,11 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
     [
         Cohere2Config(**SIZES, **WINDOW, logit_scale=0.5),
         Gemma2Config(
-            **SIZES, **WINDOW, attn_logit_softcapping=0.5, final_logit_softcapping=3.0, query_pre_attn_scalar=4
+            **SIZES,
+            **WINDOW,
+            attn_logit_softcapping=0.5,
+            final_logit_softcapping=3.0,
+            query_pre_attn_scalar=4,
         ),
         Gemma3TextConfig(**SIZES, **WINDOW),
         GptOssConfig(**SIZES, **WINDOW, **EXPERTS),
@@ -256,7 +283,9 @@ async def test_windows_caps_and_sinks(
             if name.endswith("sinks"):
                 parameter.copy_(torch.linspace(-1, 2, 4))
     model.save_pretrained(tmp_path)
-    requests = [make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)]
+    requests = [
+        make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)
+    ]
     for num_scores in (1 << 26, 500):
         monkeypatch.setattr(plain_attention, "_NUM_PLAIN_SCORES", num_scores)
         found = await collect(HFEngine.from_pretrained(tmp_path, max_num_seqs=4), *requests)
@@ -267,7 +296,10 @@ def test_a_window_that_layers_do_not_pass_on_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     config.sliding_window = 8
     _save(config, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"^sliding_window of 'llama' is 8, and its layers do not pass it"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"^sliding_window of 'llama' is 8, and its layers do not pass it",
+    ):
         HFEngine.from_pretrained(tmp_path)
 
 
@@ -298,7 +330,10 @@ def test_what_the_engine_does_not_compute_is_refused_when_it_starts(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("shape", r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[64\]"),
+        (
+            "shape",
+            r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[64\]",
+        ),
         ("nan", "model.norm.weight of 'qwen2' holds nan or infinity; expected finite weights"),
         ("missing", "lack 1 of the model's tensors, such as model.norm.weight"),
     ],
@@ -316,7 +351,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, change: str, messag
         HFEngine.from_pretrained(tmp_path)
 
 
-async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change(tmp_path: Path) -> None:
+async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change(
+    tmp_path: Path,
+) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -324,7 +361,9 @@ async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change
         "long_factor": [4.0] * 8,
         "original_max_position_embeddings": 32,
     }
-    model = _save(Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=32), tmp_path)
+    model = _save(
+        Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=32), tmp_path
+    )
     engine = HFEngine.from_pretrained(tmp_path, max_model_len=32)
     requests = [make_request("r", 12, n=2, max_tokens=20), make_request("s", 5, n=2, max_tokens=9)]
     found = await collect(engine, *requests)
@@ -332,7 +371,8 @@ async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change
     with pytest.raises(RequestError, match="33; expected at most 32"):
         await collect(engine, make_request("t", 13, max_tokens=20))
     with pytest.raises(
-        UnsupportedModelError, match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'"
+        UnsupportedModelError,
+        match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'",
     ):
         HFEngine.from_pretrained(tmp_path, max_model_len=33)
 
@@ -356,7 +396,10 @@ async def test_weights_that_replace_dropped_ones_are_taken_one_by_one(tied: Tiny
     assert max(most) == len(names), "the old weights stay until all are checked"
     await engine.sleep(keep_weights=False)
     await engine.wake(cache=False)
-    for wrong, message in ((names[:4], "missing names"), ([*names[:4], "model.unknown"], "'model.unknown'")):
+    for wrong, message in (
+        (names[:4], "missing names"),
+        ([*names[:4], "model.unknown"], "'model.unknown'"),
+    ):
         with pytest.raises(ValueError, match=message):
             await engine.update_weights(made(wrong), version=2)
         with pytest.raises(RolloutError, match="weights were dropped"):
@@ -375,17 +418,26 @@ def test_stop_strings_of_bytes(tmp_path: Path) -> None:
     """A character of several tokens is none before the last; strings are found over any parts."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.save_pretrained(tmp_path)
     strings = StopStrings(tmp_path)
     stop = ("é!", "\n\n")
-    strings.check(Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, stop=stop)))
+    strings.check(
+        Request(
+            request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, stop=stop)
+        )
+    )
     ids = fast("a " * 50 + "caf" + "é!" + " more")["input_ids"]
     end = len(ids) - len(" more")
     assert strings.find_end(ids, stop) == end
     assert strings.find_end(ids[: end - 1], stop) is None
-    assert [strings.find_end(ids[k:], stop, before=[ids[:3], ids[3:k]]) for k in (3, 90, end - 1)] == [
+    assert [
+        strings.find_end(ids[k:], stop, before=[ids[:3], ids[3:k]]) for k in (3, 90, end - 1)
+    ] == [
         end - 3,
         end - 90,
         1,
@@ -395,9 +447,14 @@ def test_stop_strings_of_bytes(tmp_path: Path) -> None:
 
 
 def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
-    request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, stop=("a",)))
+    request = Request(
+        request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1, stop=("a",))
+    )
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(RequestError, match=r"request 'r' has stop=\('a',\); expected none, or an engine whose model"):
+    with pytest.raises(
+        RequestError,
+        match=r"request 'r' has stop=\('a',\); expected none, or an engine whose model",
+    ):
         StopStrings(tmp_path).check(request)
     with pytest.raises(RequestError, match=r"stop is 'a'; expected strings that are not empty"):
         SamplingParams(max_tokens=1, stop="a")  # pyright: ignore[reportArgumentType]

@@ -23,9 +23,22 @@ from engine_oracles import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
-from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, UnsupportedModelError
+from gcore_rollout import (
+    HFEngine,
+    RepetitionDetection,
+    Request,
+    RequestError,
+    UnsupportedModelError,
+)
 from gcore_rollout.engines.hf import static_engine
 from gcore_rollout.engines.hf.decoding import ATTENTION_NAME, SlotCache
 from gcore_rollout.engines.hf.static import StaticDecoder, _Graphs, uniforms_on_device  # pyright: ignore[reportPrivateUsage]  # recorded on CUDA alone
@@ -52,16 +65,27 @@ def _crowd() -> list[Request]:
     """Prompts up to 326 tokens, so that keys are rounded up to two sizes, and ends by length, stop and repetition."""
     detection = RepetitionDetection(max_pattern_size=6, min_count=2)
     crowd = [
-        make_request(f"c{i}", 1 + 65 * (i % 6), n=1 + i % 3, max_tokens=1 + 9 * i, temperature=0.5 * (i % 4), seed=i)
+        make_request(
+            f"c{i}",
+            1 + 65 * (i % 6),
+            n=1 + i % 3,
+            max_tokens=1 + 9 * i,
+            temperature=0.5 * (i % 4),
+            seed=i,
+        )
         for i in range(9)
     ]
-    return [replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in crowd[::2]] + crowd[1::2]
+    return [
+        replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in crowd[::2]
+    ] + crowd[1::2]
 
 
 @pytest.mark.parametrize("max_num_seqs", [pytest.param(1, marks=pytest.mark.slow), 5, 12, 64])
 async def test_tokens_are_those_of_dynamic_shapes(tied: TinyModel, max_num_seqs: int) -> None:
     """Slots are filled again while others run, and every completion is the same."""
-    expected = await collect(HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *_crowd())
+    expected = await collect(
+        HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *_crowd()
+    )
     engine = HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs, decode_mode="static")
     assert isinstance(engine, StaticHFEngine)
     found = await collect(engine, *_crowd())
@@ -82,7 +106,9 @@ def _reading_late(path: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("max_num_seqs", [pytest.param(1, marks=pytest.mark.slow), 5, 12, 64])
 async def test_blocks_read_late_are_the_same(tied: TinyModel, max_num_seqs: int) -> None:
     """A block is read once the next one is launched: samples that end meanwhile leave, others move and join."""
-    expected = await collect(HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *_crowd())
+    expected = await collect(
+        HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *_crowd()
+    )
     engine = _reading_late(tied.path, max_num_seqs=max_num_seqs)
     events: list[tuple[str, int]] = []
     launch = engine._decoder.launch
@@ -102,7 +128,9 @@ async def test_blocks_read_late_are_the_same(tied: TinyModel, max_num_seqs: int)
     for key, completion in expected.items():
         assert_equal(found[key], completion, tolerance=1e-5)
     assert engine.stats().completion_tokens == sum(len(c.token_ids) for c in found.values())
-    read_late = [events.index(("launch", n)) < events.index(("read", n - 1)) for _, n in events if n]
+    read_late = [
+        events.index(("launch", n)) < events.index(("read", n - 1)) for _, n in events if n
+    ]
     assert sum(read_late) > 8
     for i, (event, number) in enumerate(events):
         ahead = sum(e == "launch" for e, _ in events[:i]) - sum(e == "read" for e, _ in events[:i])
@@ -129,7 +157,9 @@ class _LateStream:
         stream = self
 
         class Late(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 if func is not torch.Tensor.copy_:
                     return func(*args, **(kwargs or {}))
                 assert (kwargs or {}) == {"non_blocking": True}
@@ -154,7 +184,9 @@ class _LateEvent:
             copy()
 
 
-async def test_tokens_are_copied_on_a_stream_of_its_own(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_are_copied_on_a_stream_of_its_own(
+    tied: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA's branch with a stand-in for its streams, which copies at the last moment: nothing was overwritten."""
     pinned: list[torch.Size] = []
     zeros = torch.zeros
@@ -257,7 +289,9 @@ async def test_architectures(config: PreTrainedConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    requests = [make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)]
+    requests = [
+        make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)
+    ]
     engine = HFEngine.from_pretrained(tmp_path, max_num_seqs=4, decode_mode="static")
     assert max(errors(model, requests, await collect(engine, *requests))) < 1e-5
 
@@ -340,10 +374,14 @@ async def test_graphs_are_recorded_again_after_a_sleep(tied: TinyModel, keep_wei
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
-async def test_memory_for_keys_and_values_limits_the_samples_that_run(tied: TinyModel, mode: Any) -> None:
+async def test_memory_for_keys_and_values_limits_the_samples_that_run(
+    tied: TinyModel, mode: Any
+) -> None:
     """Of two layers, two heads of 32 numbers in float32, keys and values take 1 KiB a token."""
     options: Any = {"max_model_len": 256, "decode_mode": mode}
-    engine: Any = HFEngine.from_pretrained(tied.path, kv_cache_bytes=(3 * 256 + 255) << 10, **options)
+    engine: Any = HFEngine.from_pretrained(
+        tied.path, kv_cache_bytes=(3 * 256 + 255) << 10, **options
+    )
     plan = engine.memory_plan
     assert (plan.num_slots, plan.slot_length, plan.bytes_per_token) == (3, 256, 1024)
     assert plan.kv_cache_bytes == 3 * 256 << 10
@@ -363,12 +401,15 @@ async def test_memory_for_keys_and_values_limits_the_samples_that_run(tied: Tiny
     with pytest.raises(RequestError, match="257; expected at most 256"):
         await collect(engine, make_request("r", 200, max_tokens=57))
     with pytest.raises(
-        ValueError, match=r"^kv_cache_bytes is 1,000; expected at least 262,144, the keys and values of"
+        ValueError,
+        match=r"^kv_cache_bytes is 1,000; expected at least 262,144, the keys and values of",
     ):
         HFEngine.from_pretrained(tied.path, kv_cache_bytes=1000, **options)
 
 
-async def test_prompts_are_computed_in_parts(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_are_computed_in_parts(
+    tied: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(static_engine, "_PREFILL_TOKENS", 100)
     engine = HFEngine.from_pretrained(tied.path, decode_mode="static")
     requests = [make_request(f"r{i}", 5 + 29 * i, n=1 + i % 2, max_tokens=3) for i in range(6)]
@@ -377,11 +418,18 @@ async def test_prompts_are_computed_in_parts(tied: TinyModel, monkeypatch: pytes
 
 def test_a_mode_that_cannot_be_is_refused(tied: TinyModel) -> None:
     for_mode: Any = HFEngine.from_pretrained
-    with pytest.raises(ValueError, match=r"^decode_mode is 'fast'; expected auto, dynamic, static, cuda_graphs$"):
+    with pytest.raises(
+        ValueError, match=r"^decode_mode is 'fast'; expected auto, dynamic, static, cuda_graphs$"
+    ):
         for_mode(tied.path, decode_mode="fast")
-    with pytest.raises(ValueError, match=r"^decode_mode is 'cuda_graphs' on cpu; expected a CUDA device"):
+    with pytest.raises(
+        ValueError, match=r"^decode_mode is 'cuda_graphs' on cpu; expected a CUDA device"
+    ):
         HFEngine.from_pretrained(tied.path, decode_mode="cuda_graphs")
-    with pytest.raises(UnsupportedModelError, match=r"^decode_mode is 'static'; expected auto or dynamic for a vision"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"^decode_mode is 'static'; expected auto or dynamic for a vision",
+    ):
         engine_of_mode("static", tied.old, has_vision=True)
 
 
@@ -391,7 +439,9 @@ def test_a_mode_that_cannot_be_is_refused(tied: TinyModel) -> None:
         (Qwen2Config(**SIZES), False, True),
         (Qwen3MoeConfig(**SIZES), False, False),
         (
-            Qwen2Config(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            Qwen2Config(
+                **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
             False,
             False,
         ),
@@ -458,5 +508,7 @@ def test_a_step_on_cuda_does_not_wait_for_the_host(dtype: torch.dtype) -> None:
             decoder._advance(16, 512)
         assert cache.bytes_per_token == 4 * 2 * 16 * dtype.itemsize
         assert {b.device.type for b in cache.keys if b is not None} == {"cuda"}
-    assert operations.names.isdisjoint({"_local_scalar_dense", "nonzero", "is_pinned", "_pin_memory"})
+    assert operations.names.isdisjoint(
+        {"_local_scalar_dense", "nonzero", "is_pinned", "_pin_memory"}
+    )
     assert {"searchsorted", "cumsum", "index_put_", "embedding"} <= operations.names

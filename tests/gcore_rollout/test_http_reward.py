@@ -61,7 +61,10 @@ class Server:
                     writer.write(head.encode())
                     continue
                 body = answer[1] if isinstance(answer[1], bytes) else json.dumps(answer[1]).encode()
-                writer.write(f"HTTP/1.1 {answer[0]} Reason\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(
+                    f"HTTP/1.1 {answer[0]} Reason\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                    + body
+                )
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -87,9 +90,13 @@ async def ask(reward: HTTPReward, completion: str = "c", row: Any = None) -> Sco
 
 
 async def test_request_and_answer() -> None:
-    server = Server((200, {"score": 0.5, "parts": {"format": 1}, "feedback": "gut"}), (200, {"score": 1}))
+    server = Server(
+        (200, {"score": 0.5, "parts": {"format": 1}, "feedback": "gut"}), (200, {"score": 1})
+    )
     async with serving(server, headers={"Authorization": "Bearer secret"}) as reward:
-        assert await ask(reward, "c\udcff é") == Scored(score=0.5, parts={"format": 1.0}, feedback="gut")
+        assert await ask(reward, "c\udcff é") == Scored(
+            score=0.5, parts={"format": 1.0}, feedback="gut"
+        )
         assert await ask(reward) == Scored(score=1.0)
     assert server.requests[0] == {"prompt": "p", "completion": "c\udcff é", "row": {"answer": 4}}
     assert "POST /score HTTP/1.1" in server.headers
@@ -109,19 +116,26 @@ async def test_what_may_pass_is_tried_again(failure: Answer) -> None:
 async def test_hopeless_requests_are_not_retried_and_show_the_servers_text(status: int) -> None:
     server = Server((status, {"detail": "row has no gold"}))
     async with serving(server) as reward:
-        with pytest.raises(RewardError, match=rf"{server.url} answered {status} Reason: .*row has no gold"):
+        with pytest.raises(
+            RewardError, match=rf"{server.url} answered {status} Reason: .*row has no gold"
+        ):
             await ask(reward)
     assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
     ("failure", "message"),
-    [((500, "x" * 9999), r"answered 500 Reason: '\"x{499}', in each of 3 attempts"), (None, "ServerDisconnectedError")],
+    [
+        ((500, "x" * 9999), r"answered 500 Reason: '\"x{499}', in each of 3 attempts"),
+        (None, "ServerDisconnectedError"),
+    ],
 )
 async def test_retries_are_bounded_and_a_runner_adds_none(failure: Answer, message: str) -> None:
     server = Server(failure)
     async with serving(server) as reward:
-        runner = RewardRunner(reward, RewardRunnerConfig(retry=RetryPolicy(max_retries=5, backoff_s=0.01)))
+        runner = RewardRunner(
+            reward, RewardRunnerConfig(retry=RetryPolicy(max_retries=5, backoff_s=0.01))
+        )
         with pytest.raises(RewardError, match=message):
             await runner.score(prompt="p", completion="c", row={})
     assert len(server.requests) == 3
@@ -131,7 +145,9 @@ async def test_retries_are_bounded_and_a_runner_adds_none(failure: Answer, messa
 async def test_a_slow_server() -> None:
     server = Server((200, {"score": 1}), delay_s=5.0)
     async with serving(server, timeout_s=0.5) as reward:
-        with pytest.raises(RewardError, match=r"did not answer within timeout_s=0.5, in each of 3 attempts"):
+        with pytest.raises(
+            RewardError, match=r"did not answer within timeout_s=0.5, in each of 3 attempts"
+        ):
             await ask(reward)
     assert len(server.requests) == 3
 
@@ -175,7 +191,9 @@ async def test_rows_that_are_not_json(value: object) -> None:
 
 async def test_connections_are_bounded_and_waiting_costs_no_time() -> None:
     server = Server((200, {"score": 1}), delay_s=0.5)
-    async with serving(server, max_connections=2, timeout_s=1.9, retry=RetryPolicy(max_retries=0)) as reward:
+    async with serving(
+        server, max_connections=2, timeout_s=1.9, retry=RetryPolicy(max_retries=0)
+    ) as reward:
         assert len(await asyncio.gather(*(ask(reward) for _ in range(8)))) == 8
     assert server.most_at_once == 2
 
@@ -183,9 +201,15 @@ async def test_connections_are_bounded_and_waiting_costs_no_time() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HTTPReward("localhost:80"), "url is 'localhost:80'; expected http://... or https://..."),
+        (
+            lambda: HTTPReward("localhost:80"),
+            "url is 'localhost:80'; expected http://... or https://...",
+        ),
         (lambda: HTTPReward("http://x", timeout_s=0), "timeout_s is 0; expected more than 0"),
-        (lambda: HTTPReward("http://x", max_connections=0), "max_connections is 0; expected at least 1"),
+        (
+            lambda: HTTPReward("http://x", max_connections=0),
+            "max_connections is 0; expected at least 1",
+        ),
     ],
 )
 def test_bad_settings(make: Callable[[], object], message: str) -> None:
@@ -214,6 +238,8 @@ async def test_redirects_stay_on_the_host() -> None:
             server.answers = [Redirect("/score/"), (200, {"score": 0.5}), Redirect(other.url)]
             assert (await ask(reward)).score == 0.5
             assert len(server.requests) == 2
-            with pytest.raises(RewardError, match=r"redirects to 'http://127.0.0.1:\d+/score'; expected the URL"):
+            with pytest.raises(
+                RewardError, match=r"redirects to 'http://127.0.0.1:\d+/score'; expected the URL"
+            ):
                 await ask(reward)
     assert other.requests == []

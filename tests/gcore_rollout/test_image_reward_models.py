@@ -30,7 +30,13 @@ from transformers import (
     ViTModel,
 )
 
-from gcore_rollout import ImageRewardSettings, OCRReward, RewardConfigError, build_image_reward, text_similarity
+from gcore_rollout import (
+    ImageRewardSettings,
+    OCRReward,
+    RewardConfigError,
+    build_image_reward,
+    text_similarity,
+)
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
 ROWS: list[dict[str, Any]] = [{}] * 3
@@ -44,7 +50,11 @@ class Block(torch.nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
         self.attn = torch.nn.MultiheadAttention(width, 2, batch_first=True)
-        layers = {"c_fc": torch.nn.Linear(width, 24), "gelu": torch.nn.GELU(), "c_proj": torch.nn.Linear(24, width)}
+        layers = {
+            "c_fc": torch.nn.Linear(width, 24),
+            "gelu": torch.nn.GELU(),
+            "c_proj": torch.nn.Linear(24, width),
+        }
         self.mlp = torch.nn.Sequential(OrderedDict(layers))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,9 +114,16 @@ def test_hps_is_the_cosine_of_a_checkpoint_of_open_clip(clip: Path, tmp_path: Pa
     torch.manual_seed(3)
     model = OpenCLIP(len(tokenizer))
     weights = tmp_path / "HPS_v2.1_compressed.pt"
-    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}, weights)
-    pixels = CLIPImageProcessor.from_pretrained(clip)(list(NOISE), return_tensors="pt")["pixel_values"]
-    expected = model.cosines(pixels, tokenizer(PROMPTS, padding=True, return_tensors="pt")["input_ids"])
+    torch.save(
+        {"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}},
+        weights,
+    )
+    pixels = CLIPImageProcessor.from_pretrained(clip)(list(NOISE), return_tensors="pt")[
+        "pixel_values"
+    ]
+    expected = model.cosines(
+        pixels, tokenizer(PROMPTS, padding=True, return_tensors="pt")["input_ids"]
+    )
     settings = ImageRewardSettings(path=str(tmp_path / "clip"), head=str(weights))
     found: Any = build_image_reward("hps", settings, setting="reward.kind")(NOISE, PROMPTS, ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -119,7 +136,9 @@ def test_hps_is_the_cosine_of_a_checkpoint_of_open_clip(clip: Path, tmp_path: Pa
         (clip, "", "reward.head is not set; expected HPS_v2.1_compressed.pt"),
     ):
         with pytest.raises(RewardConfigError, match=said):
-            build_image_reward("hps", ImageRewardSettings(path=str(folder), head=str(head)), setting="reward.kind")
+            build_image_reward(
+                "hps", ImageRewardSettings(path=str(folder), head=str(head)), setting="reward.kind"
+            )
 
 
 def trocr(path: Path) -> Path:
@@ -143,14 +162,18 @@ def trocr(path: Path) -> Path:
     for own in (model.config, model.generation_config):
         own.decoder_start_token_id, own.eos_token_id, own.pad_token_id = start, end, end
     model.save_pretrained(path)
-    TrOCRProcessor(ViTImageProcessor(size={"height": 32, "width": 32}), tokenizer).save_pretrained(path)
+    TrOCRProcessor(ViTImageProcessor(size={"height": 32, "width": 32}), tokenizer).save_pretrained(
+        path
+    )
     return path
 
 
 def got_ocr(path: Path) -> Path:
     """A tiny GOT-OCR2, whose prompts have the image's places and a question."""
     tokenizer = word_tokenizer(path / "words")
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<imgpad>"], special_tokens=True)
+    tokenizer.add_tokens(
+        ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<imgpad>"], special_tokens=True
+    )
     tokenizer.model_max_length = 4096
     size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(2)
@@ -178,7 +201,9 @@ def got_ocr(path: Path) -> Path:
         image_token_index=len(tokenizer) - 1,
     )
     GotOcr2ForConditionalGeneration(config).save_pretrained(path)
-    GotOcr2Processor(GotOcr2ImageProcessor(size={"height": 64, "width": 64}), tokenizer).save_pretrained(path)
+    GotOcr2Processor(
+        GotOcr2ImageProcessor(size={"height": 64, "width": 64}), tokenizer
+    ).save_pretrained(path)
     return path
 
 
@@ -195,11 +220,15 @@ def test_ocr_reads_images_as_the_model_does(tmp_path: Path) -> None:
     """Scores are those of the texts that the model writes of one image alone, greedily."""
     model: Any = VisionEncoderDecoderModel.from_pretrained(trocr(tmp_path / "trocr"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "trocr")
-    pixels = ViTImageProcessor.from_pretrained(tmp_path / "trocr")(list(NOISE), return_tensors="pt")["pixel_values"]
+    pixels = ViTImageProcessor.from_pretrained(tmp_path / "trocr")(
+        list(NOISE), return_tensors="pt"
+    )["pixel_values"]
     start, end = len(tokenizer) - 2, len(tokenizer) - 1
     texts: list[str] = []
     for one in pixels:
-        step = partial(lambda x, ids: model(pixel_values=x[None], decoder_input_ids=ids).logits, one)
+        step = partial(
+            lambda x, ids: model(pixel_values=x[None], decoder_input_ids=ids).logits, one
+        )
         texts.append(tokenizer.decode(greedy(step, [start], end), skip_special_tokens=True))
     settings = ImageRewardSettings(path=str(tmp_path / "trocr"), text_key="sign")
     reward: Any = build_image_reward("ocr", settings, setting="reward.kind")
@@ -212,13 +241,17 @@ def test_ocr_reads_images_as_the_model_does(tmp_path: Path) -> None:
     expected = [text_similarity(text, other) for text, other in zip(texts, wanted, strict=True)]
     assert reward(NOISE, PROMPTS, rows).tolist() == expected
     assert max(expected) < 1
-    with pytest.raises(RewardConfigError, match="'red 1'; expected a row with a text in the column 'sign'"):
+    with pytest.raises(
+        RewardConfigError, match="'red 1'; expected a row with a text in the column 'sign'"
+    ):
         reward.check_prompts(PROMPTS, [{"sign": 7}] * 3)
     quoted: Any = build_image_reward("ocr", replace(settings, text_key=""), setting="reward.kind")
     prompts = [f'a sign that says "{text}" and "no"' for text in texts]
     assert quoted(NOISE, prompts, ROWS).tolist() == [1.0] * 3
     quoted.check_prompts([*prompts, "“curly”"], [*ROWS, {}])
-    with pytest.raises(RewardConfigError, match=r"prompt is '\" \" is empty'; expected one with the wanted text in"):
+    with pytest.raises(
+        RewardConfigError, match=r"prompt is '\" \" is empty'; expected one with the wanted text in"
+    ):
         quoted.check_prompts(['" " is empty'], [{}])
 
 
@@ -242,7 +275,10 @@ def test_ocr_of_wrong_folders(clip: Path, tmp_path: Path) -> None:
     for folder, said in (
         (tmp_path, "expected a Hugging Face folder of a model that reads text in images"),
         (clip, "path is "),
-        ("", "reward.path is not set; expected a local folder of a model that reads text in images for ocr"),
+        (
+            "",
+            "reward.path is not set; expected a local folder of a model that reads text in images for ocr",
+        ),
     ):
         with pytest.raises(RewardConfigError, match=said):
             build_image_reward("ocr", ImageRewardSettings(path=str(folder)), setting="reward.kind")
@@ -253,7 +289,9 @@ def distance(a: str, b: str) -> int:
     """The edit distance by its definition."""
     if not a or not b:
         return len(a) + len(b)
-    return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
+    return min(
+        distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0])
+    )
 
 
 @pytest.mark.parametrize(

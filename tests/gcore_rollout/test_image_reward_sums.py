@@ -61,7 +61,10 @@ async def test_errors_of_terms() -> None:
     weights = {"one": 1.0, "other": 1.0}
     with pytest.raises(RewardError, match="'broken' on 3 images: OSError: no disk"):
         await evaluate_images(
-            ImageCompositeReward({"one": ones, "other": broken}, weights=weights), IMAGES, "abc", ROWS
+            ImageCompositeReward({"one": ones, "other": broken}, weights=weights),
+            IMAGES,
+            "abc",
+            ROWS,
         )
     with pytest.raises(RewardConfigError, match="8 x 9"):
         ImageCompositeReward({"one": ones, "other": Sized()}, weights=weights).check(8, 9)
@@ -92,7 +95,9 @@ def test_what_is_no_sum(text: str) -> None:
 VIDEOS = np.random.default_rng(1).integers(0, 256, (3, 9, 4, 4, 3)).astype(np.uint8)
 
 
-@pytest.mark.parametrize(("num_frames", "places"), [(1, [4]), (3, [1, 4, 7]), (4, [1, 3, 5, 7]), (20, list(range(9)))])
+@pytest.mark.parametrize(
+    ("num_frames", "places"), [(1, [4]), (3, [1, 4, 7]), (4, [1, 3, 5, 7]), (20, list(range(9)))]
+)
 async def test_videos_are_scored_by_frames(num_frames: int, places: list[int]) -> None:
     """The mean of scores, and of the numbers that come with them."""
     [*found] = await evaluate_images(FrameReward(red, num_frames=num_frames), VIDEOS, PROMPTS, ROWS)
@@ -105,7 +110,9 @@ async def test_videos_are_scored_by_frames(num_frames: int, places: list[int]) -
 async def test_frames_have_their_videos_prompts_and_rows() -> None:
     async def place(images: Any, prompts: Any, rows: Any) -> Any:
         assert images.shape == (6, 4, 4, 3)
-        return [10 * "abc".index(prompt) + row["row"] for prompt, row in zip(prompts, rows, strict=True)]
+        return [
+            10 * "abc".index(prompt) + row["row"] for prompt, row in zip(prompts, rows, strict=True)
+        ]
 
     rows = [{"row": i} for i in range(3)]
     found = await evaluate_images(FrameReward(place, num_frames=2), VIDEOS, PROMPTS, rows)
@@ -113,18 +120,27 @@ async def test_frames_have_their_videos_prompts_and_rows() -> None:
 
 
 async def test_images_are_scored_as_before_and_registered_rewards_take_videos() -> None:
-    assert await evaluate_images(FrameReward(ones, num_frames=2), IMAGES, PROMPTS, ROWS) == [Scored(score=1.0)] * 3
+    assert (
+        await evaluate_images(FrameReward(ones, num_frames=2), IMAGES, PROMPTS, ROWS)
+        == [Scored(score=1.0)] * 3
+    )
     settings = ImageRewardSettings(num_frames=9)
     reward = build_image_reward("jpeg_incompressibility", settings, setting="reward.kind")
-    alone = [(await evaluate_images(reward, VIDEOS[:, i], PROMPTS, ROWS))[0].score for i in range(9)]
-    assert (await evaluate_images(reward, VIDEOS, PROMPTS, ROWS))[0].score == pytest.approx(np.mean(alone))
+    alone = [
+        (await evaluate_images(reward, VIDEOS[:, i], PROMPTS, ROWS))[0].score for i in range(9)
+    ]
+    assert (await evaluate_images(reward, VIDEOS, PROMPTS, ROWS))[0].score == pytest.approx(
+        np.mean(alone)
+    )
 
 
 async def test_frames_without_scores() -> None:
     def few(images: Any, prompts: Any, rows: Any) -> list[float]:
         return [1.0] * 3
 
-    with pytest.raises(RewardError, match="'few' on 3 images: returned 3 scores; expected one for each of 6 frames"):
+    with pytest.raises(
+        RewardError, match="'few' on 3 images: returned 3 scores; expected one for each of 6 frames"
+    ):
         await evaluate_images(FrameReward(few, num_frames=2), VIDEOS, PROMPTS, ROWS)
 
 
@@ -143,5 +159,7 @@ async def test_a_model_scores_one_call_at_a_time(is_model: bool) -> None:
     kind = ImageRewardKind(make=lambda _: slow, is_model=is_model)
     register_image_reward(f"slow-{is_model}", kind)
     reward = build_image_reward(f"slow-{is_model}", ImageRewardSettings(), setting="reward.kind")
-    await asyncio.gather(*(evaluate_images(reward, pixels, PROMPTS, ROWS) for pixels in (IMAGES, VIDEOS, IMAGES)))
+    await asyncio.gather(
+        *(evaluate_images(reward, pixels, PROMPTS, ROWS) for pixels in (IMAGES, VIDEOS, IMAGES))
+    )
     assert (max(most) == 1) == is_model

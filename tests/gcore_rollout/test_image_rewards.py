@@ -18,7 +18,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_pipelines import word_tokenizer
-from tiny_vision_model import END, IMAGE, VISION_END, VISION_START, Reference, png, save_vision_model
+from tiny_vision_model import (
+    END,
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    Reference,
+    png,
+    save_vision_model,
+)
 from transformers import (
     AutoTokenizer,
     BlipConfig,
@@ -70,7 +78,9 @@ def test_colour_is_the_cosine_of_bright_pixels() -> None:
     images[1, 1, 1] = (255, 0, 0)
     images[2, :, :] = (100, 100, 0)
     assert reward(images, PROMPTS, ROWS) == pytest.approx([1.0, 0.0, math.sqrt(0.5)])
-    with pytest.raises(RewardConfigError, match="'green 1' names no colour; expected one of red, blue"):
+    with pytest.raises(
+        RewardConfigError, match="'green 1' names no colour; expected one of red, blue"
+    ):
         reward(images, ["green 1"] * 3, ROWS)
     with pytest.raises(RewardConfigError, match="three numbers from 0 to 1"):
         ColourReward({"red": (2.0, 0.0, 0.0)})
@@ -85,13 +95,18 @@ def test_clip_scores_are_transformers_own(clip: Path) -> None:
         logits = model(**texts, **pixels).logits_per_image.diagonal()
     cosines = logits / model.logit_scale.exp()
     np.testing.assert_allclose(reward(NOISE, PROMPTS, ROWS), cosines.detach(), atol=1e-6)
-    np.testing.assert_allclose(CLIPReward(clip, scale=None)(NOISE, PROMPTS, ROWS), logits.detach() / 26, atol=1e-5)
+    np.testing.assert_allclose(
+        CLIPReward(clip, scale=None)(NOISE, PROMPTS, ROWS), logits.detach() / 26, atol=1e-5
+    )
 
 
 def test_aesthetic_is_a_head_on_unit_embeddings(clip: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     head = torch.nn.Sequential(torch.nn.Linear(12, 5), torch.nn.Linear(5, 1))
-    save_file({f"layers.{name}": p.detach() for name, p in head.named_parameters()}, tmp_path / "head.safetensors")
+    save_file(
+        {f"layers.{name}": p.detach() for name, p in head.named_parameters()},
+        tmp_path / "head.safetensors",
+    )
     pixels = CLIPImageProcessor.from_pretrained(clip)(list(NOISE), return_tensors="pt")
     with torch.no_grad():
         model: Any = CLIPModel.from_pretrained(clip)
@@ -99,7 +114,9 @@ def test_aesthetic_is_a_head_on_unit_embeddings(clip: Path, tmp_path: Path) -> N
         expected = head(embeds / embeds.norm(dim=1, keepdim=True))[:, 0]
     found = AestheticReward(clip, tmp_path / "head.safetensors")(NOISE, PROMPTS, ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-6)
-    save_file({"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "narrow.safetensors")
+    save_file(
+        {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}, tmp_path / "narrow.safetensors"
+    )
     with pytest.raises(RewardConfigError, match="layers from 12 embeddings to 1 score"):
         AestheticReward(clip, tmp_path / "narrow.safetensors")
     with pytest.raises(RewardConfigError, match="path is"):
@@ -130,9 +147,19 @@ def image_reward(
     tokenizer = word_tokenizer(path / "words")
     tokenizer.save_pretrained(path)
     torch.manual_seed(2)
-    text = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 1}
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+    }
     config = BlipConfig(
-        text_config={**text, "encoder_hidden_size": 128, "vocab_size": len(tokenizer), "max_position_embeddings": 40},
+        text_config={
+            **text,
+            "encoder_hidden_size": 128,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 40,
+        },
         vision_config={
             **{**text, "hidden_size": 128, "num_attention_heads": 2, "layer_norm_eps": 1e-6},
             "image_size": 32,
@@ -151,7 +178,9 @@ def image_reward(
         for theirs, own in BLIP_NAMES.items():
             name = name.replace(theirs, own)
         tensors[f"blip.visual_encoder.{name}"] = tensor
-    tensors |= {f"blip.text_encoder.{name}": tensor for name, tensor in blip.text_encoder.named_parameters()}
+    tensors |= {
+        f"blip.text_encoder.{name}": tensor for name, tensor in blip.text_encoder.named_parameters()
+    }
     torch.save({name: tensor.detach() for name, tensor in tensors.items()}, path / "ImageReward.pt")
     return path, blip, torch.nn.Sequential(*linear)
 
@@ -165,14 +194,21 @@ def test_image_reward_is_a_head_on_blip(image_reward: BlipParts, tmp_path: Path)
     with torch.no_grad():
         seen = blip.vision_model(pixel_values=pixels).last_hidden_state
         read = blip.text_encoder(
-            input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], encoder_hidden_states=seen
+            input_ids=encoded["input_ids"],
+            attention_mask=encoded["attention_mask"],
+            encoder_hidden_states=seen,
         )
-        expected = (head(read.last_hidden_state[:, 0])[:, 0] - 0.16717362830052426) / 1.0333394966054072
+        expected = (
+            head(read.last_hidden_state[:, 0])[:, 0] - 0.16717362830052426
+        ) / 1.0333394966054072
     np.testing.assert_allclose(reward(NOISE, PROMPTS, ROWS), expected, atol=1e-5)
     assert np.ptp(reward(NOISE, PROMPTS, ROWS)) > 1e-3
     (tmp_path / "none.pt").write_bytes(b"none")
     save_file({"blip.x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    for name, said in (("none.pt", "none.pt': "), ("other.safetensors", "it is not ImageReward's: ")):
+    for name, said in (
+        ("none.pt", "none.pt': "),
+        ("other.safetensors", "it is not ImageReward's: "),
+    ):
         with pytest.raises(RewardConfigError, match=said):
             ImageRewardScore(tmp_path / name, path)
     with pytest.raises(RewardConfigError, match="tokenizer is "):
@@ -201,9 +237,15 @@ async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
         sampling=SamplingParams(max_tokens=6, temperature=0.0),
         vision=processor,
     )
-    reward = ImageJudgeReward(model=model, template="Is it {prompt}, {style}?", parse=parse, unparsable_score=-1.0)
+    reward = ImageJudgeReward(
+        model=model, template="Is it {prompt}, {style}?", parse=parse, unparsable_score=-1.0
+    )
     rows = [{"style": "bold"}] * 3
-    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, rows)] == [1.0, 2.0, -1.0]
+    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, rows)] == [
+        1.0,
+        2.0,
+        -1.0,
+    ]
     for image, prompt, text in zip(NOISE, PROMPTS, texts, strict=True):
         ids = processor.expand(encode(f"Is it {prompt}, bold?"), [png(image)])
         assert text == tokenizer.decode(reference.greedy(ids, [png(image)], 6))
@@ -241,7 +283,9 @@ def server() -> Iterator[HTTPServer]:
 async def test_a_server_scores_pngs(server: HTTPServer) -> None:
     def brightness(body: dict[str, Any]) -> tuple[int, str]:
         assert (body["prompts"], body["rows"]) == (PROMPTS, ROWS)
-        images = [np.array(Image.open(io.BytesIO(base64.b64decode(image)))) for image in body["images"]]
+        images = [
+            np.array(Image.open(io.BytesIO(base64.b64decode(image)))) for image in body["images"]
+        ]
         return 200, json.dumps({"scores": [float(image.mean()) for image in images]})
 
     reward = HTTPImageReward(f"http://127.0.0.1:{server.server_port}")

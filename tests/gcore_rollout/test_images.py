@@ -68,7 +68,12 @@ def engine(folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator
 
 
 def make_request(
-    processor: VisionProcessor, name: str, images: Sequence[bytes], *, n: int = 1, greedy: bool = False
+    processor: VisionProcessor,
+    name: str,
+    images: Sequence[bytes],
+    *,
+    n: int = 1,
+    greedy: bool = False,
 ) -> Request:
     tokens = [40, 41]
     for i in range(len(images)):
@@ -114,7 +119,9 @@ async def test_a_tower_with_windows_and_a_tied_head(
     await engine.close()
 
 
-async def check_log_probs_and_greedy_tokens(engine: Engine, reference: Reference, processor: VisionProcessor) -> None:
+async def check_log_probs_and_greedy_tokens(
+    engine: Engine, reference: Reference, processor: VisionProcessor
+) -> None:
     sampled = {r.request_id: r for r in make_requests(processor, n=3)}
     found = await collect(engine, *sampled.values())
     for (name, _), completion in found.items():
@@ -125,7 +132,9 @@ async def check_log_probs_and_greedy_tokens(engine: Engine, reference: Reference
     for (name, _), completion in (await collect(engine, *greedy)).items():
         [request] = [r for r in greedy if r.request_id == name]
         tokens = completion.token_ids.tolist()
-        expected = reference.greedy(request.prompt_token_ids, request.images, request.sampling.max_tokens)
+        expected = reference.greedy(
+            request.prompt_token_ids, request.images, request.sampling.max_tokens
+        )
         # transformers' generate pads behind the end, and sees an image in an image token that it has written.
         clean = tokens[: tokens.index(IMAGE)] if IMAGE in tokens else tokens
         assert clean == expected[: len(clean)]
@@ -160,8 +169,12 @@ async def test_vllm_looks_at_images_again_where_it_computes_keys_and_values_agai
     versions = completion.weight_versions
     assert set(versions.tolist()) == {0, 1}
     new = Reference.load(folders["new"])
-    expected = new.log_probs_of_text(request.prompt_token_ids, request.images, completion.token_ids.tolist()).numpy()
-    np.testing.assert_allclose(completion.log_probs[versions == 1], expected[versions == 1], atol=TOLERANCE, rtol=0)
+    expected = new.log_probs_of_text(
+        request.prompt_token_ids, request.images, completion.token_ids.tolist()
+    ).numpy()
+    np.testing.assert_allclose(
+        completion.log_probs[versions == 1], expected[versions == 1], atol=TOLERANCE, rtol=0
+    )
 
 
 async def test_aborted_samples_continue_after_their_images(
@@ -230,14 +243,18 @@ def test_places_and_images_are_as_many(processor: VisionProcessor) -> None:
         processor.expand([40, IMAGE, 41], [WIDE, TALL])
 
 
-async def test_an_engine_that_sees_nothing_refuses_images(tied: TinyModel, processor: VisionProcessor) -> None:
+async def test_an_engine_that_sees_nothing_refuses_images(
+    tied: TinyModel, processor: VisionProcessor
+) -> None:
     request = make_request(processor, "wide", [WIDE])
     engine = HFEngine.from_pretrained(tied.path)
     await refused(engine, request, "has 1 images; expected none")
     await engine.close()
 
 
-def test_a_folder_that_sees_nothing_has_no_processor(tied: TinyModel, tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_folder_that_sees_nothing_has_no_processor(
+    tied: TinyModel, tmp_path: Path, folders: dict[str, Path]
+) -> None:
     with pytest.raises(UnsupportedModelError, match="expected qwen2_vl or qwen2_5_vl"):
         VisionProcessor.from_pretrained(tied.path)
     (tmp_path / "config.json").write_bytes((folders["old"] / "config.json").read_bytes())
@@ -245,7 +262,9 @@ def test_a_folder_that_sees_nothing_has_no_processor(tied: TinyModel, tmp_path: 
         VisionProcessor.from_pretrained(tmp_path)
 
 
-def test_vllm_names_what_it_lacks(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_names_what_it_lacks(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gcore_rollout.engines.vllm.process.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match="torchvision"):
         VLLMEngine.from_pretrained(folders["old"])
@@ -272,7 +291,11 @@ def test_damaged_images_are_no_images() -> None:
     """And neither are files that would be gigabytes of pixels."""
     header = SMALL[12:16] + (65536).to_bytes(4, "big") * 2 + SMALL[24:29]
     large = SMALL[:12] + header + crc32(header).to_bytes(4, "big") + SMALL[33:]
-    cases = {b"text": "is no image file that Pillow reads", large: "exceeds limit", SMALL[:2000]: "does not decode"}
+    cases = {
+        b"text": "is no image file that Pillow reads",
+        large: "exceeds limit",
+        SMALL[:2000]: "does not decode",
+    }
     for damaged, message in cases.items():
         with pytest.raises(RequestError, match=message):
             decode_image(damaged)
@@ -284,14 +307,18 @@ def test_images_of_16_bits_are_scaled(tmp_path: Path) -> None:
     for suffix in ("png", "tiff"):
         file = tmp_path / f"grey.{suffix}"
         PIL.Image.fromarray(grey.astype(np.uint16) * 257).save(file)
-        np.testing.assert_array_equal(decode_image(file.read_bytes()), np.stack([grey] * 3, axis=-1))
+        np.testing.assert_array_equal(
+            decode_image(file.read_bytes()), np.stack([grey] * 3, axis=-1)
+        )
     PIL.Image.fromarray(grey.astype(np.float32)).save(tmp_path / "float.tiff")
     with pytest.raises(RequestError, match="has 32 bits for a pixel of grey; expected 8 or 16"):
         decode_image((tmp_path / "float.tiff").read_bytes())
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_as_the_camera_was_held(orientation: int, processor: VisionProcessor, tmp_path: Path) -> None:
+def test_images_are_turned_as_the_camera_was_held(
+    orientation: int, processor: VisionProcessor, tmp_path: Path
+) -> None:
     """By EXIF's orientation; the oracle turns by its table."""
     stored = np.arange(56 * 84 * 3, dtype=np.uint32).astype(np.uint8).reshape(56, 84, 3)
     turned = {

@@ -65,10 +65,14 @@ def _pairs(model: TinyModel) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("folder", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16)])
 @pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+async def test_sound_engines_pass(
+    kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     """Everything is compared, in whatever layout the engine keeps it."""
     model: TinyModel = request.getfixturevalue(folder)
-    engine = InstrumentedEngine(make_engine(kind, model, dtype=dtype), name="engine 0", record=WeightRecord())
+    engine = InstrumentedEngine(
+        make_engine(kind, model, dtype=dtype), name="engine 0", record=WeightRecord()
+    )
     held = await engine.held_weights()
     assert held is not None
     published_names = {name for name, _ in model.old.named_parameters()}
@@ -77,7 +81,9 @@ async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, re
     await check_weights(engine, all_digests(published(model.old, dtype=dtype)))
     for version, weights in enumerate([model.new, model.old], start=1):
         await engine.update_weights(published(weights, dtype=dtype), version=version)
-    with pytest.raises(WrongWeightsError, match=r"engine 0 does not have the trainer's weights of version 2: '"):
+    with pytest.raises(
+        WrongWeightsError, match=r"engine 0 does not have the trainer's weights of version 2: '"
+    ):
         await check_weights(engine, all_digests(published(model.new, dtype=dtype)))
     await engine.close()
 
@@ -97,19 +103,25 @@ async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
 
 
 @pytest.mark.slow
-async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(
+    tied: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The parameters are right, and the forward uses something else."""
     engine = InstrumentedEngine(make_engine("vllm", tied), name="engine 0", record=WeightRecord())
     await check_weights(engine, all_digests(published(tied.old)))
     monkeypatch.setattr(vllm_process, "repack_head", lambda _: None)
-    with pytest.raises(WrongWeightsError, match=r"'lm_head.weight' has the values of version 0 \(1 of 27"):
+    with pytest.raises(
+        WrongWeightsError, match=r"'lm_head.weight' has the values of version 0 \(1 of 27"
+    ):
         await engine.update_weights(published(tied.new), version=1)
     await engine.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_faults_in_processes(
+    kind: str, tied: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One replica of two has a fault: the update fails as a whole."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     sound = partial(CLASSES[kind].from_pretrained, tied.path, **OPTIONS[kind])
@@ -126,7 +138,9 @@ async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pyte
     replicas = EngineReplicas(engines)
     await check_weights(replicas, all_digests(published(tied.old)))
     await replicas.update_weights(published(between(tied, 0.5)), version=1)
-    with pytest.raises(WrongWeightsError, match=f"engine 1 .*'{TENSOR}' has its values in another order"):
+    with pytest.raises(
+        WrongWeightsError, match=f"engine 1 .*'{TENSOR}' has its values in another order"
+    ):
         await replicas.update_weights(published(tied.new), version=2)
     await replicas.close()
 
@@ -137,29 +151,43 @@ async def test_a_replacement_with_other_weights(tied: TinyModel, tmp_path: Any) 
     tied.new.save_pretrained(tmp_path)
 
     async def restart() -> InstrumentedEngine:
-        return InstrumentedEngine(HFEngine.from_pretrained(tmp_path), name="engine 0", record=WeightRecord())
+        return InstrumentedEngine(
+            HFEngine.from_pretrained(tmp_path), name="engine 0", record=WeightRecord()
+        )
 
-    process: EngineProcess = await EngineProcess.start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
+    process: EngineProcess = await EngineProcess.start(
+        partial(HFEngine.from_pretrained, tied.path), num_threads=1
+    )
     said: list[str] = []
     engines = [InstrumentedEngine(process, name="engine 0", record=WeightRecord())]
-    replicas: EngineReplicas[Any, Any] = EngineReplicas(engines, restart=restart, announce=said.append)
+    replicas: EngineReplicas[Any, Any] = EngineReplicas(
+        engines, restart=restart, announce=said.append
+    )
     await check_weights(replicas, all_digests(published(tied.old)))
     os.kill(process.pid, signal.SIGKILL)
     for _ in range(2):
-        with pytest.raises(WrongWeightsError, match="engine 0 does not have the trainer's weights of version 0"):
+        with pytest.raises(
+            WrongWeightsError, match="engine 0 does not have the trainer's weights of version 0"
+        ):
             await collect(replicas, make_request("r", 5))
     died, refused = said
     pid = process.pid
     expected = f"engine 0 is gone: engine process {pid} was killed by SIGKILL; a replacement is being started"
     assert died == expected
-    assert refused.startswith("the replacement of engine 0 could not be used: engine 0 does not have the trainer's")
+    assert refused.startswith(
+        "the replacement of engine 0 could not be used: engine 0 does not have the trainer's"
+    )
     await replicas.close()
 
 
-@given(costs=st.lists(st.tuples(st.integers(1, 10 << 20), st.floats(0, 1e-3)), min_size=1, max_size=40))
+@given(
+    costs=st.lists(st.tuples(st.integers(1, 10 << 20), st.floats(0, 1e-3)), min_size=1, max_size=40)
+)
 def test_what_is_checked_after_a_step(costs: list[tuple[int, float]]) -> None:
     """Within 1 % of the step but for the least that is checked, and every tensor in its turn."""
-    tensors = {str(i): held_tensor(str(i), size, seconds) for i, (size, seconds) in enumerate(costs)}
+    tensors = {
+        str(i): held_tensor(str(i), size, seconds) for i, (size, seconds) in enumerate(costs)
+    }
     rotation = Rotation()
     rotation.note(list(tensors.values()))
     step_s, seen = 0.1, set[str]()
@@ -178,14 +206,21 @@ def test_what_is_checked_after_a_step(costs: list[tuple[int, float]]) -> None:
 
 def held_tensor(name: str, size_bytes: int, seconds: float) -> HeldTensor:
     return HeldTensor(
-        name=name, source=name, dtype="float32", size_bytes=size_bytes, digest=Digest(0, 0), seconds=seconds
+        name=name,
+        source=name,
+        dtype="float32",
+        size_bytes=size_bytes,
+        digest=Digest(0, 0),
+        seconds=seconds,
     )
 
 
 SIZES = [1, 3, 2**16 + 1, 2**18 + 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_digest_depends_on_every_value_and_on_its_place(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)
@@ -205,7 +240,9 @@ def test_a_digest_depends_on_every_value_and_on_its_place(size: int, dtype: torc
         assert digest(swapped) != digest(others)
 
 
-def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Devices with more memory bandwidth read several blocks at once."""
     tensors = [torch.randn(size) for size in (5, 2**17, 2**17 + 3, 9 * 2**17 + 3)]
     expected = [digest(tensor) for tensor in tensors]
@@ -215,10 +252,15 @@ def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_digests_on_an_accelerator_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_on_an_accelerator_are_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same operations on CPU, several blocks at a time; the host reads them once, when the first is asked for."""
     words = 1 << 16
-    tensors = [(100 * torch.randn(size)).to(dtype) for size in (0, 1, 7, 5000, 8 * words, 9 * words + 3, 40 * words)]
+    tensors = [
+        (100 * torch.randn(size)).to(dtype)
+        for size in (0, 1, 7, 5000, 8 * words, 9 * words + 3, 40 * words)
+    ]
     expected = [digest(tensor) for tensor in tensors]
     monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", 3)
     reads, sums = DeviceReads(), digests_module.__dict__["_sums"]
@@ -278,7 +320,9 @@ async def test_the_next_version_may_be_written_during_an_update(tied: TinyModel)
             await super().update_weights(weights, version=version)
             shared.write(published(between(tied, 1.0)))
 
-    engine = InstrumentedEngine(Slow.from_pretrained(tied.path), name="engine 0", record=WeightRecord())
+    engine = InstrumentedEngine(
+        Slow.from_pretrained(tied.path), name="engine 0", record=WeightRecord()
+    )
     shared.write(published(between(tied, 0.5)))
     await engine.update_weights(shared, version=1)
     assert engine.weight_version == 1

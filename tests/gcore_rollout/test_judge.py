@@ -52,7 +52,9 @@ class ScriptedEngine:
         # As from an engine, not in the order of the requests.
         for request in reversed(requests):
             for index in reversed(request.sample_indices):
-                token_ids = np.array(encode(self.say(decode(request.prompt_token_ids), index)), np.int64)
+                token_ids = np.array(
+                    encode(self.say(decode(request.prompt_token_ids), index)), np.int64
+                )
                 yield Completion(
                     request_id=request.request_id,
                     index=index,
@@ -128,24 +130,38 @@ def test_custom_score_pattern() -> None:
 
 @pytest.mark.parametrize("reduce", ["mean", "median", "majority"])
 async def test_several_verdicts(reduce: Any) -> None:
-    answers = ["Score: 2 a", "Score: 9 b", "Score: 5 c", "Score: 2 d", "well", "Score: 2", "Score: 9"]
+    answers = [
+        "Score: 2 a",
+        "Score: 9 b",
+        "Score: 5 c",
+        "Score: 2 d",
+        "well",
+        "Score: 2",
+        "Score: 9",
+    ]
     reward = judge(*answers, reduce=reduce)
     result = await scored(reward)
     expected = {"mean": 29 / 60, "median": 0.35, "majority": 0.2}[reduce]
     assert result.score == pytest.approx(expected)
     assert result.parts == {"parsed": pytest.approx(6 / 7), "spread": pytest.approx(0.7)}
-    assert result.feedback == {"mean": "Score: 5 c", "median": "Score: 2 a", "majority": "Score: 2 a"}[reduce]
+    assert (
+        result.feedback
+        == {"mean": "Score: 5 c", "median": "Score: 2 a", "majority": "Score: 2 a"}[reduce]
+    )
     assert reward.parse_rate == pytest.approx(6 / 7)
 
 
 async def test_a_tie_of_the_majority_goes_to_the_lowest() -> None:
-    assert (await scored(judge("Score: 8", "Score: 3", "Score: 8", "Score: 3", reduce="majority"))).score == 0.3
+    assert (
+        await scored(judge("Score: 8", "Score: 3", "Score: 8", "Score: 3", reduce="majority"))
+    ).score == 0.3
 
 
 async def test_what_cannot_be_read() -> None:
     silent = judge("hm", "well")
     with pytest.raises(
-        NoScoreError, match=r"reward 'JudgeReward' .* none of 2 verdicts could be parsed, the first is 'hm'"
+        NoScoreError,
+        match=r"reward 'JudgeReward' .* none of 2 verdicts could be parsed, the first is 'hm'",
     ):
         await scored(silent)
     assert (silent.num_verdicts, silent.num_unparsable, silent.parse_rate) == (2, 2, 0.0)
@@ -163,11 +179,15 @@ async def test_the_question_and_a_custom_parser() -> None:
         template="{{Q}} {prompt} | {completion} | {gold}",
         parse=lambda text: float(text.endswith("{gold} | 4")),
     )
-    result = await evaluate(reward, prompt="{p!r} {0}", completion="{gold}", row={"gold": 4, "prompt": "the row's"})
+    result = await evaluate(
+        reward, prompt="{p!r} {0}", completion="{gold}", row={"gold": 4, "prompt": "the row's"}
+    )
     assert result.feedback == "{Q} {p!r} {0} | {gold} | 4", "braces in values mean nothing"
     assert result.score == 1.0
     assert await reward.ask(["{Q} a | b | 3"]) == [[(0.0, "{Q} a | b | 3")]]
-    with pytest.raises(RewardError, match=r"the row has no 'gold' for the judge's template: it has \['answer'\]"):
+    with pytest.raises(
+        RewardError, match=r"the row has no 'gold' for the judge's template: it has \['answer'\]"
+    ):
         await evaluate(reward, prompt="", completion="", row={"answer": 4})
 
 
@@ -178,9 +198,13 @@ async def test_calls_run_together_and_a_question_has_one_answer() -> None:
     runner = RewardRunner(reward)
     texts = ["a" * i for i in range(16)]
     results = await asyncio.gather(*(runner.score(prompt="p", completion=t, row={}) for t in texts))
-    assert [r.score for r in results if not isinstance(r, Failed)] == [((2 + i) % 10) / 10 for i in range(16)]
+    assert [r.score for r in results if not isinstance(r, Failed)] == [
+        ((2 + i) % 10) / 10 for i in range(16)
+    ]
     assert (engine.calls, engine.most_running) == (16, 16)
-    assert len({r.request_id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 16
+    assert (
+        len({r.request_id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 16
+    )
     first = engine.requests[3]
     await runner.score(prompt="p", completion="aaa", row={})
     assert engine.requests[-1].seed == first.seed
@@ -193,19 +217,40 @@ async def test_calls_run_together_and_a_question_has_one_answer() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: judge("x", template="{prompt}"), r"template is '\{prompt\}'; expected \{completion\} in it"),
+        (
+            lambda: judge("x", template="{prompt}"),
+            r"template is '\{prompt\}'; expected \{completion\} in it",
+        ),
         (lambda: judge("x", template="{completion"), "template is '{completion': "),
         (lambda: judge("x", template="{completion.__class__}"), "expected names alone"),
         (lambda: judge("x", template="{completion} {}"), r"the field \{\}; expected names alone"),
-        (lambda: judge("x", reduce="max"), "reduce is 'max'; expected one of mean, median, majority"),
-        (lambda: judge("x", on_unparsable="skip"), "on_unparsable is 'skip'; expected 'drop' or a finite number"),
-        (lambda: judge("x", on_unparsable=math.nan), "on_unparsable is nan; expected 'drop' or a finite number"),
+        (
+            lambda: judge("x", reduce="max"),
+            "reduce is 'max'; expected one of mean, median, majority",
+        ),
+        (
+            lambda: judge("x", on_unparsable="skip"),
+            "on_unparsable is 'skip'; expected 'drop' or a finite number",
+        ),
+        (
+            lambda: judge("x", on_unparsable=math.nan),
+            "on_unparsable is nan; expected 'drop' or a finite number",
+        ),
         (lambda: judge(), "n is 0; expected at least 1"),
         (lambda: ScorePattern(pattern="("), r"pattern is '\(': "),
         (lambda: ScorePattern(pattern="x"), "pattern is 'x'; expected a group around the number"),
-        (lambda: ScorePattern(low=1, high=1), "low and high are 1 and 1; expected finite numbers, low below high"),
-        (lambda: pairwise(lambda *_: "", template="{completion_a}"), r"expected \{completion_b\} in it"),
-        (lambda: pairwise(lambda *_: "", on_unparsable=0.5), "on_unparsable is 0.5; expected one of drop, tie"),
+        (
+            lambda: ScorePattern(low=1, high=1),
+            "low and high are 1 and 1; expected finite numbers, low below high",
+        ),
+        (
+            lambda: pairwise(lambda *_: "", template="{completion_a}"),
+            r"expected \{completion_b\} in it",
+        ),
+        (
+            lambda: pairwise(lambda *_: "", on_unparsable=0.5),
+            "on_unparsable is 0.5; expected one of drop, tie",
+        ),
     ],
 )
 def test_bad_settings(make: Callable[[], object], message: str) -> None:
@@ -231,13 +276,22 @@ def test_winner_pattern(text: str, winner: str | None) -> None:
 
 def test_another_pattern_of_winners() -> None:
     better = WinnerPattern(pattern=r"([ABC]) is better")
-    assert [better(text) for text in ("A is better. b is better", "C is better", "Winner: A")] == ["B", None, None]
-    for pattern, message in {"(": "pattern is '\\('", "A": "expected a group around the winner"}.items():
+    assert [better(text) for text in ("A is better. b is better", "C is better", "Winner: A")] == [
+        "B",
+        None,
+        None,
+    ]
+    for pattern, message in {
+        "(": "pattern is '\\('",
+        "A": "expected a group around the winner",
+    }.items():
         with pytest.raises(RewardConfigError, match=message):
             WinnerPattern(pattern=pattern)
 
 
-def pairwise(say: Callable[[str, str], str], n: int = 1, template: str = "", **options: Any) -> PairwiseJudge:
+def pairwise(
+    say: Callable[[str, str], str], n: int = 1, template: str = "", **options: Any
+) -> PairwiseJudge:
     """A judge that is given both completions."""
     engine = ScriptedEngine(lambda question, _: say(*question.split("|")[1:3]))
     text = template or "{prompt}|{completion_a}|{completion_b}"
@@ -249,7 +303,9 @@ async def compared(reward: PairwiseJudge, *completions: str) -> list[Any]:
 
 
 async def test_wins_become_scores() -> None:
-    reward = pairwise(lambda a, b: f"Winner: {'A' if len(a) > len(b) else 'B' if len(b) > len(a) else 'tie'}", n=3)
+    reward = pairwise(
+        lambda a, b: f"Winner: {'A' if len(a) > len(b) else 'B' if len(b) > len(a) else 'tie'}", n=3
+    )
     results = await compared(reward, "a", "aaa", "aa", "aa")
     assert [r.score for r in results] == pytest.approx([0, 1, 0.5, 0.5])
     assert all(r.parts == {"parsed": 1.0, "consistent": 1.0} for r in results)
@@ -277,13 +333,20 @@ async def test_comparisons_that_cannot_be_read() -> None:
 
     results = await compared(pairwise(say, on_unparsable="tie"), "a", "b", "bad")
     assert [r.score for r in results] == [0.25, 0.75, 0.5]
-    assert [r.parts for r in results] == [{"parsed": 0.5, "consistent": 1.0}] * 2 + [{"parsed": 0.0}]
+    assert [r.parts for r in results] == [{"parsed": 0.5, "consistent": 1.0}] * 2 + [
+        {"parsed": 0.0}
+    ]
     runner = RewardRunner(pairwise(say))
     outcome = await runner.score_group(prompt="p", completions=["a", "b", "bad"], row={})
     assert isinstance(outcome, Failed)
     assert "none of 4 verdicts on completion 2 could be parsed" in str(outcome.error)
     assert runner.stats().num_no_score == 1
-    good = await compared(pairwise(lambda a, b: "hm" if a == "bad" else say(a, b.replace("bad", "c"))), "a", "b", "bad")
+    good = await compared(
+        pairwise(lambda a, b: "hm" if a == "bad" else say(a, b.replace("bad", "c"))),
+        "a",
+        "b",
+        "bad",
+    )
     assert [r.score for r in good] == pytest.approx([0, 2 / 3, 1]), "the verdicts that are left"
 
 
@@ -303,11 +366,16 @@ async def test_a_real_engine(tied: TinyModel) -> None:
         n=3,
     )
     reward = JudgeReward(
-        model=model, template="{completion}: good?", parse=lambda text: float(text.split()[0]), reduce="median"
+        model=model,
+        template="{completion}: good?",
+        parse=lambda text: float(text.split()[0]),
+        reduce="median",
     )
     alone = [await evaluate(reward, prompt="", completion=c, row={}) for c in ("a", "bb", "ccc")]
     runner = RewardRunner(reward)
-    together = await asyncio.gather(*(runner.score(prompt="", completion=c, row={}) for c in ("ccc", "bb", "x", "a")))
+    together = await asyncio.gather(
+        *(runner.score(prompt="", completion=c, row={}) for c in ("ccc", "bb", "x", "a"))
+    )
     assert [together[3], together[1], together[0]] == alone
     [verdicts] = await reward.ask(["a: good?"])
     assert len({text for _, text in verdicts}) > 1, "samples differ"

@@ -36,7 +36,9 @@ class NamedEngine(InstrumentedEngine[Request, Completion]):
 
 
 def make_engine(model: TinyModel, name: str, **options: Any) -> NamedEngine:
-    return NamedEngine(HFEngine.from_pretrained(model.path, max_num_seqs=NUM_SLOTS, **options), name)
+    return NamedEngine(
+        HFEngine.from_pretrained(model.path, max_num_seqs=NUM_SLOTS, **options), name
+    )
 
 
 @dataclass
@@ -50,11 +52,22 @@ class Script:
     seconds: list[float] = field(default_factory=list[float])
 
     def observe(
-        self, now_s: float, *, idle: Sequence[int], waiting: Sequence[int], arriving: Sequence[int], **_: object
+        self,
+        now_s: float,
+        *,
+        idle: Sequence[int],
+        waiting: Sequence[int],
+        arriving: Sequence[int],
+        **_: object,
     ) -> tuple[int, int, int] | None:
         del now_s
         self.arriving.append(tuple(arriving))
-        pairs = ((g, t) for g in range(len(idle)) for t in range(len(idle)) if g != t and idle[g] and waiting[t])
+        pairs = (
+            (g, t)
+            for g in range(len(idle))
+            for t in range(len(idle))
+            if g != t and idle[g] and waiting[t]
+        )
         pair = next(pairs, None)
         if pair is None or len(self.seen) == self.num_loans:
             return None
@@ -70,7 +83,9 @@ class Script:
 class Cluster:
     """A policy, which has new weights, and judges, with engines that are made again when they are lent."""
 
-    def __init__(self, model: TinyModel, counts: tuple[int, ...], num_loans: int, **options: Any) -> None:
+    def __init__(
+        self, model: TinyModel, counts: tuple[int, ...], num_loans: int, **options: Any
+    ) -> None:
         self.model, self.options = model, options
         self.engines: dict[str, NamedEngine] = {}
         self.lent: list[tuple[str, int, int]] = []
@@ -80,11 +95,15 @@ class Cluster:
         roles = ("engine", "judge", "style")[: len(counts)]
         self.pools = [
             EngineReplicas(
-                [self.make(f"{role} {i}") for i in range(n)], restart=self.restart, announce=self.lines.append
+                [self.make(f"{role} {i}") for i in range(n)],
+                restart=self.restart,
+                announce=self.lines.append,
             )
             for role, n in zip(roles, counts, strict=True)
         ]
-        self.all = LendingEngines(self.pools, lend=self.lend, rule=self.rule, announce=self.lines.append)
+        self.all = LendingEngines(
+            self.pools, lend=self.lend, rule=self.rule, announce=self.lines.append
+        )
         self.policy, self.judge, *_ = self.all.engines
 
     def make(self, name: str) -> NamedEngine:
@@ -106,10 +125,15 @@ class Cluster:
 
 
 def requests_of(count: int, prefix: str = "r", *, n: int = 2) -> list[Request]:
-    return [make_request(f"{prefix}{i}", 3 + i % 5, n=n, seed=i, max_tokens=10 + i % 20) for i in range(count)]
+    return [
+        make_request(f"{prefix}{i}", 3 + i % 5, n=n, seed=i, max_tokens=10 + i % 20)
+        for i in range(count)
+    ]
 
 
-def tokens(found: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], tuple[list[int], str]]:
+def tokens(
+    found: dict[tuple[str, int], Completion],
+) -> dict[tuple[str, int], tuple[list[int], str]]:
     return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in found.items()}
 
 
@@ -170,7 +194,9 @@ async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyMode
     # And back, with the judge's own weights.
     cluster.rule.num_loans = 4
     requests = requests_of(24, "j")
-    assert tokens(await collect(cluster.judge, *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.judge, *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     assert cluster.rule.seen == [1, 1, 0, 0]
     assert [len(pool.engines) for pool in cluster.pools] == [1, 3]
     await cluster.close()
@@ -191,10 +217,14 @@ async def test_several_engines_are_on_their_way_at_a_time(tied: TinyModel) -> No
 
     cluster.before_lending = wait
     requests = requests_of(24)
-    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     await cluster.all.settle()
     assert cluster.rule.seen == [1, 1, 1]
-    assert {(0, 0), (2, 0)} <= set(cluster.rule.arriving), "the rule is asked while two are on their way"
+    assert {(0, 0), (2, 0)} <= set(cluster.rule.arriving), (
+        "the rule is asked while two are on their way"
+    )
     assert [len(pool.engines) for pool in cluster.pools] == [4, 1]
     assert min(cluster.engines[f"judge {i}"].num_finished for i in (1, 2, 3)) > 0
     await cluster.close()
@@ -237,7 +267,9 @@ async def test_replicas_that_can_be_spared(tied: TinyModel) -> None:
     assert replicas.spare() == [], "all places are taken"
     await replicas.abort([request.request_id for request in long])
     await until(lambda: all(engine.stats().num_running == 1 for engine in engines))
-    assert len(replicas.spare()) == 1, "two of three samples have places on two engines, the third on one of them"
+    assert len(replicas.spare()) == 1, (
+        "two of three samples have places on two engines, the third on one of them"
+    )
     await replicas.abort()
     await more
     await replicas.close()
@@ -264,7 +296,9 @@ async def test_sleep_waits_for_an_engine_on_its_way(tied: TinyModel) -> None:
     assert [len(pool.engines) for pool in cluster.pools] == [2, 1]
     await asyncio.gather(cluster.policy.wake(), cluster.judge.wake())
     requests = requests_of(8)
-    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     await cluster.close()
 
 
@@ -279,7 +313,9 @@ async def test_engines_move_while_they_work(tied: TinyModel) -> None:
     await until(lambda: len(cluster.pools[1].engines) == 3)
     assert sorted(cluster.lent) == [("engine 1", 0, 1), ("engine 2", 0, 1)]
     requests = requests_of(24, "j")
-    assert tokens(await collect(cluster.judge, *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.judge, *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     assert min(cluster.engines[f"engine {i}"].num_finished for i in (1, 2)) > 0
     await cluster.close()
     assert cluster.lines == []
@@ -298,7 +334,9 @@ async def test_engines_that_sleep_move_when_all_are_awake(tied: TinyModel) -> No
     assert cluster.lent == []
     await cluster.policy.wake()
     requests = requests_of(24)
-    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=True)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(
+        tied, requests, is_new=True
+    )
     await cluster.all.settle()
     assert sorted(cluster.lent) == [("judge 1", 1, 0), ("judge 2", 1, 0)]
     assert [len(pool.engines) for pool in cluster.pools] == [3, 1]
@@ -329,7 +367,9 @@ async def test_engines_of_three_models_are_arranged(tied: TinyModel) -> None:
 async def test_idle_engines_of_two_models_help_a_third(tied: TinyModel) -> None:
     cluster = Cluster(tied, (2, 2, 1), num_loans=2)
     requests = requests_of(24)
-    assert tokens(await collect(cluster.all.engines[2], *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.all.engines[2], *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     assert cluster.lent == [("engine 1", 0, 2), ("judge 1", 1, 2)]
     assert [len(pool.engines) for pool in cluster.pools] == [1, 1, 3]
     # After the call they are taken back.
@@ -356,7 +396,9 @@ async def test_engine_that_cannot_be_lent_returns(tied: TinyModel) -> None:
 
     cluster.before_lending = fail
     requests = requests_of(24)
-    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     assert cluster.rule.seen == [1], "once"
     assert cluster.lines == [
         "judge 1 could not be lent, and no more engines are: MemoryError('the model does not fit')"
@@ -366,7 +408,9 @@ async def test_engine_that_cannot_be_lent_returns(tied: TinyModel) -> None:
     await cluster.close()
 
 
-@pytest.mark.parametrize("error", [EngineDiedError("it was killed"), ValueError("it is not one of the replicas")])
+@pytest.mark.parametrize(
+    "error", [EngineDiedError("it was killed"), ValueError("it is not one of the replicas")]
+)
 async def test_engine_that_dies_before_it_leaves_is_not_lent(
     tied: TinyModel, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -382,7 +426,9 @@ async def test_engine_that_dies_before_it_leaves_is_not_lent(
 
     monkeypatch.setattr(cluster.pools[1], "remove", fail_once)
     requests = requests_of(24)
-    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(
+        tied, requests, is_new=False
+    )
     assert len(cluster.rule.seconds) == 1, "the other loan of the rule"
     assert ("replacement" in cluster.engines) == isinstance(error, EngineDiedError)
     await cluster.close()
@@ -395,5 +441,7 @@ async def test_nothing_is_lent_while_nothing_samples(tied: TinyModel) -> None:
     await asyncio.sleep(0.2)
     assert cluster.rule.seen == []
     with pytest.raises(ValueError, match="pools has 1 models; expected at least 2"):
-        LendingEngines(cluster.pools[:1], lend=cluster.lend, rule=cluster.rule, announce=cluster.lines.append)
+        LendingEngines(
+            cluster.pools[:1], lend=cluster.lend, rule=cluster.rule, announce=cluster.lines.append
+        )
     await cluster.close()

@@ -10,7 +10,10 @@ from gcore_rollout import EngineReplicas, Request
 
 
 def requests_of(count: int) -> list[Request]:
-    return [make_request(f"r{i}", 2 + i % 3, n=3, seed=i, max_tokens=1 + (i * 7) % 12) for i in range(count)]
+    return [
+        make_request(f"r{i}", 2 + i % 3, n=3, seed=i, max_tokens=1 + (i * 7) % 12)
+        for i in range(count)
+    ]
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:

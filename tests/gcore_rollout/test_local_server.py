@@ -115,11 +115,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"did not answer within 2 s:\nloading"):
         LocalServer.start(lambda _: silent, env=ENV, log=tmp_path / "log", timeout_s=2)
     with pytest.raises(RolloutError, match="ended with exit code"):
-        LocalServer.start(lambda _: [str(tmp_path / "none")], env=ENV, log=tmp_path / "log", timeout_s=60)
+        LocalServer.start(
+            lambda _: [str(tmp_path / "none")], env=ENV, log=tmp_path / "log", timeout_s=60
+        )
 
 
 @pytest.mark.slow
-def test_a_port_that_another_program_takes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_program_takes_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = local_server._free_port  # pyright: ignore[reportPrivateUsage]
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -52,7 +52,9 @@ TEMPLATE = """
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Any:
     """Characters, and `ab` as one token, so that text can be written in more than one way."""
-    characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?'_-+*/=(){}[]<>\""
+    characters = (
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?'_-+*/=(){}[]<>\""
+    )
     tokens = ["<pad>", END, START, "<unk>", "ab", "<eos>", *characters]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     assert len(vocabulary) <= VOCAB_SIZE
@@ -97,7 +99,9 @@ class ScriptedEngine:
     async def resume(self) -> None: ...
     async def sleep(self, *, keep_weights: bool = True) -> None: ...
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None: ...
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None: ...
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None: ...
     async def close(self) -> None: ...
 
     def stats(self) -> EngineStats:
@@ -119,7 +123,9 @@ class Questions:
         self.heard.append(completion)
         if len(self.heard) == len(self.texts):
             return Reply(reward=1.0, done=True)
-        return Reply(messages=[{"role": self.role, "content": self.texts[len(self.heard)]}], reward=1.0)
+        return Reply(
+            messages=[{"role": self.role, "content": self.texts[len(self.heard)]}], reward=1.0
+        )
 
 
 SAMPLING = SamplingParams(max_tokens=200)
@@ -135,10 +141,14 @@ async def test_tokens_stay_as_they_were_sampled() -> None:
     a, b, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", END))
     engine = ScriptedEngine([[a, b, end], [b, end]])
     world = Questions(["x", "abc"])
-    episode: Any = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
+    episode: Any = await run_episode(
+        engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING
+    )
     assert encoded(tokenizer, "ab") != [a, b]
     assert world.heard == ["ab", "b"]
-    assert episode.prompt_ids.tolist() == encoded(tokenizer, "<|start|>user x<|end|>\n<|start|>assistant ")
+    assert episode.prompt_ids.tolist() == encoded(
+        tokenizer, "<|start|>user x<|end|>\n<|start|>assistant "
+    )
     said = encoded(tokenizer, "\n<|start|>user abc<|end|>\n<|start|>assistant ")
     assert episode.token_ids.tolist() == [a, b, end, *said, b, end]
     written = [True] * 3 + [False] * len(said) + [True] * 2
@@ -167,21 +177,31 @@ def test_without_a_template_contents_follow_each_other() -> None:
     tokenizer = make_tokenizer(None)
     encoder = ChatEncoder(tokenizer)
     assert encoder.first([{"role": "user", "content": "1+1="}]) == encoded(tokenizer, "1+1=")
-    assert encoder.next([{"role": "user", "content": " no"}], last_token=1) == encoded(tokenizer, " no")
-    with pytest.raises(RolloutError, match="the tokenizer has no chat template that could announce them"):
+    assert encoder.next([{"role": "user", "content": " no"}], last_token=1) == encoded(
+        tokenizer, " no"
+    )
+    with pytest.raises(
+        RolloutError, match="the tokenizer has no chat template that could announce them"
+    ):
         encoder.first([{"role": "user", "content": "1+1="}], tools=[{"type": "function"}])
 
 
 def test_a_template_that_cannot_continue_is_refused() -> None:
-    tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}")
-    with pytest.raises(RolloutError, match="does not render further messages after those before them"):
+    tokenizer = make_tokenizer(
+        "{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(
+        RolloutError, match="does not render further messages after those before them"
+    ):
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
 
 
 def test_a_template_that_fails_is_one_error() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ 1 / 0 }}"
-    with pytest.raises(RolloutError, match="the chat template refuses the messages: division by zero"):
+    with pytest.raises(
+        RolloutError, match="the chat template refuses the messages: division by zero"
+    ):
         ChatEncoder(tokenizer).first([{"role": "user", "content": "x"}])
 
 
@@ -208,7 +228,9 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
     for episode in episodes:
         ids = torch.from_numpy(np.concatenate([episode.prompt_ids, episode.token_ids]))
         logits_RV = tied.old(input_ids=ids[None]).logits[0, episode.prompt_ids.size - 1 : -1]
-        expected = logits_RV.log_softmax(-1).gather(1, torch.from_numpy(episode.token_ids)[:, None])[:, 0]
+        expected = logits_RV.log_softmax(-1).gather(
+            1, torch.from_numpy(episode.token_ids)[:, None]
+        )[:, 0]
         mask = episode.mask
         np.testing.assert_allclose(episode.log_probs[mask], expected.numpy()[mask], atol=1e-4)
         assert not episode.log_probs[~mask].any()
@@ -218,7 +240,9 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
 async def test_an_aborted_turn_continues() -> None:
     engine = ScriptedEngine([[7, 8], [7, 8, 9, 1]], ["abort", "stop"])
     encoder = ChatEncoder(make_tokenizer())
-    episode: Any = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
+    episode: Any = await run_episode(
+        engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING
+    )
     assert episode.token_ids.tolist() == [7, 8, 9, 1]
     [cut_short] = engine.requests[1].prefixes
     assert cut_short.token_ids.tolist() == [7, 8]
@@ -235,7 +259,9 @@ async def test_an_aborted_turn_continues() -> None:
         (MultiTurnConfig(), 200, ["repetition"], "truncated_turn", 1),
     ],
 )
-async def test_episodes_end(limits: MultiTurnConfig, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
+async def test_episodes_end(
+    limits: MultiTurnConfig, max_tokens: int, reasons: list[str], end: str, turns: int
+) -> None:
     """With what the policy wrote last: no turn reads what would have been said to it."""
     engine = ScriptedEngine([[7, 8, 1]] * 4, reasons)
     episode: Any = await run_episode(
@@ -248,7 +274,9 @@ async def test_episodes_end(limits: MultiTurnConfig, max_tokens: int, reasons: l
     )
     assert (episode.end, len(episode.turns), episode.score) == (end, turns, turns)
     assert episode.mask[-3:].all()
-    assert engine.requests[0].sampling.max_tokens == min(max_tokens, limits.max_tokens_per_turn or max_tokens)
+    assert engine.requests[0].sampling.max_tokens == min(
+        max_tokens, limits.max_tokens_per_turn or max_tokens
+    )
 
 
 async def test_an_environment_is_notified_of_a_truncated_turn() -> None:
@@ -300,7 +328,9 @@ async def test_broken_environments_are_reported() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(RequestError, match="max_assistant_turns is 0; expected 1 or more"):
         MultiTurnConfig(max_assistant_turns=0)
-    with pytest.raises(ValueError, match="expected one or more in a reply that does not end the episode"):
+    with pytest.raises(
+        ValueError, match="expected one or more in a reply that does not end the episode"
+    ):
         Reply(reward=1.0)
     with pytest.raises(ValueError, match="expected one or more at the start of an episode"):
         Opening(messages=[])
@@ -317,13 +347,21 @@ async def sleep(seconds: float) -> None:
 INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOLS = [
     Tool(name="add", description="Adds.", function=add, parameters=INTEGERS),
-    Tool(name="sleep", description="Sleeps.", function=sleep, parameters={"type": "object"}, timeout_s=0.5),
+    Tool(
+        name="sleep",
+        description="Sleeps.",
+        function=sleep,
+        parameters={"type": "object"},
+        timeout_s=0.5,
+    ),
 ]
 
 
 async def test_tools_answer_the_calls_of_a_turn() -> None:
     """All of them, in their order; what is wrong with a call is said to the policy."""
-    world = ToolEnvironment([{"role": "user", "content": "?"}], TOOLS, reward=lambda text: float(text == "5"))
+    world = ToolEnvironment(
+        [{"role": "user", "content": "?"}], TOOLS, reward=lambda text: float(text == "5")
+    )
     turn = "".join(
         f"<tool_call>\n{call}\n</tool_call>"
         for call in (
@@ -338,7 +376,9 @@ async def test_tools_answer_the_calls_of_a_turn() -> None:
     reply = await world.step(turn)
     answers = [m["content"] for m in reply.messages]
     assert answers[:2] == ["5", "error: sleep took longer than 0.5 s"]
-    assert answers[2].startswith("error: TypeError: add() missing 1 required positional argument: 'b'")
+    assert answers[2].startswith(
+        "error: TypeError: add() missing 1 required positional argument: 'b'"
+    )
     assert answers[3] == "error: there is no tool 'mul': there are add, sleep"
     assert answers[4].startswith("error: the call is not JSON: ")
     assert answers[5] == "error: a call is an object with a name and an object of arguments"
@@ -360,7 +400,9 @@ async def test_an_episode_with_tools() -> None:
     encoder = ChatEncoder(tokenizer)
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     engine = ScriptedEngine([encoded(tokenizer, call + END), encoded(tokenizer, "5" + END)])
-    world = ToolEnvironment([{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5"))
+    world = ToolEnvironment(
+        [{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5")
+    )
     episode: Any = await run_episode(engine, world, encoder, request_id="e", sampling=SAMPLING)
     text = tokenizer.decode([*episode.prompt_ids, *episode.token_ids])
     assert text == (
@@ -379,8 +421,12 @@ async def test_calls_between_special_tokens_are_run() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": [START, "<tool_call>", "</tool_call>"]})
     engine = ScriptedEngine([encoded(tokenizer, CALL + END), encoded(tokenizer, "5" + END)])
-    world = ToolEnvironment([{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5"))
-    episode: Any = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
+    world = ToolEnvironment(
+        [{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5")
+    )
+    episode: Any = await run_episode(
+        engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING
+    )
     assert (episode.turns, episode.score, episode.end) == ((CALL, "5"), 1.0, "done")
 
 
@@ -390,7 +436,9 @@ async def test_a_stop_string_is_a_part_of_its_turn() -> None:
     engine = ScriptedEngine([encoded(tokenizer, "<a>x</a>"), encoded(tokenizer, "y" + END)])
     world = Questions(["x", "abc"])
     sampling = SamplingParams(max_tokens=200, stop=("</a>",))
-    episode: Any = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=sampling)
+    episode: Any = await run_episode(
+        engine, world, ChatEncoder(tokenizer), request_id="e", sampling=sampling
+    )
     assert episode.turns == ("<a>x</a>", "y")
     assert tokenizer.decode(episode.token_ids[episode.mask]) == f"<a>x</a>y{END}"
     text = tokenizer.decode(episode.token_ids)
@@ -410,12 +458,16 @@ async def test_a_stop_string_is_a_part_of_its_turn() -> None:
 def test_calls_of_a_thought_are_not_run(text: str) -> None:
     """Also where the template has opened the thought, or the turn does not close it."""
     assert hermes_calls(text) == []
-    assert [call.name for call in hermes_calls(f"<think>{CALL}</think>{CALL}<think>.</think>")] == ["add"]
+    assert [call.name for call in hermes_calls(f"<think>{CALL}</think>{CALL}<think>.</think>")] == [
+        "add"
+    ]
 
 
 async def test_calls_of_a_turn_that_was_cut_off_are_not_run() -> None:
     """No turn could read their results; the turn may be a thought that the template has opened."""
-    world = ToolEnvironment([{"role": "user", "content": "?"}], [], reward=lambda text: float(len(text)))
+    world = ToolEnvironment(
+        [{"role": "user", "content": "?"}], [], reward=lambda text: float(len(text))
+    )
     assert await world.step(CALL, truncated=True) == Reply(reward=len(CALL), done=True)
 
 
@@ -423,7 +475,9 @@ async def test_calls_of_a_turn_that_was_cut_off_are_not_run() -> None:
 def test_messages_may_have_any_text(content: str) -> None:
     """That by which the encoder finds its place in a rendered conversation is in no message."""
     tokenizer = make_tokenizer()
-    tokens = ChatEncoder(tokenizer).next([{"role": "user", "content": content}], last_token=tokenizer.eos_token_id)
+    tokens = ChatEncoder(tokenizer).next(
+        [{"role": "user", "content": content}], last_token=tokenizer.eos_token_id
+    )
     assert tokens == encoded(tokenizer, f"\n<|start|>user {content}<|end|>\n<|start|>assistant ")
 
 
@@ -435,8 +489,12 @@ def test_a_turn_may_end_with_the_next_role() -> None:
     )
     encoder = ChatEncoder(tokenizer)
     start = tokenizer.convert_tokens_to_ids(START)
-    assert encoder.next([{"role": "user", "content": "x"}], last_token=start) == encoded(tokenizer, "x<|end|>")
-    assert encoder.next([{"role": "user", "content": "x"}], last_token=7) == encoded(tokenizer, "<|start|>x<|end|>")
+    assert encoder.next([{"role": "user", "content": "x"}], last_token=start) == encoded(
+        tokenizer, "x<|end|>"
+    )
+    assert encoder.next([{"role": "user", "content": "x"}], last_token=7) == encoded(
+        tokenizer, "<|start|>x<|end|>"
+    )
 
 
 @dataclass
@@ -468,7 +526,9 @@ async def test_environments_are_closed_once() -> None:
     async def play(world: Closing, *, max_tokens: int = 200) -> None:
         engine = ScriptedEngine([[7, 8, 1]] * 4)
         sampling = SamplingParams(max_tokens=max_tokens)
-        await run_episode(engine, world, ChatEncoder(make_tokenizer()), request_id="e", sampling=sampling)
+        await run_episode(
+            engine, world, ChatEncoder(make_tokenizer()), request_id="e", sampling=sampling
+        )
 
     done = Closing(["x"])
     await play(done)
@@ -497,7 +557,11 @@ async def test_a_close_that_fails_is_a_failure_of_the_episode() -> None:
 
     with pytest.raises(EpisodeError, match="episode 'e': close: OSError: still running after done"):
         await run_episode(
-            ScriptedEngine([[7, 1]]), Stuck(["x"]), ChatEncoder(make_tokenizer()), request_id="e", sampling=SAMPLING
+            ScriptedEngine([[7, 1]]),
+            Stuck(["x"]),
+            ChatEncoder(make_tokenizer()),
+            request_id="e",
+            sampling=SAMPLING,
         )
 
 
@@ -507,9 +571,17 @@ REFUSING = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_e
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        (REFUSING, [{"role": "system", "content": "?"}], "reset: the chat template refuses the messages: only users"),
+        (
+            REFUSING,
+            [{"role": "system", "content": "?"}],
+            "reset: the chat template refuses the messages: only users",
+        ),
         (TEMPLATE, [{"role": "user"}], "reset: message 1.content is missing; expected text"),
-        (TEMPLATE, [{"role": "user", "content": "\ud800"}], "reset: message 1.content has a lone surrogate"),
+        (
+            TEMPLATE,
+            [{"role": "user", "content": "\ud800"}],
+            "reset: message 1.content has a lone surrogate",
+        ),
         (
             TEMPLATE,
             [{"role": "user", "content": "x" * 600}],
@@ -530,7 +602,11 @@ async def test_an_opening_that_cannot_be_answered_ends_its_episode(
     world = Opened(["x"])
     with pytest.raises(EpisodeError, match=f"episode 'e': {expected}"):
         await run_episode(
-            engine, world, ChatEncoder(make_tokenizer(template)), request_id="e", sampling=SamplingParams(max_tokens=8)
+            engine,
+            world,
+            ChatEncoder(make_tokenizer(template)),
+            request_id="e",
+            sampling=SamplingParams(max_tokens=8),
         )
     assert world.reasons == ["failed"]
     await engine.close()
@@ -538,7 +614,9 @@ async def test_an_opening_that_cannot_be_answered_ends_its_episode(
 
 def test_an_environment_that_cannot_be_made_fails_its_episode() -> None:
     encoder, limits = ChatEncoder(make_tokenizer()), MultiTurnConfig()
-    role = EnvironmentRole(make=lambda row: row["board"], encoder=encoder, limits=limits, on_error="drop")
+    role = EnvironmentRole(
+        make=lambda row: row["board"], encoder=encoder, limits=limits, on_error="drop"
+    )
     with pytest.raises(EpisodeError, match="the environment was not made: KeyError: 'board'"):
         role.new({})
 
@@ -565,10 +643,17 @@ async def test_answers_go_back_with_what_was_said_of_them(
     tokenizer = make_tokenizer()
     engine = ScriptedEngine([encoded(tokenizer, text + END) for text in ("wxyz", "xyz", "vwxyz")])
     world = RevisionEnvironment(
-        [{"role": "user", "content": "?"}], by_length("longer!"), good_enough=0.5, max_revisions=max_revisions
+        [{"role": "user", "content": "?"}],
+        by_length("longer!"),
+        good_enough=0.5,
+        max_revisions=max_revisions,
     )
     episode: Any = await run_episode(
-        engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SamplingParams(max_tokens=max_tokens)
+        engine,
+        world,
+        ChatEncoder(tokenizer),
+        request_id="e",
+        sampling=SamplingParams(max_tokens=max_tokens),
     )
     assert (len(episode.turns), episode.score, episode.end) == (turns, pytest.approx(score), end)
     assert tokenizer.decode(episode.token_ids).count("<|start|>user longer!") == turns - 1
@@ -576,7 +661,9 @@ async def test_answers_go_back_with_what_was_said_of_them(
 
 async def test_without_words_the_score_is_said() -> None:
     world = RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=1)
-    assert (await world.step("abcd")).messages == [{"role": "user", "content": "The answer scores 0.4."}]
+    assert (await world.step("abcd")).messages == [
+        {"role": "user", "content": "The answer scores 0.4."}
+    ]
 
 
 def test_bad_revisions_are_refused() -> None:
@@ -592,13 +679,21 @@ def test_bad_revisions_are_refused() -> None:
         ("{% for x in %}", "Expected an expression"),
         ("{{ nothing.a }}", "'nothing' is undefined"),
         ("{{ raise_exception('no system') }}", "no system"),
-        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            "access to attribute '__class__' of 'str' object is unsafe.",
+        ),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ range(10 ** 9) }}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
+        (
+            "{{ range(10 ** 9) }}",
+            "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
+        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
     ],
 )
 def test_a_chat_template_that_fails(template: str, reason: str) -> None:
     tokenizer = make_tokenizer(template)
-    with pytest.raises(RequestError, match=re.escape(f"the chat template refuses the messages: {reason}")):
+    with pytest.raises(
+        RequestError, match=re.escape(f"the chat template refuses the messages: {reason}")
+    ):
         render_chat(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)

@@ -62,7 +62,9 @@ TWO_CALLS_TOLERANCE = 1e-5
 RENORMED = ("Qwen-Image", "Qwen-Image-Edit", "Qwen-Image-Edit-Plus, with two images", "Lumina 2")
 """Families whose guidance keeps norms."""
 CASES = [
-    pytest.param(name, scale, marks=[pytest.mark.slow] if scale != family.guidance_scales[-1] else [])
+    pytest.param(
+        name, scale, marks=[pytest.mark.slow] if scale != family.guidance_scales[-1] else []
+    )
     for name, family in FAMILIES.items()
     for scale in family.guidance_scales
 ]
@@ -90,13 +92,17 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
 
 def quick(*names: str) -> list[Any]:
     """Families, of which all but these are slow tests."""
-    return [pytest.param(name, marks=[] if name in names else [pytest.mark.slow]) for name in FAMILIES]
+    return [
+        pytest.param(name, marks=[] if name in names else [pytest.mark.slow]) for name in FAMILIES
+    ]
 
 
 def process_of(engine: DiffusersEngine) -> NoiseProcess:
     scheduler = engine.pipeline.scheduler
     is_ddpm = isinstance(kernel_of(engine.pipeline), DDIM)
-    return DDPMProcess(alphas_cumprod=scheduler.alphas_cumprod.tolist()) if is_ddpm else FlowProcess()
+    return (
+        DDPMProcess(alphas_cumprod=scheduler.alphas_cumprod.tolist()) if is_ddpm else FlowProcess()
+    )
 
 
 def outputs_and_gradients(denoiser: Denoiser, samples: list[DiffusionSample]) -> list[torch.Tensor]:
@@ -104,7 +110,11 @@ def outputs_and_gradients(denoiser: Denoiser, samples: list[DiffusionSample]) ->
     latents, timesteps = stack_fields(samples, denoiser.device, "latents", "timesteps", step=0)
     outputs = denoiser(latents, timesteps, Conditioned.of(samples, denoiser.device))
     outputs.square().mean().backward()
-    gradients = [gather_full_tensor(p.grad).flatten() for p in denoiser.parameters().values() if p.grad is not None]
+    gradients = [
+        gather_full_tensor(p.grad).flatten()
+        for p in denoiser.parameters().values()
+        if p.grad is not None
+    ]
     return [outputs.detach(), torch.cat(gradients)]
 
 
@@ -114,7 +124,9 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether the conditions are the same."""
-    return one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        np.array_equal(value, other[name]) for name, value in one.items()
+    )
 
 
 def page_rows() -> dict[str, list[str]]:
@@ -129,7 +141,9 @@ def cells_of(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "guidance_scale"), CASES)
-async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: float, tmp_path: Path) -> None:
+async def test_what_was_sampled_is_computed_again(
+    name: str, guidance_scale: float, tmp_path: Path
+) -> None:
     """The trainer's density of every step is the engine's, and so is the timestep of its level; as the page says."""
     family = FAMILIES[name]
     found = await measured_once(name, guidance_scale, tmp_path)
@@ -160,7 +174,9 @@ async def test_an_image_of_a_mixed_batch_is_the_one_made_alone(name: str, tmp_pa
     """
     for guidance_scale in FAMILIES[name].guidance_scales:
         mixed = await measured_once(name, guidance_scale, tmp_path / f"mixed-{guidance_scale}")
-        alone = await measured(FAMILIES[name], tmp_path / f"alone-{guidance_scale}", guidance_scale, max_num_images=1)
+        alone = await measured(
+            FAMILIES[name], tmp_path / f"alone-{guidance_scale}", guidance_scale, max_num_images=1
+        )
         for one, other in zip(mixed.samples, alone.samples, strict=True):
             np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
 
@@ -175,7 +191,9 @@ async def test_a_sharded_model_in_bfloat16_gives_what_a_whole_one_gives(
     found = await measured_once(name, FAMILIES[name].guidance_scales[-1], tmp_path)
     samples = [in_training(each) for each in found.samples]
     exact = outputs_and_gradients(denoiser_of(found.model), samples)
-    autocast = outputs_and_gradients(denoiser_of(found.model, compute_dtype=torch.bfloat16), samples)
+    autocast = outputs_and_gradients(
+        denoiser_of(found.model, compute_dtype=torch.bfloat16), samples
+    )
     denoiser = denoiser_of(found.model, compute_dtype=torch.bfloat16)
     denoiser.shard(mesh)
     sharded = outputs_and_gradients(denoiser, samples)
@@ -211,7 +229,10 @@ async def test_prompts_with_and_without_images(tmp_path: Path) -> None:
     denoiser = denoiser_of(pipeline.transformer)
     assert (ratios(denoiser, kernel, samples) - 1).abs().max() <= RATIO_TOLERANCE
     # The model does see them, and their positions.
-    wrong = [replace(s, conditions={n: v * 0.5 if "+" in n else v for n, v in s.conditions.items()}) for s in samples]
+    wrong = [
+        replace(s, conditions={n: v * 0.5 if "+" in n else v for n, v in s.conditions.items()})
+        for s in samples
+    ]
     assert (ratios(denoiser, kernel, wrong) - 1).abs().max() > 1e-4
     positions = {s.request_id: s.shared_conditions for s in made}
     wrong = [
@@ -229,7 +250,9 @@ async def test_images_that_a_pipeline_does_not_take(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"shape \(8, 8\) and type uint8; expected \[H, W, 3\]"):
         replace(request, images=(np.zeros((8, 8), np.uint8),))
     families = {"FLUX.1 dev": "images has 1; expected none, because FluxPipeline takes no image"}
-    families["Qwen-Image-Edit"] = "images is empty; expected an image, because QwenImageEditPipeline makes none"
+    families["Qwen-Image-Edit"] = (
+        "images is empty; expected an image, because QwenImageEditPipeline makes none"
+    )
     for name, message in families.items():
         family = FAMILIES[name]
         engine = DiffusersEngine(family.make(tmp_path), options=family.options, size=family.size)
@@ -241,13 +264,22 @@ async def test_images_that_a_pipeline_does_not_take(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4)], ids=["full", "lora"])
-@pytest.mark.parametrize(("name", "guidance_scale"), [(n, s) for n, f in FAMILIES.items() for s in f.guidance_scales])
-async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "guidance_scale"), [(n, s) for n, f in FAMILIES.items() for s in f.guidance_scales]
+)
+async def test_an_update(
+    name: str, guidance_scale: float, lora: LoRAConfig | None, tmp_path: Path
+) -> None:
     """Flow-GRPO and NFT train every family of flow matching, DDPO and DPO those of DDPM's kind."""
     found = await measured_once(name, guidance_scale, tmp_path)
-    engine, samples = found.engine, [in_training(each, index) for index, each in enumerate(found.samples)]
+    engine, samples = (
+        found.engine,
+        [in_training(each, index) for index, each in enumerate(found.samples)],
+    )
     process, policy = process_of(engine), DenoisingPolicyConfig(clip_ratio=0.01)
-    objectives: list[DiffusionObjective] = [DenoisingPolicyObjective(policy, kernel_of(engine.pipeline))]
+    objectives: list[DiffusionObjective] = [
+        DenoisingPolicyObjective(policy, kernel_of(engine.pipeline))
+    ]
     if isinstance(process, FlowProcess):
         objectives.append(NFTObjective(NFTConfig(num_timesteps=1), process))
     else:
@@ -256,19 +288,25 @@ async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | No
         denoiser = denoiser_of(found.model, lora)
         reference = denoiser.initial() if objective.needs_reference else None
         optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.0)
-        trainer = DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference)
+        trainer = DiffusionTrainer(
+            denoiser, optimizer=optimizer, objective=objective, reference=reference
+        )
         before = {name: p.detach().clone() for name, p in denoiser.trained_parameters().items()}
         metrics = trainer.train_step([samples])
         assert all(np.isfinite(value) for value in metrics.values())
         assert metrics["actor/grad_norm"] > 0
-        assert any(not torch.equal(p, before[name]) for name, p in denoiser.trained_parameters().items())
+        assert any(
+            not torch.equal(p, before[name]) for name, p in denoiser.trained_parameters().items()
+        )
 
 
 async def test_steps_of_another_transformer_are_refused(tmp_path: Path) -> None:
     """And a pipeline with two of them, of which none is named."""
     family = FAMILIES["Wan 2.2 of two transformers"]
     for window in (None, (0, 2)):
-        with pytest.raises(UnsupportedModelError, match="step 0 is not made by the model that is trained"):
+        with pytest.raises(
+            UnsupportedModelError, match="step 0 is not made by the model that is trained"
+        ):
             await measured(replace(family, window=window), tmp_path, 1.0)
     await measured(replace(family, component="transformer", window=(0, 1)), tmp_path, 1.0)
     expected = "component is ''; expected transformer or transformer_2, which WanPipeline has"
@@ -279,14 +317,18 @@ async def test_steps_of_another_transformer_are_refused(tmp_path: Path) -> None:
 async def test_guidance_that_ends_early_is_refused(tmp_path: Path) -> None:
     family = FAMILIES["Lumina 2"]
     family = replace(family, options={**family.options, "cfg_trunc_ratio": 0.5})
-    with pytest.raises(UnsupportedModelError, match="calls its model otherwise in later steps than in the first"):
+    with pytest.raises(
+        UnsupportedModelError, match="calls its model otherwise in later steps than in the first"
+    ):
         await measured(family, tmp_path, 2.5)
 
 
 def test_timesteps_that_training_cannot_give_are_refused(tmp_path: Path) -> None:
     """The model is given a root of the time; objectives that draw levels need a multiple of it, or of the rest."""
 
-    def of_root(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def of_root(
+        _: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return arguments, {**named, "timestep": named["timestep"] ** 0.5}
 
     family = FAMILIES["Stable Diffusion 3 and 3.5"]
@@ -294,7 +336,9 @@ def test_timesteps_that_training_cannot_give_are_refused(tmp_path: Path) -> None
     pipeline.transformer.register_forward_pre_hook(of_root, with_kwargs=True)
     engine = DiffusersEngine(pipeline, size=family.size)
     assert engine._timestep_map is None  # pyright: ignore[reportPrivateUsage]
-    made = DiffusionSample(clean_latents=np.zeros(1, np.float32), conditions={}, advantage=0.0, timestep_map=None)
+    made = DiffusionSample(
+        clean_latents=np.zeros(1, np.float32), conditions={}, advantage=0.0, timestep_map=None
+    )
     with pytest.raises(BatchError, match="timestep_map is None"):
         NFTObjective(NFTConfig()).check([made])
 
@@ -309,7 +353,10 @@ def test_it_is_tried_in_the_size_that_will_be_used(tmp_path: Path) -> None:
     )
     decoded: list[int] = []
     decode = pipeline.vae.decoder.forward
-    pipeline.vae.decoder.forward = lambda latents, *rest: (decoded.append(len(latents)), decode(latents, *rest))[1]
+    pipeline.vae.decoder.forward = lambda latents, *rest: (
+        decoded.append(len(latents)),
+        decode(latents, *rest),
+    )[1]
     DiffusersEngine(pipeline, size=(8, 16))
     assert {tuple(shape[1:]) for shape in seen} == {(4, 4, 8)}
     assert set(decoded) == {1}
@@ -318,7 +365,12 @@ def test_it_is_tried_in_the_size_that_will_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "num_frames", "message"),
     [
-        ("FLUX.1 dev", (18, 16), None, r"size is \(18, 16\); expected .* it makes \(16, 16\) of this one"),
+        (
+            "FLUX.1 dev",
+            (18, 16),
+            None,
+            r"size is \(18, 16\); expected .* it makes \(16, 16\) of this one",
+        ),
         ("LTX", (32, 32), 10, "num_frames is 10; expected .* it makes 9 of this one"),
         ("Wan 2.1", (16, 16), 7, "num_frames is 7; expected .* it makes 5 of this one"),
     ],

@@ -58,7 +58,9 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def start(factory: Callable[[], Any], *, node: str = "here", num_threads: int | None = None) -> EngineHandle:
+def start(
+    factory: Callable[[], Any], *, node: str = "here", num_threads: int | None = None
+) -> EngineHandle:
     return start_engine_actor(factory, num_cpus=0, resources={node: 0.01}, num_threads=num_threads)
 
 
@@ -86,7 +88,11 @@ class Client:
         self.engine = await RayEngine.connect(actor)
 
     async def generate(self, name: str, n: int, max_tokens: int) -> list[Completion]:
-        return list((await collect(self._engine(), make_request(name, 2, n=n, max_tokens=max_tokens))).values())
+        return list(
+            (
+                await collect(self._engine(), make_request(name, 2, n=n, max_tokens=max_tokens))
+            ).values()
+        )
 
     async def update_weights(self, weights: WeightReferences, version: int) -> int:
         """How much more memory this process has afterwards, the object store's included."""
@@ -124,9 +130,14 @@ async def until(condition: Callable[[], object], timeout_s: float = 300) -> None
 
 async def test_completions_come_as_they_finish_in_calls_of_their_own(slow: RayEngine) -> None:
     async def arrivals(name: str) -> list[tuple[str, int]]:
-        requests = [make_request(f"{name} long", 2, max_tokens=30), make_request(f"{name} short", 2, max_tokens=2)]
+        requests = [
+            make_request(f"{name} long", 2, max_tokens=30),
+            make_request(f"{name} short", 2, max_tokens=2),
+        ]
         found = [c async for c in slow.generate(requests)]
-        assert all(a.flags.writeable for c in found for a in (c.token_ids, c.log_probs, c.weight_versions))
+        assert all(
+            a.flags.writeable for c in found for a in (c.token_ids, c.log_probs, c.weight_versions)
+        )
         return [(c.request_id, len(c.token_ids)) for c in found]
 
     for name, found in zip("abc", await asyncio.gather(*map(arrivals, "abc")), strict=True):
@@ -136,7 +147,9 @@ async def test_completions_come_as_they_finish_in_calls_of_their_own(slow: RayEn
 
 async def test_abandoned_samples_free_the_engine(slow: RayEngine) -> None:
     """Even if they are given up at once, and whatever the size of the call."""
-    await first_then_abandon(slow, [make_request("r", 2, max_tokens=1), make_request("x", 2, n=5, max_tokens=10_000)])
+    await first_then_abandon(
+        slow, [make_request("r", 2, max_tokens=1), make_request("x", 2, n=5, max_tokens=10_000)]
+    )
     for length in (2, 200_000):
         running = asyncio.create_task(collect(slow, make_request("y", length, max_tokens=10_000)))
         await asyncio.sleep(0)
@@ -152,11 +165,17 @@ async def test_abandoned_samples_free_the_engine(slow: RayEngine) -> None:
     ("name", "kind", "message"),
     [
         ("refuse", RequestError, "too long"),
-        ("miss an extra", MissingExtraError, "'vllm' is not installed: pip install 'gcore-rollout[vllm]'"),
+        (
+            "miss an extra",
+            MissingExtraError,
+            "'vllm' is not installed: pip install 'gcore-rollout[vllm]'",
+        ),
         ("raise what cannot be pickled", RolloutError, "UnpicklableError: holds a lock"),
     ],
 )
-async def test_errors_come_back(slow: RayEngine, name: str, kind: type[Exception], message: str) -> None:
+async def test_errors_come_back(
+    slow: RayEngine, name: str, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind) as info:
         await collect(slow, make_request(name, 2))
     assert str(info.value) == message
@@ -169,7 +188,10 @@ async def test_errors_come_back(slow: RayEngine, name: str, kind: type[Exception
 
 async def test_kill_is_noticed_by_every_call(actor: Any, slow: RayEngine) -> None:
     """What had arrived is still handed out, the rest is named, and the actor's next life is not this client's."""
-    requests = [make_request("short", 2, n=2, max_tokens=1), make_request("long", 2, n=3, max_tokens=10_000)]
+    requests = [
+        make_request("short", 2, n=2, max_tokens=1),
+        make_request("long", 2, n=3, max_tokens=10_000),
+    ]
 
     async def consume() -> tuple[list[tuple[str, int]], EngineDiedError]:
         found: list[tuple[str, int]] = []
@@ -269,7 +291,11 @@ async def test_closing_a_client_leaves_the_others(actor: Any, slow: RayEngine) -
     await asyncio.gather(other.close(), other.close())
     with pytest.raises(RolloutError, match="closed while generating"):
         await running
-    for call in (collect(other, make_request("r", 2)), other.pause(), other.update_weights([], version=9)):
+    for call in (
+        collect(other, make_request("r", 2)),
+        other.pause(),
+        other.update_weights([], version=9),
+    ):
         with pytest.raises(RolloutError, match="the engine is closed: connect again"):
             await call
     await until(lambda: slow.stats().num_running == 2)
@@ -328,7 +354,9 @@ async def test_an_actor_has_another_engine_from_now_on(slow: RayEngine) -> None:
 
 async def test_a_lent_actor_sleeps_as_what_it_is() -> None:
     """It is put to sleep without a client; what a client of the other engine would be is not made for that."""
-    home = start(partial(FakeEngine, version=1)).lendable("engine", {"judge": partial(FakeEngine, version=2)})
+    home = start(partial(FakeEngine, version=1)).lendable(
+        "engine", {"judge": partial(FakeEngine, version=2)}
+    )
     await sleep_engine_actor(home)
     engine = await RayEngine.connect(home)
     lent = await RayEngine.connect(home.lent("judge"))
@@ -349,14 +377,20 @@ async def test_starts_that_fail() -> None:
     for factory, kind, message in (
         (partial(bad, no_such=1), TypeError, "unexpected keyword argument 'no_such'"),
         (not_to_be_unpickled, ModuleNotFoundError, "No module named 'no_such_module'"),
-        (be_killed, EngineDiedError, "died before it was ready: it was killed, crashed, or cannot be reached"),
+        (
+            be_killed,
+            EngineDiedError,
+            "died before it was ready: it was killed, crashed, or cannot be reached",
+        ),
     ):
         actor = start(factory)
         with pytest.raises(kind, match=message):
             await RayEngine.connect(actor)
         await end_engine_actor(actor)
     for actor in (start(sleep_for_ever), start(FakeEngine, node="nowhere")):
-        with pytest.raises(EngineStartError, match=r"the engine actor was not ready after 0.5 s: free are {.*CPU"):
+        with pytest.raises(
+            EngineStartError, match=r"the engine actor was not ready after 0.5 s: free are {.*CPU"
+        ):
             await RayEngine.connect(actor, start_timeout_s=0.5)
         ray.kill(actor.actor)
     with pytest.raises(ValueError, match="num_threads is 0; expected at least 1"):
@@ -376,7 +410,14 @@ class _NotToBeUnpickled:
 not_to_be_unpickled = _NotToBeUnpickled()
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.float8_e4m3fn, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.int64,
+)
 
 
 async def test_weights_that_end_half_way_change_nothing(slow: RayEngine) -> None:
@@ -394,7 +435,9 @@ async def test_weights_that_end_half_way_change_nothing(slow: RayEngine) -> None
 
 @pytest.mark.parametrize("bucket_size_bytes", [1, 3000, 1 << 20])
 async def test_weights_are_read_as_they_were_put(bucket_size_bytes: int) -> None:
-    weights = {f"{dtype} {n}": (10 * torch.randn(n, 7)).to(dtype) for dtype in DTYPES for n in (0, 1, 13)}
+    weights = {
+        f"{dtype} {n}": (10 * torch.randn(n, 7)).to(dtype) for dtype in DTYPES for n in (0, 1, 13)
+    }
     weights |= {
         "scalar": torch.tensor(3.0),
         "transposed": torch.randn(5, 3).t(),
@@ -429,7 +472,9 @@ async def test_a_bucket_holds_so_much() -> None:
         WeightReferences.put([], bucket_size_bytes=0)
 
 
-async def test_only_references_pass_through_who_hands_weights_on(actor: Any, other_process: Any) -> None:
+async def test_only_references_pass_through_who_hands_weights_on(
+    actor: Any, other_process: Any
+) -> None:
     """To engines on two nodes, which read what a third process put."""
     size, version = 40 << 20, 100
     tensors = [(f"w{i}", torch.full((size // 32,), float(version))) for i in range(8)]
@@ -480,16 +525,22 @@ async def test_replicas_lose_no_sample_to_a_kill() -> None:
 async def test_weights_are_compared_across_processes(tied: TinyModel) -> None:
     """Digests travel with the references; the engine reports what it computes with where it is."""
     handle = start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
-    engine = InstrumentedEngine(await RayEngine.connect(handle), name="engine 3", record=WeightRecord())
+    engine = InstrumentedEngine(
+        await RayEngine.connect(handle), name="engine 3", record=WeightRecord()
+    )
     old, new = (dict(model.named_parameters()) for model in (tied.old, tied.new))
     await check_weights(engine, all_digests(DigestedWeights(old.items())))
     await engine.update_weights(WeightReferences.put(DigestedWeights(new.items())), version=1)
     other = {**old, TENSOR: old[TENSOR].flip(0)}
     weights = DigestedWeights(other.items(), digests=all_digests(DigestedWeights(old.items())))
-    with pytest.raises(WrongWeightsError, match=f"engine 3 .* 2: '{TENSOR}' has its values in another order"):
+    with pytest.raises(
+        WrongWeightsError, match=f"engine 3 .* 2: '{TENSOR}' has its values in another order"
+    ):
         await engine.update_weights(WeightReferences.put(weights), version=2)
     # One of the user's own that reports nothing passes unchecked.
-    mute = InstrumentedEngine(await RayEngine.connect(start(FakeEngine)), name="engine 4", record=WeightRecord())
+    mute = InstrumentedEngine(
+        await RayEngine.connect(start(FakeEngine)), name="engine 4", record=WeightRecord()
+    )
     assert await mute.held_weights() is None
     for each in (engine, mute):
         await each.close()

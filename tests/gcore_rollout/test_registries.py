@@ -42,9 +42,13 @@ class EchoEngine:
         return cls(model, **options)
 
 
-def test_an_added_engine_is_made_by_name_with_the_options_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_engine_is_made_by_name_with_the_options_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(EngineKind, "load", lambda _: EchoEngine)
-    register_engine("echo", EngineKind(make="echo:EchoEngine", takes_max_model_len=False, takes_device=True))
+    register_engine(
+        "echo", EngineKind(make="echo:EchoEngine", takes_max_model_len=False, takes_device=True)
+    )
     assert "echo" in engine_names()
     assert "echo" not in engine_names(lambda kind: kind.is_server)
     made: Any = engine_factory("echo", "model", device="cpu", max_model_len=7, max_num_seqs=3)()
@@ -57,9 +61,13 @@ def test_an_engine_of_a_users_file_is_made_by_its_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def make(model, **options):\n    return model, options\n")
     assert engine_kind(f"{file}:make").is_own
-    made: Any = engine_factory(f"{file}:make", "model", device="cpu", max_model_len=7, dtype="float32")()
+    made: Any = engine_factory(
+        f"{file}:make", "model", device="cpu", max_model_len=7, dtype="float32"
+    )()
     assert made == ("model", {"device": "cpu", "dtype": "float32"})
-    with pytest.raises(RequestError, match=r"engine is 'mine'; expected hf, vllm, .* or PATH\.py:function"):
+    with pytest.raises(
+        RequestError, match=r"engine is 'mine'; expected hf, vllm, .* or PATH\.py:function"
+    ):
         engine_kind("mine")
 
 
@@ -80,7 +88,10 @@ async def test_the_engine_of_the_docs_is_one_file(tmp_path: Path) -> None:
         assert len(completions) == 8
         for request in requests:
             completion = completions[request.request_id, 1]
-            assert completion.token_ids.tolist() == [request.prompt_token_ids[-1]] * request.sampling.max_tokens
+            assert (
+                completion.token_ids.tolist()
+                == [request.prompt_token_ids[-1]] * request.sampling.max_tokens
+            )
             assert completion.weight_versions.tolist() == [1] * request.sampling.max_tokens
         await engine.sleep()
         await engine.wake()
@@ -98,7 +109,9 @@ async def test_an_added_reward_is_made_by_name() -> None:
     register_reward("length", lambda: length)
     assert reward_names()[-1] == "length"
     assert await score(build_reward("length"), prompt="", completion="four", row={}) == 4.0
-    with pytest.raises(ValueError, match="name is 'length'; expected one that is not registered yet"):
+    with pytest.raises(
+        ValueError, match="name is 'length'; expected one that is not registered yet"
+    ):
         register_reward("length", lambda: length)
 
 
@@ -112,10 +125,17 @@ async def test_an_added_image_reward_is_made_by_name_with_its_settings() -> None
     register_image_reward("mean", ImageRewardKind(make=make, path="anything"))
     reward = build_image_reward("mean", ImageRewardSettings(path="abc"), setting="reward.kind")
     images = np.full((2, 4, 4, 3), 5, np.uint8)
-    assert [s.score for s in await evaluate_images(reward, images, ["", ""], [{}, {}])] == [8.0, 8.0]
-    with pytest.raises(RewardConfigError, match=r"reward\.path is not set; expected a local folder of anything"):
+    assert [s.score for s in await evaluate_images(reward, images, ["", ""], [{}, {}])] == [
+        8.0,
+        8.0,
+    ]
+    with pytest.raises(
+        RewardConfigError, match=r"reward\.path is not set; expected a local folder of anything"
+    ):
         build_image_reward("mean", ImageRewardSettings(), setting="reward.kind")
-    with pytest.raises(RewardConfigError, match=r"reward\.kind is 'no'; expected jpeg_.*, mean, a URL"):
+    with pytest.raises(
+        RewardConfigError, match=r"reward\.kind is 'no'; expected jpeg_.*, mean, a URL"
+    ):
         build_image_reward("no", ImageRewardSettings(), setting="reward.kind")
     with pytest.raises(ValueError, match="name is 'mean'; expected one that is not registered yet"):
         register_image_reward("mean", ImageRewardKind(make=make))

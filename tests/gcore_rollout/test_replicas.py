@@ -34,10 +34,15 @@ def fakes(count: int, **options: float) -> list[FakeEngine]:
 
 def requests_of(count: int, *, n: int = 3, max_tokens: int = 12) -> list[Request]:
     """Of different lengths."""
-    return [make_request(f"r{i}", 2 + i % 3, n=n, seed=i, max_tokens=1 + (i * 7) % max_tokens) for i in range(count)]
+    return [
+        make_request(f"r{i}", 2 + i % 3, n=n, seed=i, max_tokens=1 + (i * 7) % max_tokens)
+        for i in range(count)
+    ]
 
 
-def tokens(found: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], tuple[list[int], str]]:
+def tokens(
+    found: dict[tuple[str, int], Completion],
+) -> dict[tuple[str, int], tuple[list[int], str]]:
     return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in found.items()}
 
 
@@ -58,7 +63,9 @@ async def test_completions_are_those_of_one_engine() -> None:
     shares = [sum(n for _, n, _ in engine.served) for engine in engines]
     assert sum(shares) == 120
     assert min(shares) > 20
-    assert all(n == 3 for engine in engines for _, n, _ in engine.served), "samples of a prompt stay together"
+    assert all(n == 3 for engine in engines for _, n, _ in engine.served), (
+        "samples of a prompt stay together"
+    )
     stats = replicas.stats()
     assert stats.completion_tokens == sum(r.n * r.sampling.max_tokens for r in requests)
     assert (stats.num_running, stats.weight_version) == (0, 0)
@@ -166,9 +173,13 @@ async def test_when_all_are_dead_the_unfinished_are_named() -> None:
                 for engine in engines:
                     engine.die()
 
-    with pytest.raises(EngineDiedError, match="no replica is left: the fake engine died; the fake engine died") as info:
+    with pytest.raises(
+        EngineDiedError, match="no replica is left: the fake engine died; the fake engine died"
+    ) as info:
         await consume()
-    assert sorted([*found, *info.value.unfinished]) == sorted((r.request_id, i) for r in requests for i in range(3))
+    assert sorted([*found, *info.value.unfinished]) == sorted(
+        (r.request_id, i) for r in requests for i in range(3)
+    )
     with pytest.raises(EngineDiedError, match="no replica is left"):
         await collect(replicas, make_request("r", 2))
     with pytest.raises(EngineDiedError, match="no replica is left"):
@@ -189,7 +200,9 @@ async def test_errors_that_are_no_deaths_go_to_the_caller() -> None:
     replicas = EngineReplicas(fakes(2))
     other = asyncio.create_task(collect(replicas, *requests_of(10)))
     with pytest.raises(RequestError, match="too long"):
-        await collect(replicas, make_request("good", 2, max_tokens=10_000), make_request("refuse", 2))
+        await collect(
+            replicas, make_request("good", 2, max_tokens=10_000), make_request("refuse", 2)
+        )
     assert len(await other) == 30
     assert replicas.stats().num_running == 0
     assert len(replicas.engines) == 2
@@ -278,7 +291,9 @@ async def test_samples_of_a_lost_replica_continue_elsewhere() -> None:
     assert engines[1].stats().num_running == 0
     assert not engines[1].closed
     assert tokens(await running) == await undisturbed(requests)
-    assert sum(engine.stats().completion_tokens for engine in engines) == 1200, "no token was made twice"
+    assert sum(engine.stats().completion_tokens for engine in engines) == 1200, (
+        "no token was made twice"
+    )
     with pytest.raises(ValueError, match="is the last one that serves; add another one first"):
         await replicas.remove(engines[0])
     with pytest.raises(ValueError, match="is not one of the replicas"):
@@ -322,7 +337,9 @@ async def test_engine_with_older_weights_waits_for_the_next_update() -> None:
     await collect(replicas, *requests_of(6))
     assert second.served == []
     first.die()
-    with pytest.raises(EngineDiedError, match="no replica serves: those that are left have older weights"):
+    with pytest.raises(
+        EngineDiedError, match="no replica serves: those that are left have older weights"
+    ):
         await collect(replicas, make_request("r", 2))
     await replicas.update_weights(weights(4.0), version=4)
     assert len(await collect(replicas, make_request("r", 2))) == 1
@@ -471,9 +488,14 @@ async def test_abort_ends_also_what_a_dead_replica_owed() -> None:
 
 
 def test_engines_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"weight versions of engines are \[0, 2\]; expected one version"):
+    with pytest.raises(
+        ValueError, match=r"weight versions of engines are \[0, 2\]; expected one version"
+    ):
         EngineReplicas([FakeEngine(), FakeEngine(version=2)])
-    with pytest.raises(ValueError, match=r"weight versions of engines are \[\]; expected one version of one or more"):
+    with pytest.raises(
+        ValueError,
+        match=r"weight versions of engines are \[\]; expected one version of one or more",
+    ):
         EngineReplicas([])
     with pytest.raises(ValueError, match="max_deaths is 0; expected at least 1"):
         EngineReplicas(fakes(1), max_deaths=0)
@@ -482,8 +504,14 @@ def test_engines_must_agree() -> None:
 @pytest.mark.slow
 async def test_a_killed_process_costs_no_sample(tied: TinyModel) -> None:
     """Two hundred requests over two processes, one of which gets `kill -9`: every sample once, as if nothing was."""
-    requests = [make_request(f"r{i}", 3 + i % 20, n=4, seed=i, max_tokens=8 + i % 25) for i in range(200)]
-    start = partial(EngineProcess.start, partial(HFEngine.from_pretrained, tied.path, max_num_seqs=32), num_threads=1)
+    requests = [
+        make_request(f"r{i}", 3 + i % 20, n=4, seed=i, max_tokens=8 + i % 25) for i in range(200)
+    ]
+    start = partial(
+        EngineProcess.start,
+        partial(HFEngine.from_pretrained, tied.path, max_num_seqs=32),
+        num_threads=1,
+    )
     engines: list[EngineProcess] = [await start() for _ in range(2)]
     replicas = EngineReplicas(engines)
     await replicas.update_weights(tied.new.state_dict().items(), version=1)

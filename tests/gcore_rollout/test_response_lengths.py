@@ -26,7 +26,9 @@ from gcore_rollout import (
 
 
 def prompt_of(number: int, source: str = "") -> Prompt:
-    return Prompt(text="", token_ids=(number, number + 1), row={"data_source": source} if source else {})
+    return Prompt(
+        text="", token_ids=(number, number + 1), row={"data_source": source} if source else {}
+    )
 
 
 def measured(number: int, length: int, source: str = "") -> MeasuredLength:
@@ -47,12 +49,17 @@ def test_a_prompt_has_its_own_lengths_and_others_those_of_their_source() -> None
     assert history.expected(prompt_of(7, "math")) == 20
 
 
-lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99), st.sampled_from(["", "a", "b", "c"])), max_size=30)
+lengths = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 99), st.sampled_from(["", "a", "b", "c"])),
+    max_size=30,
+)
 
 
 @given(lengths, st.randoms(use_true_random=False))
 @example([(0, 1, ""), (0, 1, "a"), (0, 1, "b")], Random(0))  # one prompt in three sources
-def test_its_memory_is_bounded_and_its_state_is_all_there_is(seen: list[tuple[int, int, str]], random: Any) -> None:
+def test_its_memory_is_bounded_and_its_state_is_all_there_is(
+    seen: list[tuple[int, int, str]], random: Any
+) -> None:
     """Measurements of one wave may come in any order, as they do from any number of controllers."""
     history, other = (LengthHistory(max_prompts=4, max_sources=2) for _ in range(2))
     for start in range(0, len(seen), 5):
@@ -71,7 +78,9 @@ def test_its_memory_is_bounded_and_its_state_is_all_there_is(seen: list[tuple[in
 
 
 def test_an_expectation_is_at_least_a_token() -> None:
-    with pytest.raises(RequestError, match="expected_tokens of request 'r' is 0; expected at least 1, or None"):
+    with pytest.raises(
+        RequestError, match="expected_tokens of request 'r' is 0; expected at least 1, or None"
+    ):
         make_request("r", 2, expected_tokens=0)
 
 
@@ -97,16 +106,29 @@ class Digits:
         return "".join(map(str, token_ids))
 
 
-async def generated(model: TinyModel, history: LengthHistory | None) -> tuple[dict[int, Group], Generation, list[int]]:
+async def generated(
+    model: TinyModel, history: LengthHistory | None
+) -> tuple[dict[int, Group], Generation, list[int]]:
     """Generate 24 groups of two responses on two engines of four places; return the engines' steps, too."""
-    engines = [CountingEngine.from_pretrained(model.path, max_num_seqs=4, eos_token_ids=EOS_TOKEN_IDS) for _ in "ab"]
-    roles = RolloutRoles(policy=EngineReplicas(engines), reward=RewardRunner(no_reward), tokenizer=Digits())
+    engines = [
+        CountingEngine.from_pretrained(model.path, max_num_seqs=4, eos_token_ids=EOS_TOKEN_IDS)
+        for _ in "ab"
+    ]
+    roles = RolloutRoles(
+        policy=EngineReplicas(engines), reward=RewardRunner(no_reward), tokenizer=Digits()
+    )
     timer: Any = type("Timer", (), {"stage": lambda _, __: nullcontext()})()
     sampling = SamplingParams(max_tokens=100, temperature=1.5)
-    generation = Generation(roles=roles, sampling=sampling, n=2, seed=3, timer=timer, history=history)
+    generation = Generation(
+        roles=roles, sampling=sampling, n=2, seed=3, timer=timer, history=history
+    )
     groups, _ = await generation.run([(i, prompt_of(i)) for i in range(24)])
     await roles.policy.close()
-    return {group.prompt_index: group for group in groups}, generation, [engine.num_steps for engine in engines]
+    return (
+        {group.prompt_index: group for group in groups},
+        generation,
+        [engine.num_steps for engine in engines],
+    )
 
 
 @pytest.mark.slow
@@ -128,7 +150,9 @@ async def test_the_longest_first_are_the_same_samples_in_fewer_steps(tied: TinyM
 
 async def test_work_is_counted_in_expected_tokens(tied: TinyModel) -> None:
     """One request of ten times the expected length weighs as much as ten others."""
-    engines = [CountingEngine.from_pretrained(tied.path, max_num_seqs=64, eos_token_ids=[]) for _ in "ab"]
+    engines = [
+        CountingEngine.from_pretrained(tied.path, max_num_seqs=64, eos_token_ids=[]) for _ in "ab"
+    ]
     replicas = EngineReplicas(engines)
     requests = [make_request("long", 2, max_tokens=40, expected_tokens=40)]
     requests += [make_request(f"r{i}", 2, max_tokens=40, expected_tokens=4) for i in range(10)]
@@ -146,7 +170,9 @@ async def test_a_response_that_reaches_the_length_defers_its_prompt(tied: TinyMo
     found: list[dict[int, Group]] = []
     for max_tokens, defers in ((64, False), (48, True)):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=1.5)
-        generation = Generation(roles=roles, sampling=sampling, n=2, seed=1, timer=timer, defers=defers)
+        generation = Generation(
+            roles=roles, sampling=sampling, n=2, seed=1, timer=timer, defers=defers
+        )
         groups, unfinished = await generation.run(prompts)
         found.append({group.prompt_index: group for group in groups})
         assert unfinished == []

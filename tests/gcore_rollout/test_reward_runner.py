@@ -67,7 +67,10 @@ async def test_a_reward_may_say_more_than_a_number() -> None:
     [
         (Scored(score=float("nan")), "returned a score of nan; expected a finite number"),
         (Scored(score="1"), "returned a score of '1'; expected one number"),  # pyright: ignore[reportArgumentType]
-        (Scored(score=1, parts={"a": float("inf")}), "returned a part 'a' of inf; expected a finite number"),
+        (
+            Scored(score=1, parts={"a": float("inf")}),
+            "returned a part 'a' of inf; expected a finite number",
+        ),
         (Failed(error=RewardError("x")), "returned Failed.*; expected one number"),
     ],
 )
@@ -75,7 +78,9 @@ async def test_each_number_is_checked(value: Any, message: str) -> None:
     def judge(*_: object) -> Any:
         return value
 
-    with pytest.raises(RewardError, match=rf"reward 'judge' on prompt 'p', completion 'c': {message}"):
+    with pytest.raises(
+        RewardError, match=rf"reward 'judge' on prompt 'p', completion 'c': {message}"
+    ):
         await evaluate(judge, prompt="p", completion="c", row=ROW)
 
 
@@ -98,7 +103,12 @@ async def test_concurrency_is_bounded_and_time_in_the_line_does_not_run() -> Non
     assert await asyncio.gather(*tasks) == [Scored(score=1.0)] * 12
     assert most == 3
     stats = runner.stats()
-    assert (stats.num_scored, stats.num_running, stats.num_waiting, stats.num_timeouts) == (12, 0, 0, 0)
+    assert (stats.num_scored, stats.num_running, stats.num_waiting, stats.num_timeouts) == (
+        12,
+        0,
+        0,
+        0,
+    )
     assert stats.busy_s > 5.9, "twelve times 0.5 s"
 
 
@@ -114,7 +124,9 @@ async def test_what_may_pass_is_tried_again(error: Exception) -> None:
 async def test_what_cannot_pass_is_not() -> None:
     reward = Flaky(1, KeyError("gold"))
     runner = RewardRunner(reward, RewardRunnerConfig(retry=QUICK))
-    with pytest.raises(RewardError, match="reward 'Flaky' on prompt 'p', completion 'c': KeyError: 'gold'"):
+    with pytest.raises(
+        RewardError, match="reward 'Flaky' on prompt 'p', completion 'c': KeyError: 'gold'"
+    ):
         await run(runner)
     assert len(reward.calls) == 1
     assert (runner.stats().num_retries, runner.stats().num_failed) == (0, 1)
@@ -154,7 +166,11 @@ async def test_time_out() -> None:
         match=r"reward 'judge' on prompt 'p', completion 'c': TimeoutError: no answer within timeout_s=0.05",
     ):
         await run(runner)
-    assert (runner.stats().num_timeouts, runner.stats().num_retries, runner.stats().num_failed) == (3, 2, 1)
+    assert (runner.stats().num_timeouts, runner.stats().num_retries, runner.stats().num_failed) == (
+        3,
+        2,
+        1,
+    )
 
 
 async def test_dropped_failures_are_given_and_counted() -> None:
@@ -163,7 +179,9 @@ async def test_dropped_failures_are_given_and_counted() -> None:
     outcomes = [await run(runner, c) for c in ("a", "a", "b")]
     assert [isinstance(o, Failed) for o in outcomes] == [True, False, True]
     assert isinstance(outcomes[0], Failed)
-    assert str(outcomes[0].error) == "reward 'Flaky' on prompt 'p', completion 'a': KeyError: 'gold'"
+    assert (
+        str(outcomes[0].error) == "reward 'Flaky' on prompt 'p', completion 'a': KeyError: 'gold'"
+    )
     assert (runner.stats().num_failed, runner.stats().num_scored) == (2, 1)
 
 
@@ -220,7 +238,9 @@ async def test_a_synchronous_reward_is_held_to_its_time_too() -> None:
         release.wait()
         return 1.0
 
-    runner = RewardRunner(reward, RewardRunnerConfig(timeout_s=0.1, retry=RetryPolicy(max_retries=0)))
+    runner = RewardRunner(
+        reward, RewardRunnerConfig(timeout_s=0.1, retry=RetryPolicy(max_retries=0))
+    )
     with pytest.raises(RewardError, match="no answer within"):
         await run(runner)
     release.set()
@@ -268,11 +288,22 @@ def polite(prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
 
 
 async def test_composite() -> None:
-    rewards: dict[str, Any] = {"length": long, "polite": polite, "right": MathVerifyReward(), "again": long}
+    rewards: dict[str, Any] = {
+        "length": long,
+        "polite": polite,
+        "right": MathVerifyReward(),
+        "again": long,
+    }
     reward = CompositeReward(rewards, weights={"length": 0.5, "polite": -2, "right": 1, "again": 0})
     scored = await evaluate(reward, prompt="", completion="please 4", row=ROW)
     assert scored.score == pytest.approx(0.5 * 0.8 - 2 + 1)
-    assert scored.parts == {"length": 0.8, "polite": 1.0, "polite/words": 1.0, "right": 1.0, "again": 0.8}
+    assert scored.parts == {
+        "length": 0.8,
+        "polite": 1.0,
+        "polite/words": 1.0,
+        "right": 1.0,
+        "again": 0.8,
+    }
     assert scored.feedback == "be nice"
 
 
@@ -310,7 +341,9 @@ async def test_a_part_that_fails_is_named_and_ends_the_others() -> None:
 
 async def test_a_composite_is_retried_and_dropped_like_its_parts() -> None:
     flaky = CompositeReward({"net": Flaky(1, ConnectionError("reset"))}, weights={"net": 1})
-    assert await run(RewardRunner(flaky, RewardRunnerConfig(retry=QUICK))) == Scored(score=1.0, parts={"net": 1.0})
+    assert await run(RewardRunner(flaky, RewardRunnerConfig(retry=QUICK))) == Scored(
+        score=1.0, parts={"net": 1.0}
+    )
     silent = CompositeReward({"judge": Flaky(9, NoScoreError("no verdict"))}, weights={"judge": 1})
     outcome = await run(RewardRunner(silent))
     assert isinstance(outcome, Failed)
@@ -331,7 +364,9 @@ def test_bad_composites(rewards: Any, weights: Any, message: str) -> None:
         CompositeReward(rewards, weights=weights)
 
 
-async def shortest_wins(prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
+async def shortest_wins(
+    prompt: str, completions: Sequence[str], row: Mapping[str, Any]
+) -> list[Scored]:
     if prompt == "slow":
         await asyncio.sleep(60)
     if prompt == "short":
@@ -340,7 +375,9 @@ async def shortest_wins(prompt: str, completions: Sequence[str], row: Mapping[st
 
 
 async def test_groups() -> None:
-    runner = RewardRunner(shortest_wins, RewardRunnerConfig(timeout_s=0.1, retry=QUICK, on_error="drop"))
+    runner = RewardRunner(
+        shortest_wins, RewardRunnerConfig(timeout_s=0.1, retry=QUICK, on_error="drop")
+    )
     good = await runner.score_group(prompt="p", completions=["aa", "b"], row=ROW)
     assert good == [Scored(score=0.0), Scored(score=1.0)]
     for prompt, message in (
@@ -351,7 +388,11 @@ async def test_groups() -> None:
         assert isinstance(bad, Failed)
         assert f"reward 'shortest_wins' on prompt '{prompt}', completion 'aa': " in str(bad.error)
         assert message in str(bad.error)
-    assert (runner.stats().num_scored, runner.stats().num_failed, runner.stats().num_timeouts) == (1, 2, 3)
+    assert (runner.stats().num_scored, runner.stats().num_failed, runner.stats().num_timeouts) == (
+        1,
+        2,
+        3,
+    )
     with pytest.raises(RewardError, match="returned 0 scores"):
         await evaluate_group(shortest_wins, prompt="short", completions=["a"], row=ROW)
 
@@ -378,12 +419,21 @@ def test_metrics() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RewardRunnerConfig(max_concurrency=0), "max_concurrency is 0; expected at least 1"),
+        (
+            lambda: RewardRunnerConfig(max_concurrency=0),
+            "max_concurrency is 0; expected at least 1",
+        ),
         (lambda: RewardRunnerConfig(timeout_s=0), "timeout_s is 0; expected more than 0"),
-        (lambda: RewardRunnerConfig(on_error="skip"), "on_error is 'skip'; expected one of raise, drop"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: RewardRunnerConfig(on_error="skip"),
+            "on_error is 'skip'; expected one of raise, drop",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: RetryPolicy(max_retries=-1), "max_retries is -1; expected 0 or more"),
         (lambda: RetryPolicy(backoff_s=-1), "backoff_s is -1; expected 0 or more"),
-        (lambda: RetryPolicy(backoff_s=2, max_backoff_s=1), "max_backoff_s is 1; expected at least backoff_s=2"),
+        (
+            lambda: RetryPolicy(backoff_s=2, max_backoff_s=1),
+            "max_backoff_s is 1; expected at least backoff_s=2",
+        ),
         (lambda: ThreadedReward(long, max_workers=0), "max_workers is 0; expected at least 1"),
     ],
 )

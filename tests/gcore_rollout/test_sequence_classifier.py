@@ -17,11 +17,31 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from gcore_rollout import RewardConfigError, RewardError, RewardRunner, UnsupportedModelError, evaluate, score
-from gcore_rollout.rewards.kinds.sequence_classifier import SequenceClassifierReward, batches_by_length, encoder
+from gcore_rollout import (
+    RewardConfigError,
+    RewardError,
+    RewardRunner,
+    UnsupportedModelError,
+    evaluate,
+    score,
+)
+from gcore_rollout.rewards.kinds.sequence_classifier import (
+    SequenceClassifierReward,
+    batches_by_length,
+    encoder,
+)
 
 PAD = 3
-TEXTS = ["a", "the cat", "x" * 40, "b" * 7, "a", "some more words of it", "ends in pad\x03", "\x03\x03"]
+TEXTS = [
+    "a",
+    "the cat",
+    "x" * 40,
+    "b" * 7,
+    "a",
+    "some more words of it",
+    "ends in pad\x03",
+    "\x03\x03",
+]
 
 
 def encode(prompt: str, completion: str) -> list[int]:
@@ -63,7 +83,9 @@ async def test_batched_logits_are_those_of_each_text_alone(kind: str, pad: int |
     """Also where a text ends in the padding token, as it does where that ends responses."""
     model = model_of(kind, pad_token_id=PAD if kind == "bert" else pad)
     reward = SequenceClassifierReward(model, encode=encode, max_batch_tokens=100)
-    scores = await asyncio.gather(*(score(reward, prompt="say: ", completion=t, row={}) for t in TEXTS))
+    scores = await asyncio.gather(
+        *(score(reward, prompt="say: ", completion=t, row={}) for t in TEXTS)
+    )
     expected = [alone(model, encode("say: ", t)) for t in TEXTS]
     assert scores == pytest.approx(expected, abs=1e-5)
     assert max(scores) - min(scores) > 0.01, "the model distinguishes them"
@@ -73,7 +95,9 @@ async def test_batched_logits_are_those_of_each_text_alone(kind: str, pad: int |
 
 async def test_calls_that_come_together_are_one_batch() -> None:
     reward = SequenceClassifierReward(model_of(), encode=encode, max_wait_s=0.2)
-    calls = [asyncio.create_task(score(reward, prompt="p", completion=t, row={})) for t in TEXTS[:4]]
+    calls = [
+        asyncio.create_task(score(reward, prompt="p", completion=t, row={})) for t in TEXTS[:4]
+    ]
     await asyncio.sleep(0.05)
     late = asyncio.create_task(score(reward, prompt="p", completion="late", row={}))
     await asyncio.gather(*calls, late)
@@ -116,7 +140,9 @@ async def test_a_call_that_is_given_up_does_not_hold_up_the_others() -> None:
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(results[1], asyncio.CancelledError)
     assert isinstance(results[0], float)
-    assert await score(reward, prompt="", completion="a", row={}) == pytest.approx(results[0], abs=1e-5)
+    assert await score(reward, prompt="", completion="a", row={}) == pytest.approx(
+        results[0], abs=1e-5
+    )
     reward.close()
 
 
@@ -131,7 +157,9 @@ async def test_an_error_of_the_model_reaches_every_call_of_its_batch() -> None:
     )
     failed = [isinstance(r, RewardError) and "IndexError" in str(r) for r in results]
     assert failed == [False, False, True, True, False], "two, two and one go together"
-    assert await score(reward, prompt="", completion="good", row={}) == pytest.approx(alone(model_of(), [1]), abs=1e-5)
+    assert await score(reward, prompt="", completion="good", row={}) == pytest.approx(
+        alone(model_of(), [1]), abs=1e-5
+    )
     reward.close()
 
 
@@ -139,8 +167,12 @@ async def test_under_a_runner() -> None:
     model = model_of()
     reward = SequenceClassifierReward(model, encode=encode)
     runner = RewardRunner(reward)
-    results: list[Any] = await asyncio.gather(*(runner.score(prompt="", completion=t, row={}) for t in TEXTS))
-    assert [r.score for r in results] == pytest.approx([alone(model, encode("", t)) for t in TEXTS], abs=1e-5)
+    results: list[Any] = await asyncio.gather(
+        *(runner.score(prompt="", completion=t, row={}) for t in TEXTS)
+    )
+    assert [r.score for r in results] == pytest.approx(
+        [alone(model, encode("", t)) for t in TEXTS], abs=1e-5
+    )
     reward.close()
 
 
@@ -176,7 +208,9 @@ async def test_a_folder(tmp_path: Path, chat: bool) -> None:
 @pytest.mark.parametrize("length", [0, 65])
 async def test_texts_that_do_not_fit(length: int) -> None:
     reward = SequenceClassifierReward(model_of(), encode=encode)
-    with pytest.raises(RewardError, match=rf"the text has {length} tokens; expected 1 to max_length=64"):
+    with pytest.raises(
+        RewardError, match=rf"the text has {length} tokens; expected 1 to max_length=64"
+    ):
         await score(reward, prompt="", completion="x" * length, row={})
     reward.close()
 
@@ -186,7 +220,12 @@ async def test_texts_that_do_not_fit(length: int) -> None:
     [
         ({"num_labels": 2}, {}, UnsupportedModelError, "num_labels=2; expected 1"),
         ({"kind": "bert", "pad_token_id": None}, {}, UnsupportedModelError, "no pad_token_id"),
-        ({}, {"max_batch_tokens": 0}, RewardConfigError, "max_batch_tokens is 0; expected at least 1"),
+        (
+            {},
+            {"max_batch_tokens": 0},
+            RewardConfigError,
+            "max_batch_tokens is 0; expected at least 1",
+        ),
         ({}, {"max_wait_s": -1}, RewardConfigError, "max_wait_s is -1; expected 0 or more"),
         ({}, {"max_length": -1}, RewardConfigError, "max_length is -1 "),
     ],

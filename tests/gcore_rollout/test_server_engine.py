@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from engine_oracles import EOS_TOKEN_IDS, MAX_LENGTH, TinyModel, collect, first_then_abandon, make_request, until_idle
+from engine_oracles import (
+    EOS_TOKEN_IDS,
+    MAX_LENGTH,
+    TinyModel,
+    collect,
+    first_then_abandon,
+    make_request,
+    until_idle,
+)
 from server_processes import free_port
 
 from gcore_rollout import (
@@ -79,7 +87,9 @@ class SmallServer:
                 raise web.HTTPNotFound
         return web.json_response({})
 
-    async def generate(self, request: web.Request, body: Any, *, num_tokens: int | None = None) -> web.StreamResponse:
+    async def generate(
+        self, request: web.Request, body: Any, *, num_tokens: int | None = None
+    ) -> web.StreamResponse:
         """Send tokens: all that are asked for, or ``num_tokens`` and no end."""
         self.num_streams += 1
         self.most_streams = max(self.most_streams, self.num_streams)
@@ -93,7 +103,9 @@ class SmallServer:
                     await asyncio.sleep(0.01)
                 is_aborted = f"generate-tokens-{body['request_id']}" in self.aborted
                 reason = "abort" if is_aborted else "length" if made == max_tokens else None
-                await response.write(self.event([] if is_aborted else [7], reason, made - is_aborted))
+                await response.write(
+                    self.event([] if is_aborted else [7], reason, made - is_aborted)
+                )
                 if reason:
                     break
         finally:
@@ -105,7 +117,9 @@ class SmallServer:
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": -1.0} for _ in tokens]},
             "finish_reason": reason,
-            "weight_versions": [{"version": self.version, "start": 0, "end": num_tokens}] if reason else None,
+            "weight_versions": [{"version": self.version, "start": 0, "end": num_tokens}]
+            if reason
+            else None,
         }
         return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
@@ -150,17 +164,25 @@ def says(status: int, text: str = "no such luck") -> Answer:
 
 async def test_a_server_that_is_not_there() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineDiedError, match=f"the server at {url} was lost: Cannot connect to host"):
+    with pytest.raises(
+        EngineDiedError, match=f"the server at {url} was lost: Cannot connect to host"
+    ):
         await connect(url)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT or https://HOST:PORT"),
+        (
+            {"url": "localhost:8000"},
+            "url is 'localhost:8000'; expected http://HOST:PORT or https://HOST:PORT",
+        ),
         ({"timeout_s": 0}, "timeout_s is 0; expected more than 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; expected at least 1"),
-        ({"weights_dir": "nowhere"}, "weights_dir is 'nowhere'; expected an existing folder that the server sees"),
+        (
+            {"weights_dir": "nowhere"},
+            "weights_dir is 'nowhere'; expected an existing folder that the server sees",
+        ),
     ],
 )
 async def test_bad_options_are_refused(url: str, options: dict[str, Any], message: str) -> None:
@@ -176,19 +198,28 @@ async def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_server_without_what_is_needed(server: SmallServer, url: str) -> None:
     server.answers["/server_info"] = says(404)
-    with pytest.raises(RolloutError, match=f"{url} does not report its configuration: .* VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(
+        RolloutError, match=f"{url} does not report its configuration: .* VLLM_SERVER_DEV_MODE=1"
+    ):
         await connect(url)
     del server.answers["/server_info"]
     server.config["model_config"]["logprobs_mode"] = "raw_logprobs"
-    with pytest.raises(RolloutError, match="'raw_logprobs': start it with --logprobs-mode processed_logprobs"):
+    with pytest.raises(
+        RolloutError, match="'raw_logprobs': start it with --logprobs-mode processed_logprobs"
+    ):
         await connect(url)
     server.config["model_config"]["logprobs_mode"] = "processed_logprobs"
     server.answers["/openapi.json"] = says(200, '{"paths": {}}')
-    with pytest.raises(RolloutError, match="has no /inference/v1/generate: start it with --enable-scale-out"):
+    with pytest.raises(
+        RolloutError, match="has no /inference/v1/generate: start it with --enable-scale-out"
+    ):
         await connect(url)
     del server.answers["/openapi.json"]
     server.config["model_config"]["model"] = "owner/name"
-    with pytest.raises(UnsupportedModelError, match="owner/name, which is no model's folder on this machine: set mode"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="owner/name, which is no model's folder on this machine: set mode",
+    ):
         await connect(url)
 
 
@@ -201,13 +232,19 @@ async def test_what_is_left_paused_is_taken_over(server: SmallServer, url: str) 
 
 async def test_what_is_sent(server: SmallServer, url: str) -> None:
     engine = await connect(url, api_key="secret", eos_token_ids=[3])
-    (completion,) = (await collect(engine, make_request("r", 5, max_tokens=6, temperature=0.5, seed=9))).values()
+    (completion,) = (
+        await collect(engine, make_request("r", 5, max_tokens=6, temperature=0.5, seed=9))
+    ).values()
     assert completion.token_ids.tolist() == [7] * 6
     assert completion.log_probs.tolist() == [-1.0] * 6
     body = server.calls[-1][1]
     assert len(body["token_ids"]) == 5
     sampling = body["sampling_params"]
-    assert (sampling["max_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (6, 0.5, [3])
+    assert (sampling["max_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (
+        6,
+        0.5,
+        [3],
+    )
     assert set(server.headers) == {"Bearer secret"}
     await collect(await connect(url), make_request("r", 5, max_tokens=1))
     other = server.calls[-1][1]
@@ -262,7 +299,9 @@ async def test_a_stream_that_breaks_off(server: SmallServer, url: str) -> None:
     server.answers["/inference/v1/generate"] = third_breaks
     completions = engine.generate([make_request("r", 3, n=3, max_tokens=8)])
     assert sorted([(await anext(completions)).index for _ in range(2)]) == [0, 1]
-    with pytest.raises(EngineDiedError, match=f"the server at {url} broke off a stream; unfinished samples: 1"):
+    with pytest.raises(
+        EngineDiedError, match=f"the server at {url} broke off a stream; unfinished samples: 1"
+    ):
         await anext(completions)
 
 
@@ -279,8 +318,12 @@ async def test_a_refused_sample_ends_its_call_only(server: SmallServer, url: str
 
 async def test_an_error_in_the_stream(server: SmallServer, url: str) -> None:
     engine = await connect(url)
-    server.answers["/inference/v1/generate"] = says(200, 'data: {"error": {"code": 500, "message": "lost"}}\n\n')
-    with pytest.raises(EngineDiedError, match=r"sample 0 of 'r', POST http.*: the server says 500: lost"):
+    server.answers["/inference/v1/generate"] = says(
+        200, 'data: {"error": {"code": 500, "message": "lost"}}\n\n'
+    )
+    with pytest.raises(
+        EngineDiedError, match=r"sample 0 of 'r', POST http.*: the server says 500: lost"
+    ):
         await collect(engine, make_request("r", 3))
 
 
@@ -297,7 +340,9 @@ async def test_silence(server: SmallServer, url: str) -> None:
     await engine.resume()
     assert len(await running) == 1
     server.token_interval_s = 60.0
-    with pytest.raises(EngineDiedError, match=f"the server at {url} said nothing for 1.5 s; unfinished samples: 1"):
+    with pytest.raises(
+        EngineDiedError, match=f"the server at {url} said nothing for 1.5 s; unfinished samples: 1"
+    ):
         await collect(engine, make_request("r", 3))
 
 
@@ -322,7 +367,9 @@ async def test_an_abort_that_overtakes_its_request(server: SmallServer, url: str
     assert server.paths().count("/abort_requests") > 1
 
 
-async def test_an_abort_without_effect_is_not_waited_for_for_ever(server: SmallServer, url: str) -> None:
+async def test_an_abort_without_effect_is_not_waited_for_for_ever(
+    server: SmallServer, url: str
+) -> None:
     engine = await connect(url, timeout_s=1.5)
     server.answers["/abort_requests"] = says(200)
     server.token_interval_s = 0.05
@@ -331,13 +378,18 @@ async def test_an_abort_without_effect_is_not_waited_for_for_ever(server: SmallS
         await asyncio.sleep(0)
     with pytest.raises(EngineDiedError, match="does not end aborted samples"):
         await engine.abort()
-    with pytest.raises(EngineDiedError, match="does not end aborted samples; unfinished samples: 1"):
+    with pytest.raises(
+        EngineDiedError, match="does not end aborted samples; unfinished samples: 1"
+    ):
         await running
 
 
 async def test_the_server_is_notified_of_abandoned_requests(server: SmallServer, url: str) -> None:
     engine = await connect(url)
-    requests = [make_request("short", 3, max_tokens=1), make_request("long", 3, n=3, max_tokens=400)]
+    requests = [
+        make_request("short", 3, max_tokens=1),
+        make_request("long", 3, n=3, max_tokens=400),
+    ]
     await first_then_abandon(engine, requests)
     await until_idle(engine)
     async with asyncio.timeout(300):
@@ -348,7 +400,10 @@ async def test_the_server_is_notified_of_abandoned_requests(server: SmallServer,
 async def test_a_stop_string_ends_a_sample_of_a_server(server: SmallServer, url: str) -> None:
     """Here, with the token that completes it; the server is notified. It has sampled `b` again and again."""
     engine = await connect(url)
-    free, guarded = make_request("free", 3, max_tokens=9), make_request("guarded", 3, max_tokens=400)
+    free, guarded = (
+        make_request("free", 3, max_tokens=9),
+        make_request("guarded", 3, max_tokens=400),
+    )
     guarded = replace(guarded, sampling=replace(guarded.sampling, stop=("a", "bbbb")))
     found = await collect(engine, free, guarded)
     stopped = found["guarded", 0]
@@ -363,7 +418,9 @@ async def test_a_stop_string_ends_a_sample_of_a_server(server: SmallServer, url:
 
 async def test_an_update_without_a_folder(url: str, tied: TinyModel) -> None:
     engine = await connect(url)
-    with pytest.raises(RolloutError, match="the engine was made without weights_dir: update_weights needs it"):
+    with pytest.raises(
+        RolloutError, match="the engine was made without weights_dir: update_weights needs it"
+    ):
         await engine.update_weights(tied.new.state_dict().items(), version=1)
 
 
@@ -372,7 +429,10 @@ async def test_a_server_that_would_keep_its_old_head(
 ) -> None:
     engine = await connect(url, weights_dir=tmp_path)
     server.answers["/collective_rpc"] = says(500, "Method 'repack_tied_head' is not implemented.")
-    with pytest.raises(RolloutError, match=r"keep the old weights of its tied head: .*gcore_rollout\.TiedHeadWorker"):
+    with pytest.raises(
+        RolloutError,
+        match=r"keep the old weights of its tied head: .*gcore_rollout\.TiedHeadWorker",
+    ):
         await engine.update_weights(tied.new.state_dict().items(), version=1)
     assert (engine.weight_version, server.version, list(tmp_path.iterdir())) == (0, "0", [])
     assert len(await collect(engine, make_request("r", 3))) == 1
@@ -388,10 +448,14 @@ async def test_a_head_of_its_own_needs_no_repacking(
     assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
-async def test_weights_that_cannot_be_loaded(server: SmallServer, url: str, untied: TinyModel, tmp_path: Path) -> None:
+async def test_weights_that_cannot_be_loaded(
+    server: SmallServer, url: str, untied: TinyModel, tmp_path: Path
+) -> None:
     engine = await connect(url, weights_dir=tmp_path, model_path=untied.path)
     server.answers["/collective_rpc"] = says(500, "no such folder")
-    with pytest.raises(EngineDiedError, match=r"weights-1-.* could not be loaded, does the .*500: no such folder"):
+    with pytest.raises(
+        EngineDiedError, match=r"weights-1-.* could not be loaded, does the .*500: no such folder"
+    ):
         await engine.update_weights(untied.new.state_dict().items(), version=1)
     assert not list(tmp_path.iterdir())
     with pytest.raises(EngineDiedError, match="could not be loaded"):
@@ -422,7 +486,9 @@ async def test_a_cancelled_update_leaves_nothing_half_way(
     assert len(completion.token_ids) == 400
 
 
-async def test_one_change_at_a_time(server: SmallServer, url: str, untied: TinyModel, tmp_path: Path) -> None:
+async def test_one_change_at_a_time(
+    server: SmallServer, url: str, untied: TinyModel, tmp_path: Path
+) -> None:
     """A pause during an update holds when that is done."""
     engine = await connect(url, weights_dir=tmp_path, model_path=untied.path)
     updates = [engine.update_weights(untied.new.state_dict().items(), version=v) for v in (1, 2)]
@@ -437,7 +503,11 @@ async def test_one_change_at_a_time(server: SmallServer, url: str, untied: TinyM
 
 
 async def test_versions_seen_from_here_fill_in_for_the_server(
-    server: SmallServer, url: str, untied: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: SmallServer,
+    url: str,
+    untied: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = await connect(url, weights_dir=tmp_path, model_path=untied.path)
     whole_event = server.event
@@ -456,4 +526,6 @@ async def test_versions_seen_from_here_fill_in_for_the_server(
     await engine.update_weights(untied.new.state_dict().items(), version=4)
     await engine.resume()
     (completion,) = (await running).values()
-    np.testing.assert_array_equal(completion.weight_versions, [0] * num_before + [4] * (60 - num_before))
+    np.testing.assert_array_equal(
+        completion.weight_versions, [0] * num_before + [4] * (60 - num_before)
+    )

@@ -24,7 +24,9 @@ PYTHON = os.environ.get("GCORE_SGLANG_PYTHON", "")
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.skipif(not PYTHON, reason="needs an environment with SGLang: scripts/sglang-cpu/setup FOLDER"),
+    pytest.mark.skipif(
+        not PYTHON, reason="needs an environment with SGLang: scripts/sglang-cpu/setup FOLDER"
+    ),
 ]
 
 NOT_HERE = {
@@ -43,7 +45,9 @@ globals().update({name: test for name, test in PROMISES.items() if name not in N
 
 @pytest.fixture(scope="module")
 def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served_by_sglang(PYTHON, tied.path, log=tmp_path_factory.mktemp("sglang") / "log") as address:
+    with served_by_sglang(
+        PYTHON, tied.path, log=tmp_path_factory.mktemp("sglang") / "log"
+    ) as address:
         body = {"forward_sleep_time": STEP_S}
         ServerClient(address, timeout_s=600).call_blocking("POST", "/slow_down", body=body)
         yield address
@@ -104,4 +108,6 @@ async def test_update_of_a_server_in_mid_generation(subject: Subject) -> None:
 
 async def test_zz_closing(subject: Subject, url: str, weights_dir: Path) -> None:
     """The last ones here relabels the server's weights."""
-    await check_closing(partial(SGLangServerEngine.connect, url, weights_dir=weights_dir), subject.model)
+    await check_closing(
+        partial(SGLangServerEngine.connect, url, weights_dir=weights_dir), subject.model
+    )

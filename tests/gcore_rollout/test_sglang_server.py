@@ -9,7 +9,14 @@ import pytest
 from engine_oracles import EOS_TOKEN_IDS, TinyModel, errors, reference_after_swap, repeats
 from sglang_exchanges import RECORDED, Replay, Scenario, run_scenario
 
-from gcore_rollout import RepetitionDetection, Request, RequestError, RolloutError, SamplingParams, SGLangServerEngine
+from gcore_rollout import (
+    RepetitionDetection,
+    Request,
+    RequestError,
+    RolloutError,
+    SamplingParams,
+    SGLangServerEngine,
+)
 
 TOLERANCE = 1e-5
 
@@ -28,8 +35,12 @@ def check_scenario(scenario: Scenario, model: TinyModel) -> None:
     crossed = found["crossing", 0]
     num_old = int((crossed.weight_versions == 0).sum())
     assert 4 <= num_old < len(crossed.token_ids)
-    assert crossed.weight_versions.tolist() == [0] * num_old + [1] * (len(crossed.token_ids) - num_old)
-    expected = reference_after_swap(model.old, model.new, scenario.crossing, crossed.token_ids, num_old)
+    assert crossed.weight_versions.tolist() == [0] * num_old + [1] * (
+        len(crossed.token_ids) - num_old
+    )
+    expected = reference_after_swap(
+        model.old, model.new, scenario.crossing, crossed.token_ids, num_old
+    )
     np.testing.assert_allclose(crossed.log_probs, expected, atol=TOLERANCE, rtol=0)
 
     cut, whole = scenario.cut["long", 0], found["long", 0]
@@ -66,27 +77,42 @@ async def test_overlapped_steps_are_refused(tied: TinyModel) -> None:
     replay = Replay.of(RECORDED, model_path=tied.path)
     replay.left[0].answer["disable_overlap_schedule"] = False
     async with replay.running() as url:
-        with pytest.raises(RolloutError, match="would carry wrong versions: start it with --disable-overlap-schedule"):
+        with pytest.raises(
+            RolloutError,
+            match="would carry wrong versions: start it with --disable-overlap-schedule",
+        ):
             await connect(url)
 
 
 async def test_ends_that_the_model_declares_cannot_be_left_out(tied: TinyModel) -> None:
     async with Replay.of(RECORDED, model_path=tied.path).running() as url:
-        with pytest.raises(ValueError, match=r"eos_token_ids is \[1\]; expected \[5\], too, where SGLang ends any"):
+        with pytest.raises(
+            ValueError, match=r"eos_token_ids is \[1\]; expected \[5\], too, where SGLang ends any"
+        ):
             await connect(url, eos_token_ids=EOS_TOKEN_IDS[:1])
 
 
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingParams(max_tokens=2, temperature=1e-7), r"temperature 1e-07: SGLang takes 0 \(greedy\) or 1e-06 and"),
-        (SamplingParams(max_tokens=504), "3 prompt \\+ 504 completion tokens = 507; expected at most 506"),
+        (
+            SamplingParams(max_tokens=2, temperature=1e-7),
+            r"temperature 1e-07: SGLang takes 0 \(greedy\) or 1e-06 and",
+        ),
+        (
+            SamplingParams(max_tokens=504),
+            "3 prompt \\+ 504 completion tokens = 507; expected at most 506",
+        ),
     ],
 )
-async def test_what_sglang_would_change_is_refused(tied: TinyModel, sampling: SamplingParams, message: str) -> None:
+async def test_what_sglang_would_change_is_refused(
+    tied: TinyModel, sampling: SamplingParams, message: str
+) -> None:
     """Very low temperatures become greedy, and long completions shorter, without a word."""
     async with Replay.of(RECORDED, model_path=tied.path).running() as url:
         engine = await connect(url)
         with pytest.raises(RequestError, match=message):
-            async for _ in engine.generate([Request(request_id="r", prompt_token_ids=(3, 4, 7), sampling=sampling)]):
+            async for _ in engine.generate(
+                [Request(request_id="r", prompt_token_ids=(3, 4, 7), sampling=sampling)]
+            ):
                 pass

@@ -11,7 +11,15 @@ from hypothesis import given, strategies as st
 from gcore_rollout import RolloutError
 from gcore_rollout.weight_sync.shared_weights import SharedWeights, SharedWeightsReader
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 def random_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
@@ -27,7 +35,12 @@ def num_memories(shared: SharedWeights) -> int:
 
 
 models = st.lists(
-    st.builds(random_tensor, st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=3), st.integers(0, 1000)),
+    st.builds(
+        random_tensor,
+        st.sampled_from(DTYPES),
+        st.lists(st.integers(0, 40), max_size=3),
+        st.integers(0, 1000),
+    ),
     max_size=6,
 )
 
@@ -49,7 +62,9 @@ def test_strides_and_gradients_do_not_matter() -> None:
     shared = SharedWeights()
     tensor = torch.arange(24.0).view(4, 6)
     parameter = torch.nn.Parameter(tensor.clone())
-    shared.write([("transposed", tensor.t()), ("every other", tensor[:, ::2]), ("parameter", parameter)])
+    shared.write(
+        [("transposed", tensor.t()), ("every other", tensor[:, ::2]), ("parameter", parameter)]
+    )
     read = dict(shared)
     assert torch.equal(read["transposed"], tensor.t())
     assert torch.equal(read["every other"], tensor[:, ::2])

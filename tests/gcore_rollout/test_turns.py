@@ -39,7 +39,9 @@ class Sleeper(FakeEngine):
         self.num_swaps += 1
         assert self.all_awake == {self}
 
-    async def _sample(self, request: Request, index: int, finished: asyncio.Queue[Completion]) -> None:
+    async def _sample(
+        self, request: Request, index: int, finished: asyncio.Queue[Completion]
+    ) -> None:
         await super()._sample(request, index, finished)
         assert self.all_awake == {self}
 
@@ -85,11 +87,19 @@ def test_every_call_is_answered_as_by_its_engine_alone(calls: list[tuple[int, in
     async def run() -> None:
         own = sleepers(3)
         engines = TimeSharedEngines(own).engines
-        requests = [make_request(f"r{i}", 2, n=2, seed=i, max_tokens=tokens) for i, (_, tokens) in enumerate(calls)]
+        requests = [
+            make_request(f"r{i}", 2, n=2, seed=i, max_tokens=tokens)
+            for i, (_, tokens) in enumerate(calls)
+        ]
         found = await asyncio.gather(
-            *(collect(engines[who], request) for (who, _), request in zip(calls, requests, strict=True))
+            *(
+                collect(engines[who], request)
+                for (who, _), request in zip(calls, requests, strict=True)
+            )
         )
-        assert [tokens(answers) for answers in found] == [tokens(await collect(FakeEngine(), r)) for r in requests]
+        assert [tokens(answers) for answers in found] == [
+            tokens(await collect(FakeEngine(), r)) for r in requests
+        ]
         assert sum(engine.num_swaps for engine in own) <= len({who for who, _ in calls})
 
     asyncio.run(run())

@@ -25,7 +25,9 @@ def _cut_short(num_tokens: int = 3, **fields: Any) -> Completion:
 
 def test_cut_short_samples_are_accepted() -> None:
     cut_short = (_cut_short(), _cut_short(0, index=0), _cut_short(15, index=3))
-    assert replace(make_request("r", 4, n=4, max_tokens=16), prefixes=cut_short).prefixes == cut_short
+    assert (
+        replace(make_request("r", 4, n=4, max_tokens=16), prefixes=cut_short).prefixes == cut_short
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,10 @@ def test_bad_cut_short_samples_are_refused(cut_short: list[Completion], message:
 
 @pytest.mark.parametrize("indices", [(), (4,), (-1,), (1, 1)])
 def test_bad_indices_are_refused(indices: tuple[int, ...]) -> None:
-    with pytest.raises(RequestError, match=r"indices of request 'r' are .*; expected one or more of 0 to 3, each once"):
+    with pytest.raises(
+        RequestError,
+        match=r"indices of request 'r' are .*; expected one or more of 0 to 3, each once",
+    ):
         replace(make_request("r", 4, n=4), indices=indices)
     assert replace(make_request("r", 4, n=4), indices=(2, 0)).sample_indices == (2, 0)
 
@@ -82,17 +87,46 @@ def test_groups_of_older_checkpoints_are_read() -> None:
         "log_probs": np.zeros(2, np.float32),
         "weight_versions": np.full(2, 3, np.int32),
     }
-    scored = {**arrays, "truncated": True, "score": 0.5, "mask": None, "end": None, "parts": {}, "answer": None}
-    state = {"ticket": 7, "prompt_ids": np.arange(3), "greedy_score": 1.0, "images": None, "source": "math"}
+    scored = {
+        **arrays,
+        "truncated": True,
+        "score": 0.5,
+        "mask": None,
+        "end": None,
+        "parts": {},
+        "answer": None,
+    }
+    state = {
+        "ticket": 7,
+        "prompt_ids": np.arange(3),
+        "greedy_score": 1.0,
+        "images": None,
+        "source": "math",
+    }
     whole = Group.from_state({**state, "responses": [scored, {**scored, "truncated": False}]})
-    assert (whole.prompt_index, whole.greedy_score, whole.source, whole.scores) == (7, 1.0, "math", [0.5, 0.5])
-    assert [(r.request_id, r.index, r.finish_reason) for r in whole.responses] == [("7", 0, "length"), ("7", 1, "stop")]
+    assert (whole.prompt_index, whole.greedy_score, whole.source, whole.scores) == (
+        7,
+        1.0,
+        "math",
+        [0.5, 0.5],
+    )
+    assert [(r.request_id, r.index, r.finish_reason) for r in whole.responses] == [
+        ("7", 0, "length"),
+        ("7", 1, "stop"),
+    ]
     begun = {**arrays, "request_id": "7", "index": 0, "finish_reason": "abort"}
-    cut_short = Group.from_state({"ticket": 7, "responses": [{"index": 2, **scored}], "begun": [begun]})
-    assert [(r.index, r.finish_reason) for r in cut_short.responses] == [(0, "abort"), (2, "length")]
+    cut_short = Group.from_state(
+        {"ticket": 7, "responses": [{"index": 2, **scored}], "begun": [begun]}
+    )
+    assert [(r.index, r.finish_reason) for r in cut_short.responses] == [
+        (0, "abort"),
+        (2, "length"),
+    ]
     assert [r.index for r in cut_short.aborted] == [0]
     again = Group.from_state(cut_short.state())
-    assert [r.state().keys() for r in again.responses] == [r.state().keys() for r in cut_short.responses]
+    assert [r.state().keys() for r in again.responses] == [
+        r.state().keys() for r in cut_short.responses
+    ]
     assert again.oldest_version == cut_short.oldest_version == 3
 
 
@@ -104,6 +138,8 @@ def test_groups_of_older_checkpoints_are_read() -> None:
         ((1, 4), 1, "min_count is 1; expected at least 2"),
     ],
 )
-def test_bad_repetition_detection_is_refused(sizes: tuple[int, int], count: int, message: str) -> None:
+def test_bad_repetition_detection_is_refused(
+    sizes: tuple[int, int], count: int, message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         RepetitionDetection(min_pattern_size=sizes[0], max_pattern_size=sizes[1], min_count=count)

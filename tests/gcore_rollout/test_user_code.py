@@ -36,8 +36,12 @@ from gcore_rollout.rewards import reward as rewards_module
 LONG_S = 600.0
 
 
-def runner_of(reward: Callable[..., Any], *, sync_in_threads: bool = False, timeout_s: float = 60.0) -> RewardRunner:
-    config = RewardRunnerConfig(on_error="drop", sync_in_threads=sync_in_threads, timeout_s=timeout_s)
+def runner_of(
+    reward: Callable[..., Any], *, sync_in_threads: bool = False, timeout_s: float = 60.0
+) -> RewardRunner:
+    config = RewardRunnerConfig(
+        on_error="drop", sync_in_threads=sync_in_threads, timeout_s=timeout_s
+    )
     return RewardRunner(reward, config)
 
 
@@ -73,16 +77,23 @@ def interrupting(*_: object) -> float:
     ids=["sync", "async", "keyboard interrupt", "composite"],
 )
 @pytest.mark.parametrize("in_threads", [False, True])
-async def test_a_reward_that_ends_the_process(reward: Any, name: str, reason: str, in_threads: bool) -> None:
+async def test_a_reward_that_ends_the_process(
+    reward: Any, name: str, reason: str, in_threads: bool
+) -> None:
     """It is an error even where failures are dropped."""
     runner = runner_of(reward, sync_in_threads=in_threads)
-    with pytest.raises(RewardExitError, match=f"reward '{name}' on .*tried to end the process: {reason}"):
+    with pytest.raises(
+        RewardExitError, match=f"reward '{name}' on .*tried to end the process: {reason}"
+    ):
         await run(runner)
     runner.close()
 
 
 async def test_a_reward_of_images_that_ends_the_process() -> None:
-    with pytest.raises(RewardExitError, match=r"reward 'leaving' on 1 images: tried to end the process: SystemExit: 3"):
+    with pytest.raises(
+        RewardExitError,
+        match=r"reward 'leaving' on 1 images: tried to end the process: SystemExit: 3",
+    ):
         await evaluate_images(leaving, np.zeros((1, 2, 2, 3), np.uint8), ["p"], [{}])
 
 
@@ -203,7 +214,9 @@ def reward(prompt, completion, row):
 
 
 @pytest.mark.slow
-async def test_a_reward_in_a_process_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reward_in_a_process_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A call that hangs, dies or takes too much memory fails alone: those before and after it have their scores."""
     limits = ProcessLimits(call_s=0.5, memory_bytes=1 << 28)
     spec = f"{tmp_path}/mine.py:reward"
@@ -222,7 +235,9 @@ async def test_a_reward_in_a_process_of_its_own(tmp_path: Path, caplog: pytest.L
     assert isinstance(first, Scored)
     assert first.score != os.getpid()
     texts = ["a", "hangs", "b", "waits", "takes memory", "c", "dies", "fails", "d"]
-    outcomes = await asyncio.gather(*(runner.score(prompt="p", completion=text, row={}) for text in texts))
+    outcomes = await asyncio.gather(
+        *(runner.score(prompt="p", completion=text, row={}) for text in texts)
+    )
     for text, outcome in zip(texts, outcomes, strict=True):
         if text in ends:
             assert isinstance(outcome, Failed)
@@ -267,7 +282,9 @@ async def test_a_slow_call_is_named_while_it_runs(
         caplog.clear()
         runner = runner_of(slow, sync_in_threads=in_threads)
         assert await run(runner) == Scored(score=1.0)
-        assert "reward 'slow' on prompt 'p', completion 'c' has been running for 0.05 s" in caplog.text
+        assert (
+            "reward 'slow' on prompt 'p', completion 'c' has been running for 0.05 s" in caplog.text
+        )
         runner.close()
 
 
@@ -281,7 +298,13 @@ async def test_failures_are_counted_by_kind(caplog: pytest.LogCaptureFixture) ->
 
     runner = runner_of(reward)
     with caplog.at_level("INFO", logger="gcore_rollout"):
-        for prompt, completion in (("1", "value"), ("2", "value"), ("3", "key"), ("4", "nan"), ("5", "value")):
+        for prompt, completion in (
+            ("1", "value"),
+            ("2", "value"),
+            ("3", "key"),
+            ("4", "nan"),
+            ("5", "value"),
+        ):
             outcome = await runner.score(prompt=prompt, completion=completion, row={})
             assert isinstance(outcome, Failed)
     num_calls, (value, key, nan) = runner.failures.drain()
@@ -298,7 +321,11 @@ async def test_failures_are_counted_by_kind(caplog: pytest.LogCaptureFixture) ->
 def test_kinds_of_failures_are_bounded() -> None:
     failures = FailureLog()
     for i in range(300):
-        failures.failed(RewardError(f"{i}").with_traceback(None) if i % 2 else type(f"Error{i}", (Exception,), {})())
+        failures.failed(
+            RewardError(f"{i}").with_traceback(None)
+            if i % 2
+            else type(f"Error{i}", (Exception,), {})()
+        )
     _, drained = failures.drain()
     assert len(drained) <= 101
     assert sum(failure.count for failure in drained) == 300

@@ -32,7 +32,9 @@ pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
 
 def test_importing_the_module_does_not_import_vllm() -> None:
     module = ast.parse(Path(vllm_engine.__file__).read_text())
-    names = [alias.name for node in module.body if isinstance(node, ast.Import) for alias in node.names]
+    names = [
+        alias.name for node in module.body if isinstance(node, ast.Import) for alias in node.names
+    ]
     names += [node.module or "" for node in module.body if isinstance(node, ast.ImportFrom)]
     assert "torch" in names
     assert not any(name.split(".")[0] == "vllm" for name in names)
@@ -71,7 +73,10 @@ async def test_process_is_left_as_it_was(tied: TinyModel) -> None:
             torch.get_num_threads(),
             torch.set_num_threads,
             gc.get_freeze_count(),
-            [os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")],
+            [
+                os.environ.get(name)
+                for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")
+            ],
         )
 
     before = state()
@@ -88,7 +93,9 @@ async def test_process_is_left_as_it_was(tied: TinyModel) -> None:
 
 
 async def test_process_group_of_others_stays(tied: TinyModel, tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         engine = make_engine("vllm", tied)
         await collect(engine, make_request("r", 3))
@@ -121,7 +128,9 @@ def resident_bytes() -> int:
 
 
 async def test_sleep_frees_keys_and_values(tied: TinyModel) -> None:
-    engine = VLLMEngine.from_pretrained(tied.path, kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
+    engine = VLLMEngine.from_pretrained(
+        tied.path, kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True
+    )
     requests = [make_request("r", 300, n=4)]
     assert max(errors(tied.old, requests, await collect(engine, *requests))) < 1e-5
     before = resident_bytes()
@@ -141,6 +150,8 @@ async def test_more_prompt_tokens_than_fit_in_one_step_and_in_the_cache(tied: Ti
     assert len(found) == 20
     assert max(errors(tied.old, requests, found)) < 1e-5
     # vLLM would sample at 0.01.
-    with pytest.raises(RequestError, match=r"request 'cold' is 0.001; expected 0 \(greedy\) or 0.01 to 2.0"):
+    with pytest.raises(
+        RequestError, match=r"request 'cold' is 0.001; expected 0 \(greedy\) or 0.01 to 2.0"
+    ):
         await collect(engine, make_request("cold", 3, temperature=0.001))
     await engine.close()

@@ -21,7 +21,12 @@ from engine_oracles import (
 
 from gcore_rollout import VLLMEngine
 from gcore_rollout.engines.vllm import process
-from gcore_rollout.engines.vllm.options import OwnGenerators, device_options, draws_by_sample, usage_context
+from gcore_rollout.engines.vllm.options import (
+    OwnGenerators,
+    device_options,
+    draws_by_sample,
+    usage_context,
+)
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -35,20 +40,36 @@ def engine_args() -> Any:
 
 
 def test_options_by_device() -> None:
-    asked: dict[str, Any] = {"gpu_memory_utilization": 0.4, "async_scheduling": True, "enable_sleep_mode": True}
+    asked: dict[str, Any] = {
+        "gpu_memory_utilization": 0.4,
+        "async_scheduling": True,
+        "enable_sleep_mode": True,
+    }
     on_gpu, on_cpu = device_options(on_cpu=False, **asked), device_options(on_cpu=True, **asked)
     assert on_gpu["gpu_memory_utilization"] == 0.4
     assert not on_gpu["enforce_eager"], "CUDA graphs"
     assert (
-        on_gpu["enable_chunked_prefill"] is on_gpu["max_num_batched_tokens"] is on_gpu["kv_cache_memory_bytes"] is None
+        on_gpu["enable_chunked_prefill"]
+        is on_gpu["max_num_batched_tokens"]
+        is on_gpu["kv_cache_memory_bytes"]
+        is None
     )
     assert on_gpu["async_scheduling"]
     assert on_gpu["enable_sleep_mode"]
     assert "gpu_memory_utilization" not in on_cpu
     assert on_cpu["enforce_eager"]
     assert on_cpu["kv_cache_memory_bytes"] == 1 << 30
-    assert on_cpu["enable_chunked_prefill"] is on_cpu["async_scheduling"] is on_cpu["enable_sleep_mode"] is False
-    chosen: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 5, "max_num_batched_tokens": 7}
+    assert (
+        on_cpu["enable_chunked_prefill"]
+        is on_cpu["async_scheduling"]
+        is on_cpu["enable_sleep_mode"]
+        is False
+    )
+    chosen: dict[str, Any] = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 5,
+        "max_num_batched_tokens": 7,
+    }
     for on in (True, False):
         assert chosen.items() <= device_options(on_cpu=on, **chosen).items()
     assert "gpu_memory_utilization" not in device_options(on_cpu=False), "vLLM's own"
@@ -57,12 +78,23 @@ def test_options_by_device() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization is 0.0; expected a number in \(0, 1\], or None"),
-        ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization is 1.1; expected a number in \(0, 1\], or None"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; expected at least 1, or None"),
+        (
+            {"gpu_memory_utilization": 0.0},
+            r"gpu_memory_utilization is 0.0; expected a number in \(0, 1\], or None",
+        ),
+        (
+            {"gpu_memory_utilization": 1.1},
+            r"gpu_memory_utilization is 1.1; expected a number in \(0, 1\], or None",
+        ),
+        (
+            {"max_num_batched_tokens": 0},
+            "max_num_batched_tokens is 0; expected at least 1, or None",
+        ),
     ],
 )
-def test_options_out_of_bounds_are_refused(options: dict[str, Any], message: str, tied: TinyModel) -> None:
+def test_options_out_of_bounds_are_refused(
+    options: dict[str, Any], message: str, tied: TinyModel
+) -> None:
     with pytest.raises(ValueError, match=message):
         VLLMEngine.from_pretrained(tied.path, **options)
 
@@ -99,7 +131,9 @@ def test_generators_of_an_engine_are_its_own() -> None:
 @pytest.mark.slow
 def test_vllm_takes_all_options() -> None:
     arguments = engine_args()
-    assert {*device_options(on_cpu=False, gpu_memory_utilization=0.5)} <= {field.name for field in fields(arguments)}
+    assert {*device_options(on_cpu=False, gpu_memory_utilization=0.5)} <= {
+        field.name for field in fields(arguments)
+    }
     usage = usage_context(on_cpu=False)
     assert usage is not None
     assert usage in arguments.get_batch_defaults(1)[0]
@@ -135,14 +169,18 @@ async def test_cached_prefixes_are_of_one_version(tied: TinyModel) -> None:
 
     def noted() -> list[Any]:
         outputs = step()
-        cached.setdefault(engine.weight_version, []).extend(output.num_cached_tokens for output in outputs)
+        cached.setdefault(engine.weight_version, []).extend(
+            output.num_cached_tokens for output in outputs
+        )
         return outputs
 
     engine._engine.step = noted
     request = make_request("r", 300, max_tokens=20)
     await collect(engine, request)
     await collect(engine, request)
-    running = asyncio.create_task(collect(engine, replace(request, sampling=replace(request.sampling, max_tokens=120))))
+    running = asyncio.create_task(
+        collect(engine, replace(request, sampling=replace(request.sampling, max_tokens=120)))
+    )
     await until_sampled(engine, 40)
     await engine.update_weights(tied.new.state_dict().items(), version=1)
     fresh = await collect(engine, replace(request, seed=5))
@@ -150,7 +188,9 @@ async def test_cached_prefixes_are_of_one_version(tied: TinyModel) -> None:
     # Blocks that it filled with the new weights stand on old ones.
     (in_flight,) = (await running).values()
     assert set(in_flight.weight_versions) == {0, 1}
-    longer = replace(request, prompt_token_ids=(*request.prompt_token_ids, *in_flight.token_ids.tolist()))
+    longer = replace(
+        request, prompt_token_ids=(*request.prompt_token_ids, *in_flight.token_ids.tolist())
+    )
     assert max(errors(tied.new, [longer], await collect(engine, longer))) < 1e-5
     block = engine._engine.vllm_config.cache_config.block_size
     most = 299 // block * block

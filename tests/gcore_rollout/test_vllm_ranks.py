@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, assert_equal, collect, errors, make_request
+from engine_oracles import (
+    VLLM_IMPORT_WARNINGS,
+    TinyModel,
+    assert_equal,
+    collect,
+    errors,
+    make_request,
+)
 from memory_growth import PRIVATE, SHARED, growing
 from process_tree import descendants, left_after
 from ray_cluster import ray_cluster
@@ -32,7 +39,11 @@ from gcore_rollout import (
 from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.weight_sync.digests import digest
 
-pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    *VLLM_IMPORT_WARNINGS,
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+]
 
 WORKER = "VLLM::Worker_TP"
 REQUESTS = [make_request("short", 5, n=2), make_request("long", 37, n=3)]
@@ -40,7 +51,9 @@ REQUESTS = [make_request("short", 5, n=2), make_request("long", 37, n=3)]
 
 def new_weights(model: TinyModel) -> dict[str, torch.Tensor]:
     """The new weights, without the head, which is the embedding."""
-    return {name: tensor for name, tensor in model.new.state_dict().items() if name != "lm_head.weight"}
+    return {
+        name: tensor for name, tensor in model.new.state_dict().items() if name != "lm_head.weight"
+    }
 
 
 def kill_a_rank(pid: int) -> None:
@@ -75,7 +88,9 @@ async def test_two_devices_are_as_one(tied: TinyModel, monkeypatch: pytest.Monke
     held = await engine.held_weights()
     own = tied.new.state_dict()
     assert {tensor.name for tensor in held.tensors} == own.keys()
-    assert all(tensor.digest == digest(own[tensor.name]) for tensor in held.tensors), "whole tensors of all ranks"
+    assert all(tensor.digest == digest(own[tensor.name]) for tensor in held.tensors), (
+        "whole tensors of all ranks"
+    )
 
     await engine.sleep()
     await engine.wake()
@@ -120,7 +135,9 @@ async def test_an_update_takes_little_more_memory_than_a_bucket(
     peaks_mb: list[list[float]] = []
     for version in (1, 2):
         with safe_open(file, "pt") as stored, growing(PRIVATE, SHARED, pids=processes) as growth:
-            await engine.update_weights(((name, stored.get_tensor(name)) for name in stored.keys()), version=version)  # noqa: SIM118
+            names = stored.keys()
+            weights = ((name, stored.get_tensor(name)) for name in names)
+            await engine.update_weights(weights, version=version)
         peaks_mb.append([growth_bytes / 1e6 for growth_bytes in growth])
     await engine.close()
     # The first time, buffers of the libraries come on top.
@@ -164,7 +181,9 @@ def cluster() -> Iterator[None]:
 async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
     # What Ray is to pickle must not name it.
     assert importlib.import_module("torch._dynamo.config")
-    make: Any = partial(VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2)
+    make: Any = partial(
+        VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2
+    )
     handle = start_engine_actor(make, num_cpus=0, num_threads=2)
     engine: RayEngine[Any, Any] = await RayEngine.connect(handle)
     other: RayEngine[Any, Any] = await RayEngine.connect(handle)
@@ -188,5 +207,7 @@ async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
 def test_what_is_refused(tied: TinyModel) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size is 0; expected at least 1"):
         VLLMEngine.from_pretrained(tied.path, tensor_parallel_size=0)
-    with pytest.raises(RequestError, match=r"own_options is .*tensor_parallel_size.* for engine 'hf'"):
+    with pytest.raises(
+        RequestError, match=r"own_options is .*tensor_parallel_size.* for engine 'hf'"
+    ):
         engine_factory("hf", tied.path, device="cpu", own_options={"tensor_parallel_size": 2})

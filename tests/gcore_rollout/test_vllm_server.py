@@ -27,7 +27,13 @@ def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tied.path)),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *(
+            "--enable-scale-out",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--generation-config",
+            "vllm",
+        ),
         *("--skip-tokenizer-init", "--no-enable-chunked-prefill"),
         *("--worker-extension-cls", "slow_vllm_worker.SlowWorker"),
         *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -46,7 +52,9 @@ def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     log = tmp_path_factory.mktemp("vllm") / "log"
     with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
         client = ServerClient(address, timeout_s=600)
-        client.call_blocking("POST", "/collective_rpc", body={"method": "slow_down", "args": [STEP_S]})
+        client.call_blocking(
+            "POST", "/collective_rpc", body={"method": "slow_down", "args": [STEP_S]}
+        )
         yield address
 
 
@@ -82,7 +90,10 @@ async def test_only_the_present_weights_are_kept(subject: Subject, weights_dir: 
         (folder,) = weights_dir.iterdir()
         assert folder.name.startswith(f"weights-{version}-")
     request = make_request("r", 9)
-    assert max(errors(subject.model.new, [request], await collect(subject.engine, request))) < TOLERANCE
+    assert (
+        max(errors(subject.model.new, [request], await collect(subject.engine, request)))
+        < TOLERANCE
+    )
 
 
 async def test_update_of_a_server_in_mid_generation(subject: Subject) -> None:
@@ -91,4 +102,6 @@ async def test_update_of_a_server_in_mid_generation(subject: Subject) -> None:
 
 async def test_zz_closing(subject: Subject, url: str, weights_dir: Path) -> None:
     """The last one here: another engine relabels the server's weights."""
-    await check_closing(partial(VLLMServerEngine.connect, url, weights_dir=weights_dir), subject.model)
+    await check_closing(
+        partial(VLLMServerEngine.connect, url, weights_dir=weights_dir), subject.model
+    )

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, errors, make_engine, make_request
+from engine_oracles import (
+    VLLM_IMPORT_WARNINGS,
+    TinyModel,
+    collect,
+    errors,
+    make_engine,
+    make_request,
+)
 
 from gcore_rollout import RolloutError
 
@@ -141,7 +148,10 @@ async def test_weights_that_are_kept_in_sleep(sleeper: Sleeper) -> None:
 async def test_memory_that_cannot_sleep(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = make_engine("vllm", tied)
     monkeypatch.setattr(engine, "_on_cpu", False)
-    with pytest.raises(RolloutError, match=r"needs an engine made with from_pretrained\(..., enable_sleep_mode=True\)"):
+    with pytest.raises(
+        RolloutError,
+        match=r"needs an engine made with from_pretrained\(..., enable_sleep_mode=True\)",
+    ):
         await engine.sleep()
     monkeypatch.undo()
     request = make_request("r", 9)

@@ -53,7 +53,9 @@ def engine(tied: TinyModel, half: Path) -> Iterator[VLLMEngine]:
 @pytest.fixture
 def old(engine: VLLMEngine, tied: TinyModel) -> VLLMEngine:
     """With the model's old weights."""
-    asyncio.run(engine.update_weights(tied.old.state_dict().items(), version=engine.weight_version + 1))
+    asyncio.run(
+        engine.update_weights(tied.old.state_dict().items(), version=engine.weight_version + 1)
+    )
     return engine
 
 
@@ -93,9 +95,14 @@ async def test_samples_are_drawn_from_the_policy(old: VLLMEngine, tied: TinyMode
     tokens_NT = torch.tensor(np.stack([c.token_ids for c in found.values()]))
     prompt_NP = torch.tensor(request.prompt_token_ids).expand(len(tokens_NT), -1)
     with torch.inference_mode():
-        logits = tied.old(torch.cat([prompt_NP, tokens_NT], 1)).logits[:, prompt_NP.shape[1] - 1 : -1]
+        logits = tied.old(torch.cat([prompt_NP, tokens_NT], 1)).logits[
+            :, prompt_NP.shape[1] - 1 : -1
+        ]
     # The first token of a completion is never guessed.
-    probs_KV, drawn_K = logits[:, 1:].softmax(-1).reshape(-1, VOCAB_SIZE), tokens_NT[:, 1:].reshape(-1)
+    probs_KV, drawn_K = (
+        logits[:, 1:].softmax(-1).reshape(-1, VOCAB_SIZE),
+        tokens_NT[:, 1:].reshape(-1),
+    )
     expected_V, variance_V = probs_KV.sum(0), (probs_KV * (1 - probs_KV)).sum(0)
     counts_V = torch.bincount(drawn_K, minlength=VOCAB_SIZE)
     frequent = expected_V > 10
@@ -105,7 +112,10 @@ async def test_samples_are_drawn_from_the_policy(old: VLLMEngine, tied: TinyMode
 
 
 async def test_update_in_mid_generation(old: VLLMEngine, tied: TinyModel) -> None:
-    requests = [repetitive("sampled", temperature=1.0, n=3), make_request("greedy", 9, temperature=0.0, max_tokens=40)]
+    requests = [
+        repetitive("sampled", temperature=1.0, n=3),
+        make_request("greedy", 9, temperature=0.0, max_tokens=40),
+    ]
     first = old.weight_version
     running = asyncio.create_task(collect(old, *requests))
     await until_sampled(old, 30)
@@ -119,7 +129,9 @@ async def test_update_in_mid_generation(old: VLLMEngine, tied: TinyModel) -> Non
         request = by_id[completion.request_id]
         expected = reference_after_swap(tied.old, tied.new, request, completion.token_ids, num_old)
         np.testing.assert_allclose(completion.log_probs, expected, atol=TOLERANCE, rtol=0)
-    assert all(error < TOLERANCE for error in errors(tied.new, requests, await collect(old, *requests)))
+    assert all(
+        error < TOLERANCE for error in errors(tied.new, requests, await collect(old, *requests))
+    )
 
 
 async def test_abort(old: VLLMEngine, tied: TinyModel) -> None:
@@ -131,5 +143,7 @@ async def test_abort(old: VLLMEngine, tied: TinyModel) -> None:
 
 def test_guesses_that_are_accepted_blindly_are_refused(tied: TinyModel) -> None:
     wrong = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
-    with pytest.raises(ValueError, match="rejection_sample_method 'synthetic'; expected 'standard' or 'block'"):
+    with pytest.raises(
+        ValueError, match="rejection_sample_method 'synthetic'; expected 'standard' or 'block'"
+    ):
         VLLMEngine.from_pretrained(tied.path, speculative_config=wrong)

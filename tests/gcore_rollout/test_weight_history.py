@@ -37,9 +37,15 @@ class Sink:
     """What an update needs of an engine: it copies what it is given."""
 
     def __init__(self) -> None:
-        self.weight_version, self.own, self.mirror = 0, State(), WeightMirror(cast(Engine[Any, Any], self))
+        self.weight_version, self.own, self.mirror = (
+            0,
+            State(),
+            WeightMirror(cast(Engine[Any, Any], self)),
+        )
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         self.own, self.weight_version = {name: tensor.clone() for name, tensor in weights}, version
 
 
@@ -50,10 +56,15 @@ def cluster() -> Iterator[None]:
 
 
 def changed(state: State, share: float, generator: torch.Generator) -> State:
-    return {n: torch.where(torch.rand(t.shape, generator=generator) < share, t + 1, t) for n, t in state.items()}
+    return {
+        n: torch.where(torch.rand(t.shape, generator=generator) < share, t + 1, t)
+        for n, t in state.items()
+    }
 
 
-def put(senders: list[DeltaSender], state: State, before: WeightHistory | None, version: int) -> WeightHistory:
+def put(
+    senders: list[DeltaSender], state: State, before: WeightHistory | None, version: int
+) -> WeightHistory:
     """What the ranks send together, and how a controller adds it to what was sent before."""
     parts: list[WeightHistory] = []
     for rank, sender in enumerate(senders):
@@ -64,14 +75,19 @@ def put(senders: list[DeltaSender], state: State, before: WeightHistory | None, 
 
 
 def same(found: State, expected: State) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 @pytest.mark.usefixtures("cluster")
 async def test_engines_follow_changes_exactly() -> None:
     """One from the first update on, one from the fourth; after a while all weights are sent again."""
     generator = torch.Generator().manual_seed(0)
-    state = {f"layers.{i}.weight": torch.randn(40, 30 + i, generator=generator).bfloat16() for i in range(7)}
+    state = {
+        f"layers.{i}.weight": torch.randn(40, 30 + i, generator=generator).bfloat16()
+        for i in range(7)
+    }
     state["norm.weight"] = torch.randn(3, generator=generator).bfloat16()
     full_bytes = sum(tensor.nbytes for tensor in state.values())
     senders, history = [DeltaSender() for _ in range(NUM_RANKS)], None
@@ -100,7 +116,9 @@ async def test_engines_follow_changes_exactly() -> None:
 @pytest.mark.usefixtures("cluster")
 async def test_of_weights_with_adapters_these_alone_are_sent() -> None:
     """After the frozen weights; an engine merges them as a trainer does, exactly, and one that starts late, too."""
-    frozen = {f"layers.{i}.weight": torch.randn(96, 64).bfloat16() for i in range(5)} | {"norm.weight": torch.randn(64)}
+    frozen = {f"layers.{i}.weight": torch.randn(96, 64).bfloat16() for i in range(5)} | {
+        "norm.weight": torch.randn(64)
+    }
     senders, history = [DeltaSender() for _ in range(NUM_RANKS)], None
     early, late, other_ranks = Sink(), Sink(), [DeltaSender() for _ in range(NUM_RANKS)]
     for version in range(1, 6):
@@ -112,10 +130,18 @@ async def test_of_weights_with_adapters_these_alone_are_sent() -> None:
         for rank, sender in enumerate(senders):
             divided = partial(divide_weights, rank=rank, num_ranks=NUM_RANKS)
             unmerged = UnmergedWeights(
-                frozen=partial(divided, frozen.items()), adapters=partial(divided, adapters.items()), scaling=0.5
+                frozen=partial(divided, frozen.items()),
+                adapters=partial(divided, adapters.items()),
+                scaling=0.5,
             )
             base_version = history and history.next_base
-            parts.append(sender.put(DigestedWeights([], unmerged=unmerged), version=version, base_version=base_version))
+            parts.append(
+                sender.put(
+                    DigestedWeights([], unmerged=unmerged),
+                    version=version,
+                    base_version=base_version,
+                )
+            )
         history = parts[0].joined(parts).after(history)
         sizes = [sum(tensor.nbytes for tensor in own.values()) for own in (adapters, frozen)]
         assert history.sent_bytes == (sum(sizes) if version in (1, 5) else sizes[0])
@@ -132,24 +158,35 @@ class WrongSink(Sink):
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=self.weight_version
+            prompt_tokens=0,
+            completion_tokens=0,
+            num_running=0,
+            num_waiting=0,
+            weight_version=self.weight_version,
         )
 
     async def held_weights(self, names: object) -> HeldWeights:
         del names
         return HeldWeights(
-            version=self.weight_version, tensors=[digest_held_tensor(n, (t + 1).clone) for n, t in self.own.items()]
+            version=self.weight_version,
+            tensors=[digest_held_tensor(n, (t + 1).clone) for n, t in self.own.items()],
         )
 
 
 async def test_merged_weights_are_compared_where_they_are_merged() -> None:
     """They have no digests of the sender's."""
     engine = WrongSink()
-    mirror = WeightMirror(InstrumentedEngine(cast(Any, engine), name="the engine", record=WeightRecord()))
+    mirror = WeightMirror(
+        InstrumentedEngine(cast(Any, engine), name="the engine", record=WeightRecord())
+    )
     tensors = {f"layer{A_OF}": torch.ones(1, 4), f"layer{B_OF}": torch.ones(3, 1)}
     adapters = AdapterWeights(base_version=1, version=1, scaling=1.0, tensors=tensors)
-    update = FullWeights(version=1, tensors={"layer.weight": torch.ones(3, 4)}.items(), adapters=adapters)
-    with pytest.raises(WrongWeightsError, match=r"the engine does not have the trainer's weights of version 1"):
+    update = FullWeights(
+        version=1, tensors={"layer.weight": torch.ones(3, 4)}.items(), adapters=adapters
+    )
+    with pytest.raises(
+        WrongWeightsError, match=r"the engine does not have the trainer's weights of version 1"
+    ):
         await mirror.apply(update)
 
 

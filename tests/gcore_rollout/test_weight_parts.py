@@ -12,11 +12,16 @@ from gcore_rollout import DigestedWeights, SharedWeights, divide_weights, write_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 
-models = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 30), max_size=3)), max_size=12)
+models = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 30), max_size=3)), max_size=12
+)
 
 
 def tensors(model: list[tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-    return {f"w{i}": (torch.arange(torch.Size(s).numel()) % 100 + i).to(d).view(s) for i, (d, s) in enumerate(model)}
+    return {
+        f"w{i}": (torch.arange(torch.Size(s).numel()) % 100 + i).to(d).view(s)
+        for i, (d, s) in enumerate(model)
+    }
 
 
 @given(models, st.integers(1, 5))
@@ -24,17 +29,26 @@ def test_each_tensor_is_sent_by_one_rank_and_all_send_about_as_much(
     model: list[tuple[torch.dtype, list[int]]], num_ranks: int
 ) -> None:
     weights = tensors(model)
-    parts = [dict(divide_weights(weights.items(), rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
+    parts = [
+        dict(divide_weights(weights.items(), rank=rank, num_ranks=num_ranks))
+        for rank in range(num_ranks)
+    ]
     assert all(list(part) == list(weights) for part in parts)
     for name, tensor in weights.items():
         [sent] = [part[name] for part in parts if not part[name].is_meta]
         assert sent is tensor
-    sent_bytes = [sum(tensor.nbytes for tensor in part.values() if not tensor.is_meta) for part in parts]
-    assert max(sent_bytes) - min(sent_bytes) <= max((tensor.nbytes for tensor in weights.values()), default=0)
+    sent_bytes = [
+        sum(tensor.nbytes for tensor in part.values() if not tensor.is_meta) for part in parts
+    ]
+    assert max(sent_bytes) - min(sent_bytes) <= max(
+        (tensor.nbytes for tensor in weights.values()), default=0
+    )
 
 
 @given(st.lists(models, min_size=1, max_size=3), st.integers(1, 4))
-def test_what_ranks_write_together_is_read(updates: list[list[tuple[torch.dtype, list[int]]]], num_ranks: int) -> None:
+def test_what_ranks_write_together_is_read(
+    updates: list[list[tuple[torch.dtype, list[int]]]], num_ranks: int
+) -> None:
     """Over the same memory again, with the digests of all parts, as if one had written all."""
     shared, alone = SharedWeights(), SharedWeights()
     for model in updates:
@@ -45,7 +59,10 @@ def test_what_ranks_write_together_is_read(updates: list[list[tuple[torch.dtype,
         assert shared.digests == alone.digests
         assert shared.layout == alone.layout
         read = dict(shared)
-        assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in weights.items())
+        assert all(
+            read[name].dtype == t.dtype and torch.equal(read[name], t)
+            for name, t in weights.items()
+        )
     shared.close()
     alone.close()
 
@@ -60,7 +77,9 @@ class FromRanks:
     def write_to(self, path: Path) -> object:
         layouts: list[object] = []
         for rank in reversed(range(self._num_ranks)):
-            part = DigestedWeights(divide_weights(self._weights.items(), rank=rank, num_ranks=self._num_ranks))
+            part = DigestedWeights(
+                divide_weights(self._weights.items(), rank=rank, num_ranks=self._num_ranks)
+            )
             layouts.append(write_part(part, path))
             self.digests |= part.digests
         assert all(layout == layouts[0] for layout in layouts)
@@ -93,7 +112,9 @@ def rank_server() -> Iterator[RankServer]:
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_its_shards_and_a_tensor(rank_server: RankServer, tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_shards_and_a_tensor(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     """A model of 96 MB in tensors of 6 MB over three ranks; gathering one takes up to five tensors."""
     path, num_tensors, num_rows, size = tmp_path / "weights", 16, 6000, 3
     path.touch()
@@ -106,7 +127,9 @@ def test_no_rank_holds_more_than_its_shards_and_a_tensor(rank_server: RankServer
         assert size_bytes == num_tensors * num_rows * 1000
         assert tensor_mb * 0.9 < private_mb < 5 * tensor_mb, outcomes
         assert resident_mb < 5 * tensor_mb, outcomes
-    values = torch.from_file(str(path), size=num_tensors * num_rows * 250).view(num_tensors, size, -1)
+    values = torch.from_file(str(path), size=num_tensors * num_rows * 250).view(
+        num_tensors, size, -1
+    )
     expected = 10.0 * torch.arange(num_tensors)[:, None] + torch.arange(size)
     assert torch.equal(values.amin(2), expected)
     assert torch.equal(values.amax(2), expected)

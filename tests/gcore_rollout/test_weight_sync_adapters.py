@@ -12,8 +12,21 @@ from tiny_pipelines import flow_pipeline
 from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import DiffusersEngine, FlowSDE, HFEngine, ImageRequest, ImageSampling, WeightMirror
-from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, check_adapters, merge_adapters
+from gcore_rollout import (
+    DiffusersEngine,
+    FlowSDE,
+    HFEngine,
+    ImageRequest,
+    ImageSampling,
+    WeightMirror,
+)
+from gcore_rollout.weight_sync.updates import (
+    A_OF,
+    B_OF,
+    AdapterWeights,
+    check_adapters,
+    merge_adapters,
+)
 from gcore_trainer import Denoiser, DiffusionSample, TorchTrainer, score_steps
 
 SCALING = LORA.alpha / LORA.rank
@@ -23,7 +36,9 @@ _OF_ENGINES = ("means", "log_probs", "steps")
 
 
 def sent_by(trainer: TorchTrainer, *, version: int, base_version: int = 0) -> AdapterWeights:
-    return AdapterWeights(base_version=base_version, version=version, scaling=SCALING, tensors=adapters_of(trainer))
+    return AdapterWeights(
+        base_version=base_version, version=version, scaling=SCALING, tensors=adapters_of(trainer)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,7 +68,9 @@ def test_merged_as_peft_does(tied: TinyModel) -> None:
     targets = sorted(adapters.layers)
     config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets)
     adapted: Any = peft.get_peft_model(model, config)
-    found = adapted.load_state_dict({f"base_model.model.{n}": t for n, t in adapters.tensors.items()}, strict=False)
+    found = adapted.load_state_dict(
+        {f"base_model.model.{n}": t for n, t in adapters.tensors.items()}, strict=False
+    )
     assert not found.unexpected_keys
     expected = dict(adapted.merge_and_unload().named_parameters())
     ours = dict(merge_adapters(base, adapters))
@@ -64,10 +81,16 @@ def test_merged_as_peft_does(tied: TinyModel) -> None:
 
 def test_bfloat16_weights_are_merged_to_the_nearest() -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, a, b = (torch.randn(*shape, generator=generator) for shape in ((64, 96), (4, 96), (64, 4)))
+    weight, a, b = (
+        torch.randn(*shape, generator=generator) for shape in ((64, 96), (4, 96), (64, 4))
+    )
     base = {f"{LAYER}.weight": weight.bfloat16()}
     tensors = {LAYER + A_OF: 0.1 * a, LAYER + B_OF: 0.1 * b}
-    found = dict(merge_adapters(base, AdapterWeights(base_version=0, version=1, scaling=2.0, tensors=tensors)))
+    found = dict(
+        merge_adapters(
+            base, AdapterWeights(base_version=0, version=1, scaling=2.0, tensors=tensors)
+        )
+    )
     expected = base[f"{LAYER}.weight"].double() + 2.0 * (
         tensors[LAYER + B_OF].double() @ tensors[LAYER + A_OF].double()
     )
@@ -100,11 +123,22 @@ async def test_an_engine_of_images_follows_a_trainer_by_adapters(tmp_path: Path)
         sent = AdapterWeights(base_version=0, version=version, scaling=SCALING, tensors=tensors)
         await mirror.apply(sent)
         sampling = ImageSampling(num_inference_steps=4, kernel=kernel)
-        made = [s async for s in engine.generate([ImageRequest(request_id="a", prompt="red", sampling=sampling, n=2)])]
+        made = [
+            s
+            async for s in engine.generate(
+                [ImageRequest(request_id="a", prompt="red", sampling=sampling, n=2)]
+            )
+        ]
         given = {"clean_latents": made[0].latents, "conditions": made[0].conditions}
-        steps = {name: value for name, value in vars(made[0].trajectory).items() if name not in _OF_ENGINES}
+        steps = {
+            name: value
+            for name, value in vars(made[0].trajectory).items()
+            if name not in _OF_ENGINES
+        }
         [[scores]] = score_steps(policy, [[DiffusionSample(**given, **steps)]], kernel)
-        torch.testing.assert_close(*map(torch.from_numpy, (scores.log_probs, made[0].trajectory.log_probs)))
+        torch.testing.assert_close(
+            *map(torch.from_numpy, (scores.log_probs, made[0].trajectory.log_probs))
+        )
         [[initial]] = score_steps(policy.initial(), [[DiffusionSample(**given, **steps)]], kernel)
         assert abs(initial.log_probs - scores.log_probs).max() > 1e-3
     await engine.close()
@@ -113,7 +147,9 @@ async def test_an_engine_of_images_follows_a_trainer_by_adapters(tmp_path: Path)
 def test_adapters_that_do_not_fit_are_refused() -> None:
     base = {f"{LAYER}.weight": torch.zeros(6, 8)}
     a, b = torch.zeros(2, 8), torch.zeros(6, 2)
-    good = AdapterWeights(base_version=0, version=1, scaling=1.0, tensors={LAYER + A_OF: a, LAYER + B_OF: b})
+    good = AdapterWeights(
+        base_version=0, version=1, scaling=1.0, tensors={LAYER + A_OF: a, LAYER + B_OF: b}
+    )
     check_adapters(base, good)
     for tensors, message in (
         ({LAYER: a}, "no name of an adapter"),

@@ -14,7 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from weight_sync_ipc_receiver import GPU, EngineOnTheGPU, WeightsInFiles, receive
 
-from gcore_rollout import EngineProcess, EngineReplicas, HFEngine, SharedCudaWeights, SharedWeights, open_weights
+from gcore_rollout import (
+    EngineProcess,
+    EngineReplicas,
+    HFEngine,
+    SharedCudaWeights,
+    SharedWeights,
+    open_weights,
+)
 from gcore_rollout.engines import replicas as pool_module
 from gcore_rollout.weight_sync import shared_weights
 from gcore_rollout.weight_sync.layout import TensorSpec, unpack
@@ -40,8 +47,14 @@ def test_weights_go_by_ipc_where_both_are_on_one_gpu() -> None:
     [
         ("", ""),
         ("max_split_size_mb:512", "max_split_size_mb:512"),
-        ("expandable_segments:False,max_split_size_mb:512", "expandable_segments:False,max_split_size_mb:512"),
-        ("max_split_size_mb:512, expandable_segments:True", "max_split_size_mb:512,expandable_segments:False"),
+        (
+            "expandable_segments:False,max_split_size_mb:512",
+            "expandable_segments:False,max_split_size_mb:512",
+        ),
+        (
+            "max_split_size_mb:512, expandable_segments:True",
+            "max_split_size_mb:512,expandable_segments:False",
+        ),
     ],
 )
 def test_expandable_segments_are_turned_off_alone(settings: str, plain: str) -> None:
@@ -84,9 +97,13 @@ async def test_an_engine_process_copies_from_memory_of_its_gpu(
         return made[-1]
 
     if not is_given:
-        monkeypatch.setattr("gcore_rollout.engines.remote.process.SharedCudaWeights", WeightsInFiles)
+        monkeypatch.setattr(
+            "gcore_rollout.engines.remote.process.SharedCudaWeights", WeightsInFiles
+        )
         monkeypatch.setattr(shared_weights, "gpu_of", lambda _: GPU)
-    engine: Any = await EngineProcess.start(partial(EngineOnTheGPU.from_pretrained, tied.path), num_threads=1)
+    engine: Any = await EngineProcess.start(
+        partial(EngineOnTheGPU.from_pretrained, tied.path), num_threads=1
+    )
     assert engine.weights_gpu == GPU
     request = make_request("r", 9, n=2)
     for version, model in ((1, tied.new), (2, tied.old)):
@@ -145,13 +162,20 @@ def test_weights_elsewhere_are_refused() -> None:
 
 def test_a_gpu_that_is_not_seen_is_named() -> None:
     with pytest.raises(ValueError, match="weight 'w' is on GPU 1234: this process sees"):
-        open_weights(pickle.dumps([("1234", rebuild_cuda_tensor, (), {"w": TensorSpec(dtype=torch.int8, shape=(1,))})]))
+        open_weights(
+            pickle.dumps(
+                [("1234", rebuild_cuda_tensor, (), {"w": TensorSpec(dtype=torch.int8, shape=(1,))})]
+            )
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_another_process_sees_the_senders_memory() -> None:
-    weights = {"w": torch.randn(1000, 64, device="cuda"), "part": torch.arange(100, device="cuda").bfloat16()[10:20]}
+    weights = {
+        "w": torch.randn(1000, 64, device="cuda"),
+        "part": torch.arange(100, device="cuda").bfloat16()[10:20],
+    }
     shared = SharedCudaWeights(weights.items())
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe()

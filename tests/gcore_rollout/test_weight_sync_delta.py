@@ -14,7 +14,14 @@ from gcore_rollout.weight_sync.layout import TensorSpec, host_copy
 from gcore_rollout.weight_sync.updates import SparseValues, apply_delta, make_delta
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
 ]
 State = dict[str, torch.Tensor]
@@ -29,7 +36,9 @@ def versions_of_weights(draw: st.DrawFn) -> tuple[State, State]:
     for number in range(draw(st.integers(0, 4))):
         dtype = draw(st.sampled_from(DTYPES))
         shape = draw(st.lists(st.integers(0, 9), max_size=3))
-        changed = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.02, 0.3, 1.0]))
+        changed = torch.rand(shape, generator=generator) < draw(
+            st.sampled_from([0.0, 0.02, 0.3, 1.0])
+        )
         old[f"w{number}"], other = (_random(dtype, shape, generator) for _ in range(2))
         new[f"w{number}"] = torch.where(changed, other, old[f"w{number}"])
     return old, new
@@ -39,12 +48,19 @@ def _random(dtype: torch.dtype, shape: list[int], generator: torch.Generator) ->
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     size = (*shape, dtype.itemsize)
-    return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def as_bytes(state: State) -> dict[str, Any]:
     flat = {name: tensor.contiguous().view(-1) for name, tensor in state.items()}
-    return {name: (TensorSpec.of(state[name]), bytes(t.view(torch.uint8).numpy())) for name, t in flat.items()}
+    return {
+        name: (TensorSpec.of(state[name]), bytes(t.view(torch.uint8).numpy()))
+        for name, t in flat.items()
+    }
 
 
 @given(versions_of_weights())
@@ -83,7 +99,10 @@ def test_the_smaller_form_is_chosen() -> None:
 
 
 def test_a_delta_is_no_view_of_the_weights() -> None:
-    old, new = {"w": torch.zeros(50), "v": torch.zeros(2)}, {"w": torch.zeros(50), "v": torch.ones(2)}
+    old, new = (
+        {"w": torch.zeros(50), "v": torch.zeros(2)},
+        {"w": torch.zeros(50), "v": torch.ones(2)},
+    )
     new["w"][7] = 1
     delta = make_delta(old, new.items(), base_version=0, version=1)
     for tensor in new.values():
@@ -109,8 +128,14 @@ def test_strided_weights_are_compared_as_what_they_are() -> None:
     [
         ({"w": torch.zeros(3)}, r"missing names \['v'\]"),
         ({"w": torch.zeros(3), "v": torch.zeros(2), "u": torch.zeros(1)}, r"unknown names \['u'\]"),
-        ({"w": torch.zeros(4), "v": torch.zeros(2)}, r"weight 'w' is float32 \[4\]; expected float32 \[3\]"),
-        ({"w": torch.zeros(3).half(), "v": torch.zeros(2)}, r"weight 'w' is float16 \[3\]; expected float32 \[3\]"),
+        (
+            {"w": torch.zeros(4), "v": torch.zeros(2)},
+            r"weight 'w' is float32 \[4\]; expected float32 \[3\]",
+        ),
+        (
+            {"w": torch.zeros(3).half(), "v": torch.zeros(2)},
+            r"weight 'w' is float16 \[3\]; expected float32 \[3\]",
+        ),
     ],
 )
 def test_other_weights_are_refused_before_anything_changes(weights: State, message: str) -> None:
@@ -126,7 +151,9 @@ def test_other_weights_are_refused_before_anything_changes(weights: State, messa
 def test_another_version_is_refused() -> None:
     base = {"w": torch.zeros(3)}
     delta = make_delta(base, [("w", torch.ones(3))], base_version=4, version=5)
-    with pytest.raises(WrongBaseError, match="changes version 4, but version 3 is here: send a full update") as caught:
+    with pytest.raises(
+        WrongBaseError, match="changes version 4, but version 3 is here: send a full update"
+    ) as caught:
         apply_delta(base, delta, version=3)
     assert caught.value.version == 3
     assert not base["w"].any()
@@ -157,7 +184,9 @@ def test_a_damaged_delta_is_refused_before_anything_changes(
 
 def test_elements_that_are_too_long_are_refused() -> None:
     base = {"w": torch.zeros(3, dtype=torch.complex128)}
-    with pytest.raises(ValueError, match="complex128 has elements of 16 bytes; expected 8 or fewer"):
+    with pytest.raises(
+        ValueError, match="complex128 has elements of 16 bytes; expected 8 or fewer"
+    ):
         make_delta(base, base.items(), base_version=0, version=1)
 
 
@@ -171,7 +200,9 @@ def test_small_steps_of_bfloat16_weights_are_sparse(untied: TinyModel) -> None:
     assert 0 < delta.size_bytes < full_bytes / 4
 
 
-@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, *VLLM_IMPORT_WARNINGS])])
+@pytest.mark.parametrize(
+    "kind", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, *VLLM_IMPORT_WARNINGS])]
+)
 async def test_an_engine_follows_a_trainer_by_deltas(kind: str, tied: TinyModel) -> None:
     """The same prompts after every step: nothing that the engine caches of them may stay."""
     engine, trainer = make_engine(kind, tied), make_trainer(tied.path)
@@ -180,7 +211,9 @@ async def test_an_engine_follows_a_trainer_by_deltas(kind: str, tied: TinyModel)
     for version in (1, 2):
         train(trainer, seed=version)
         await check_behind(engine, trainer)
-        delta = make_delta(sent, trainer.export_weights(), base_version=version - 1, version=version)
+        delta = make_delta(
+            sent, trainer.export_weights(), base_version=version - 1, version=version
+        )
         await mirror.apply(delta)
         await check_synced(engine, trainer, version=version)
         apply_delta(sent, delta, version=version - 1)

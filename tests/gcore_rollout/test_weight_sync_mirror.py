@@ -10,7 +10,14 @@ from engine_oracles import TinyModel
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
 from gcore_rollout import Engine, HFEngine, WeightDelta, WrongBaseError, make_delta
-from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights, WeightMirror, WeightUpdate
+from gcore_rollout.weight_sync.updates import (
+    A_OF,
+    B_OF,
+    AdapterWeights,
+    FullWeights,
+    WeightMirror,
+    WeightUpdate,
+)
 
 State = dict[str, torch.Tensor]
 
@@ -26,7 +33,9 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         self.updates.append(version)
         new = {name: tensor.clone() for name, tensor in weights}
         await self.gate.wait()
@@ -44,7 +53,10 @@ def make_mirror(weights: State | None = None) -> tuple[FakeEngine, WeightMirror]
 
 def versions_of_weights(count: int) -> list[State]:
     """Of two tensors: two elements of one change, other ones each time, and all of the other."""
-    return [{"few.weight": (i + 1.0) * torch.eye(8)[i].diag(), "all.bias": torch.full((3,), i)} for i in range(count)]
+    return [
+        {"few.weight": (i + 1.0) * torch.eye(8)[i].diag(), "all.bias": torch.full((3,), i)}
+        for i in range(count)
+    ]
 
 
 def delta(states: list[State], base: int, version: int) -> WeightDelta:
@@ -89,7 +101,11 @@ async def test_a_wrong_base_is_refused_and_a_full_update_helps() -> None:
     assert mirror.version is None
     wrong: list[tuple[WeightUpdate, int | None, str]] = [
         (delta(states, 0, 1), None, "changes version 0, but nothing is here: send a full update"),
-        (adapters(1, base_version=0), None, "belong to version 0, but nothing is here: send a full update"),
+        (
+            adapters(1, base_version=0),
+            None,
+            "belong to version 0, but nothing is here: send a full update",
+        ),
     ]
     for update, version, message in wrong:
         with pytest.raises(WrongBaseError, match=message) as caught:
@@ -99,7 +115,11 @@ async def test_a_wrong_base_is_refused_and_a_full_update_helps() -> None:
     check_agree(engine, mirror, states[2], 2)
     wrong = [
         (delta(states, 3, 4), 2, "changes version 3, but version 2 is here: send a full update"),
-        (adapters(4, base_version=3), 2, "belong to version 3, but version 2 is here: send a full update"),
+        (
+            adapters(4, base_version=3),
+            2,
+            "belong to version 3, but version 2 is here: send a full update",
+        ),
     ]
     for update, version, message in wrong:
         with pytest.raises(WrongBaseError, match=message) as caught:
@@ -107,7 +127,9 @@ async def test_a_wrong_base_is_refused_and_a_full_update_helps() -> None:
         assert caught.value.version == version
     check_agree(engine, mirror, states[2], 2)
     await mirror.apply(adapters(4, base_version=2))
-    with pytest.raises(WrongBaseError, match="changes version 4, but adapters of version 4 are here"):
+    with pytest.raises(
+        WrongBaseError, match="changes version 4, but adapters of version 4 are here"
+    ):
         await mirror.apply(delta(states, 4, 5))
     await mirror.apply(full(states, 6))
     check_agree(engine, mirror, states[6], 6)
@@ -138,7 +160,9 @@ async def test_an_update_that_fails_leaves_both_agreeing(fails: str) -> None:
         engine.fails = fails
         with pytest.raises(OSError, match="no"):
             await mirror.apply(first, *rest)
-        check_agree(engine, mirror, dict(engine.weights), 1 if fails == "before" else engine.updates[-1])
+        check_agree(
+            engine, mirror, dict(engine.weights), 1 if fails == "before" else engine.updates[-1]
+        )
         engine.fails = None
         if fails == "before":
             check_agree(engine, mirror, states[1], 1)
@@ -170,7 +194,9 @@ async def test_an_update_that_does_not_fit_changes_nothing() -> None:
     other = make_delta({"x": torch.zeros(1)}, [("x", torch.ones(1))], base_version=1, version=2)
     with pytest.raises(ValueError, match="unknown names"):
         await mirror.apply(delta(states, 0, 1), other)
-    bad = AdapterWeights(base_version=0, version=1, scaling=1.0, tensors={"few" + A_OF: torch.ones(1, 8)})
+    bad = AdapterWeights(
+        base_version=0, version=1, scaling=1.0, tensors={"few" + A_OF: torch.ones(1, 8)}
+    )
     with pytest.raises(ValueError, match="has no B"):
         await mirror.apply(bad)
     assert (mirror.version, engine.updates) == (0, [])
@@ -227,7 +253,10 @@ async def test_an_engine_that_has_lost_track_is_sent_all(tied: TinyModel) -> Non
     for version in (1, 2):
         train(trainer, seed=version)
         update = AdapterWeights(
-            base_version=0, version=version, scaling=LORA.alpha / LORA.rank, tensors=adapters_of(trainer)
+            base_version=0,
+            version=version,
+            scaling=LORA.alpha / LORA.rank,
+            tensors=adapters_of(trainer),
         )
         with pytest.raises(WrongBaseError):
             await mirror.apply(update)

@@ -19,7 +19,9 @@ def rank_server() -> Iterator[RankServer]:
         yield server
 
 
-async def test_an_engine_follows_a_tensor_parallel_trainer(rank_server: RankServer, tied: TinyModel) -> None:
+async def test_an_engine_follows_a_tensor_parallel_trainer(
+    rank_server: RankServer, tied: TinyModel
+) -> None:
     """Two ranks train; the first update is a full one and the second a delta."""
     ranks, layout = rank_server.shared(2), {"tensor_model_parallel_size": 2}
     engine = HFEngine.from_pretrained(tied.path)
@@ -27,7 +29,9 @@ async def test_an_engine_follows_a_tensor_parallel_trainer(rank_server: RankServ
     steps = [training_samples(seed=seed) for seed in (1, 2)]
     before = await collect(engine, *REQUESTS)
     for version in (1, 2):
-        (weights, _), _ = ranks.run("megatron_steps", str(tied.path), layout, steps[:version], [], size=2)
+        (weights, _), _ = ranks.run(
+            "megatron_steps", str(tied.path), layout, steps[:version], [], size=2
+        )
         await mirror.apply(
             FullWeights(version=1, tensors=weights.items())
             if version == 1
@@ -37,7 +41,9 @@ async def test_an_engine_follows_a_tensor_parallel_trainer(rank_server: RankServ
         assert {v for c in after.values() for v in c.weight_versions.tolist()} == {version}
         scored = [*as_samples(before), *as_samples(after)]
         # The same steps again, for what is scored is known only now.
-        for _, log_probs in ranks.run("megatron_steps", str(tied.path), layout, steps[:version], scored, size=2):
+        for _, log_probs in ranks.run(
+            "megatron_steps", str(tied.path), layout, steps[:version], scored, size=2
+        ):
             assert difference(before, log_probs[: len(before)]) > 100 * TOLERANCE
             assert difference(after, log_probs[len(before) :]) < TOLERANCE
         before = after

@@ -13,7 +13,9 @@ from gcore_rollout.weight_sync.layout import Layout
 MB = 1_000_000
 
 
-def write_shards(rank: Rank, path: str, num_tensors: int, num_rows: int, size: int) -> tuple[Layout, int, float, float]:
+def write_shards(
+    rank: Rank, path: str, num_tensors: int, num_rows: int, size: int
+) -> tuple[Layout, int, float, float]:
     """Write tensors [ROWS, 250] of float32, sharded by rows; return the layout, its bytes, and memory in MB.
 
     The memory is what this rank takes beyond its shards: the peak of memory of its own, and of all that is mapped.

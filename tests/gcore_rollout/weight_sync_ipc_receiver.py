@@ -48,7 +48,9 @@ class WeightsInFiles(SharedCudaWeights):
         self._fds[buffer.data_ptr()] = fd
         return buffer
 
-    def _share(self, buffer: torch.Tensor) -> tuple[str | None, Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def _share(
+        self, buffer: torch.Tensor
+    ) -> tuple[str | None, Callable[..., torch.Tensor], tuple[Any, ...]]:
         return GPU, map_file, (f"/proc/{os.getpid()}/fd/{self._fds[buffer.data_ptr()]}",)
 
 

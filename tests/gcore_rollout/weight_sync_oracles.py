@@ -26,10 +26,16 @@ REQUESTS = (make_request("shared", 300, n=3, max_tokens=12), make_request("r", 7
 
 
 def make_trainer(
-    path: Path, *, lora: LoRAConfig | None = None, dtype: torch.dtype = torch.float32, lr: float = 1e-2
+    path: Path,
+    *,
+    lora: LoRAConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    lr: float = 1e-2,
 ) -> TorchTrainer:
     packed = PackedModel.from_pretrained(path, lora=lora, dtype=dtype)
-    return TorchTrainer(packed, optimizer=OptimizerConfig(lr=lr), objective=PolicyObjective(PolicyLossConfig()))
+    return TorchTrainer(
+        packed, optimizer=OptimizerConfig(lr=lr), objective=PolicyObjective(PolicyLossConfig())
+    )
 
 
 def training_samples(*, seed: int = 0) -> list[Sample]:
@@ -58,7 +64,9 @@ def adapters_of(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 def as_samples(found: Found, requests: Iterable[Request] = REQUESTS) -> list[Sample]:
     """Completions as a trainer takes them."""
     prompts = {r.request_id: np.array(r.prompt_token_ids) for r in requests}
-    return [Sample(prompt_ids=prompts[c.request_id], response_ids=c.token_ids) for c in found.values()]
+    return [
+        Sample(prompt_ids=prompts[c.request_id], response_ids=c.token_ids) for c in found.values()
+    ]
 
 
 def difference(found: Found, log_probs: Sequence[np.ndarray]) -> float:

@@ -23,7 +23,9 @@ def group_advantages(scores: ArrayLike, estimator: str) -> NDArray[np.floating]:
     return np.concatenate(get_advantage_estimator(estimator)(group, AdvantageConfig())[0])
 
 
-def flat_loss(loss_mode: str, log_probs: torch.Tensor, *arrays: NDArray[Any], **settings: Any) -> PolicyLoss:
+def flat_loss(
+    loss_mode: str, log_probs: torch.Tensor, *arrays: NDArray[Any], **settings: Any
+) -> PolicyLoss:
     """A policy loss of one sequence's log-probs [N], old log-probs [N] and advantages [N], all of which count."""
     old, advantages = (torch.from_numpy(a) for a in arrays)
     config = PolicyLossConfig(loss_mode=loss_mode, **settings)

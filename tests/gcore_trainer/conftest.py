@@ -32,7 +32,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("models")
-    return {name: save_model(config, root / name, seed=i) for i, (name, config) in enumerate(CONFIGS.items())}
+    return {
+        name: save_model(config, root / name, seed=i)
+        for i, (name, config) in enumerate(CONFIGS.items())
+    }
 
 
 @pytest.fixture(scope="session")

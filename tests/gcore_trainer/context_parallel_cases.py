@@ -15,7 +15,11 @@ from trainer_oracles import SIZES, Group, make_samples
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gcore_trainer import PackedBatch, pack
-from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel, sum_over_ranks
+from gcore_trainer.context_parallel.groups import (
+    ContextParallel,
+    make_context_parallel,
+    sum_over_ranks,
+)
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.row import PackedPlan
 from gcore_trainer.torch import packed_model as packed_attention
@@ -57,7 +61,9 @@ class AttentionCase:
         generator = torch.Generator().manual_seed(0)
         num_tokens = self.batch().input_ids.size
         return [
-            torch.randn((1, heads, num_tokens, dim), dtype=torch.float64, generator=generator).to(self.dtype)
+            torch.randn((1, heads, num_tokens, dim), dtype=torch.float64, generator=generator).to(
+                self.dtype
+            )
             for heads, dim in (
                 (self.num_heads, self.head_dim),
                 (self.num_kv_heads, self.head_dim),
@@ -89,7 +95,11 @@ class Footprint(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple) else (result,):
@@ -105,7 +115,9 @@ class Footprint(TorchDispatchMode):
 
 
 def padded(groups: list[Group], layout: Layout, *, share_prefix: bool = False) -> PackedBatch:
-    row, segment = ContextParallel(ring_size=layout.ring_size, ulysses_size=layout.ulysses_size).padding
+    row, segment = ContextParallel(
+        ring_size=layout.ring_size, ulysses_size=layout.ulysses_size
+    ).padding
     samples = make_samples(groups, seed=0)
     return pack(samples, share_prefix=share_prefix, multiple_of=row, segment_multiple_of=segment)
 
@@ -133,7 +145,9 @@ def footprint(rank: Rank, case: AttentionCase) -> tuple[int, int, float]:
     q, k, v, grad = (x[:, :, places].clone() for x in case.inputs())
     with Footprint() as seen:
         with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-            out = plan.attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), AttentionKind())
+            out = plan.attend(
+                q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), AttentionKind()
+            )
         out.backward(grad.transpose(1, 2))
     return sum(saved.values()), seen.largest, seen.num_scores
 
@@ -145,13 +159,17 @@ def attended_without(rank: Rank, case: AttentionCase, num_missing: int) -> None:
     plan.attend(q, k, v, AttentionKind())
 
 
-def plan_of(rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout) -> None:
+def plan_of(
+    rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout
+) -> None:
     """Makes a plan for a row that was packed for another layout."""
     batch = padded(groups, packed_for, share_prefix=share_prefix)
     PackedPlan(batch, cp=_context(divided_by), device=torch.device("cpu"))
 
 
-def place_in_groups(rank: Rank, cp_groups: list[list[int]], ulysses_size: int) -> tuple[int, int, int, int, int]:
+def place_in_groups(
+    rank: Rank, cp_groups: list[list[int]], ulysses_size: int
+) -> tuple[int, int, int, int, int]:
     cp = make_context_parallel(cp_groups, ulysses_size)
     return cp.size, cp.rank, *divmod(cp.rank, cp.ulysses_size), cp.padding[0]
 
@@ -160,7 +178,9 @@ def summed(rank: Rank, layout: Layout, weights: torch.Tensor) -> tuple[float, to
     """The square of a sum of w^2, of which each rank computes some; and this rank's gradient."""
     cp = _context(layout)
     w = weights.clone().requires_grad_()
-    values = torch.zeros_like(w).index_copy(0, torch.arange(cp.rank, w.numel(), cp.size), w[cp.rank :: cp.size] ** 2)
+    values = torch.zeros_like(w).index_copy(
+        0, torch.arange(cp.rank, w.numel(), cp.size), w[cp.rank :: cp.size] ** 2
+    )
     total = sum_over_ranks(values, cp.ulysses, cp.ring)
     loss = total.sum() ** 2
     loss.backward()
@@ -168,14 +188,18 @@ def summed(rank: Rank, layout: Layout, weights: torch.Tensor) -> tuple[float, to
     return loss.item(), w.grad
 
 
-def model_gradients_at_once(groups: list[Group], layout: Layout, share_prefix: bool) -> dict[str, torch.Tensor]:
+def model_gradients_at_once(
+    groups: list[Group], layout: Layout, share_prefix: bool
+) -> dict[str, torch.Tensor]:
     """Of the mean log-probability of a tiny model's response tokens, and that, under the name of "loss"."""
     batch = padded(groups, layout, share_prefix=share_prefix)
     plan = PackedPlan(batch, device=torch.device("cpu"))
     return _model_gradients(batch, plan, torch.arange(batch.input_ids.size), lambda x: x)
 
 
-def model_gradients(rank: Rank, groups: list[Group], layout: Layout, share_prefix: bool) -> dict[str, torch.Tensor]:
+def model_gradients(
+    rank: Rank, groups: list[Group], layout: Layout, share_prefix: bool
+) -> dict[str, torch.Tensor]:
     batch, cp = padded(groups, layout, share_prefix=share_prefix), _context(layout)
     plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"))
     gradients = _model_gradients(
@@ -192,14 +216,20 @@ def model_gradients(rank: Rank, groups: list[Group], layout: Layout, share_prefi
 
 
 def _model_gradients(
-    batch: PackedBatch, plan: PackedPlan, places: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
+    batch: PackedBatch,
+    plan: PackedPlan,
+    places: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     packed_attention.register()
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
-        Qwen2Config(**SIZES, initializer_range=0.2), attn_implementation=packed_attention.ATTENTION_NAME
+        Qwen2Config(**SIZES, initializer_range=0.2),
+        attn_implementation=packed_attention.ATTENTION_NAME,
     ).double()
-    _, *own_and_all = np.intersect1d(places.numpy(), batch.predict_index, assume_unique=True, return_indices=True)
+    _, *own_and_all = np.intersect1d(
+        places.numpy(), batch.predict_index, assume_unique=True, return_indices=True
+    )
     local_index, which = (torch.from_numpy(x) for x in own_and_all)
     output = model(
         input_ids=torch.from_numpy(batch.input_ids)[places][None],
@@ -215,7 +245,9 @@ def _model_gradients(
     row_U = torch.zeros(batch.predict_index.size, dtype=torch.int64)
     row_U[which] = torch.arange(which.numel())
     own_values = log_probs_uV[row_U[place_N[own]], torch.from_numpy(batch.target_ids)[own]]
-    values_N = total(torch.zeros(place_N.numel(), dtype=torch.float64).masked_scatter(own, own_values))
+    values_N = total(
+        torch.zeros(place_N.numel(), dtype=torch.float64).masked_scatter(own, own_values)
+    )
     loss = values_N.exp().mean()
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
@@ -243,7 +275,10 @@ def _attended(case: AttentionCase, plan: PackedPlan, places: torch.Tensor) -> At
     gradients = [x.grad for x in inputs if x.grad is not None]
     grad_sinks = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad
     return Attended(
-        places=places, tensors=[out.detach().transpose(1, 2), *gradients], grad_sinks=grad_sinks, time_s=time_s
+        places=places,
+        tensors=[out.detach().transpose(1, 2), *gradients],
+        grad_sinks=grad_sinks,
+        time_s=time_s,
     )
 
 
@@ -256,4 +291,6 @@ def _plan(case: AttentionCase) -> tuple[PackedPlan, torch.Tensor]:
 @cache
 def _context(layout: Layout) -> ContextParallel:
     size = layout.ring_size * layout.ulysses_size
-    return make_context_parallel([list(range(i, i + size)) for i in range(0, 4, size)], layout.ulysses_size)
+    return make_context_parallel(
+        [list(range(i, i + size)) for i in range(0, 4, size)], layout.ulysses_size
+    )

@@ -38,7 +38,13 @@ def train_images(
 ) -> tuple[list[dict[str, float]], Weights, Weights]:
     """Metrics of each step, the weights in the end, and their average. `steps` holds each replica's micro-batches."""
     del rank
-    return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size)))
+    return trained(
+        path,
+        objective,
+        steps,
+        lora,
+        parallel=TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size)),
+    )
 
 
 def score_images(
@@ -67,7 +73,9 @@ class Step:
         return -((next_latents - self.mean) ** 2).flatten(1).mean(1)
 
 
-def kernel(output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor) -> Step:
+def kernel(
+    output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+) -> Step:
     dt = (next_level - level).reshape(-1, 1, 1, 1)
     return Step(latents + output * dt, 0.3 * torch.sqrt(-dt))
 
@@ -81,7 +89,11 @@ def trained(
     parallel: TorchParallel | None = None,
 ) -> tuple[list[dict[str, float]], Weights, Weights]:
     """The same of a rank, or alone."""
-    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=2e-3), "objective": objective, "ema_decay": 0.9}
+    options: dict[str, Any] = {
+        "optimizer": OptimizerConfig(lr=2e-3),
+        "objective": objective,
+        "ema_decay": 0.9,
+    }
     denoiser = Denoiser.from_pretrained(path, lora=lora)
     reference = denoiser.initial() if objective.needs_reference else None
     trainer = DiffusionTrainer(denoiser, reference=reference, parallel=parallel, **options)

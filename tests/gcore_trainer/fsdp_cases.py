@@ -45,7 +45,11 @@ PRELOADED = (
 
 
 def make_trainer(
-    path: str, objective: Objective[Any], optimizer: OptimizerConfig, parallel: ParallelConfig, **options: Any
+    path: str,
+    objective: Objective[Any],
+    optimizer: OptimizerConfig,
+    parallel: ParallelConfig,
+    **options: Any,
 ) -> TorchTrainer:
     """This rank's, over the whole world."""
     kind = PackedModel if objective.scores == "tokens" else PackedValueModel
@@ -84,7 +88,9 @@ def record_and_train(
     trainer = make_trainer(path, objective, optimizer, parallel)
     first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
     found = trainer.log_probs_and_routing(first)
-    return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]
+    return [experts for batch in found for _, experts in batch], [
+        trainer.train_step(batch) for batch in others
+    ]
 
 
 def train_compiled(
@@ -118,7 +124,9 @@ def train_with_naps(
     parallel = TorchParallel.join(ParallelConfig())
     # Shards of few values keep exact moments; these are all small.
     with mock.patch.object(optimizers, "_SMALLEST", 300):
-        trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload)
+        trainer = TorchTrainer(
+            packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload
+        )
     if optimizer.name == "adamw_8bit":
         assert len(trainer._optimizer.stored_tensors()["values"]) > 10  # pyright: ignore[reportPrivateUsage]  # what is in memory
     metrics: list[dict[str, float]] = []
@@ -128,7 +136,9 @@ def train_with_naps(
         # It leaves the root module's parameters whole.
         trainer.log_probs(own)
         trainer.sleep()
-        held = max(held, sum(local(p).untyped_storage().nbytes() for p in packed.model.parameters()))
+        held = max(
+            held, sum(local(p).untyped_storage().nbytes() for p in packed.model.parameters())
+        )
         trainer.wake()
         metrics.append(trainer.train_step(own))
         # It writes what it reads, also where a state's tensors are copies.
@@ -151,10 +161,16 @@ def gradients_of(
         del packed.root.forward
         offload_activations(packed.root, smallest_bytes=0)
     frozen = OptimizerConfig(lr=1e-12, weight_decay=0.0, grad_clip=1e9)
-    trainer = TorchTrainer(packed, optimizer=frozen, objective=objective, parallel=TorchParallel.join(parallel))
+    trainer = TorchTrainer(
+        packed, optimizer=frozen, objective=objective, parallel=TorchParallel.join(parallel)
+    )
     found: list[tuple[dict[str, torch.Tensor], int]] = []
     # The name that FSDP calls it by, in torch 2.13 and before.
-    name = next(n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(torch.distributed, n))
+    name = next(
+        n
+        for n in ("reduce_scatter_single", "reduce_scatter_tensor")
+        if hasattr(torch.distributed, n)
+    )
     reduce_scatter = getattr(torch.distributed, name)
     for replicas in steps:
         count = 0

@@ -46,7 +46,9 @@ from gcore_trainer.torch import loading
 from gcore_trainer.torch.fused_layers import fuse_layers
 
 CPU = torch.device("cpu")
-assert os.environ["TRITON_INTERPRET"] == "1", "before Triton is imported: `test_kernels.py` runs this"
+assert os.environ["TRITON_INTERPRET"] == "1", (
+    "before Triton is imported: `test_kernels.py` runs this"
+)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -62,7 +64,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def gradients(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     weights = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in outputs]
     loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
     assert isinstance(loss, torch.Tensor)
@@ -79,13 +83,22 @@ def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -
     seed=st.integers(0, 100),
 )
 def test_scores_by_kernels(
-    num_tokens: int, vocab_size: int, temperature: float, entropy_grad: bool, spread: float, seed: int
+    num_tokens: int,
+    vocab_size: int,
+    temperature: float,
+    entropy_grad: bool,
+    spread: float,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, 4, generator=generator).requires_grad_()
     weight = (spread * torch.randn(vocab_size, 4, generator=generator)).requires_grad_()
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    options: dict[str, Any] = {"temperature": temperature, "entropy_grad": entropy_grad, "max_logits": 4 * vocab_size}
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "entropy_grad": entropy_grad,
+        "max_logits": 4 * vocab_size,
+    }
 
     def scored() -> tuple[torch.Tensor, ...]:
         scores = token_scores(hidden, weight, targets, **options)
@@ -104,7 +117,9 @@ def test_gradients_of_logits_are_narrow() -> None:
     logits = 3 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     columns, pulls = torch.tensor([0, 299, 7, -1, 300]), torch.linspace(-1, 1, 5)
     arguments = logits, columns, logits.logsumexp(-1), pulls, None, None
-    exact, rounded = (logit_kernels.gradient(*arguments, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        logit_kernels.gradient(*arguments, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     # The interpreter rounds towards 0.
     torch.testing.assert_close(rounded.float(), exact, rtol=2**-7, atol=0)
     # A column outside of the row, as of another rank's part of the vocabulary, stands for none.
@@ -115,33 +130,53 @@ def test_a_logit_that_is_minus_infinity() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 2.0]])
     peak, total, dot = logit_kernels.moments(logits)
     below = torch.tensor([-1.0, 0.0])
-    torch.testing.assert_close((peak, total, dot), (torch.tensor([2.0]), below.exp().sum()[None], -below.exp()[:1]))
+    torch.testing.assert_close(
+        (peak, total, dot), (torch.tensor([2.0]), below.exp().sum()[None], -below.exp()[:1])
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 1030)], ids=str)
 @pytest.mark.parametrize("unit", ["swiglu", "geglu"])
-def test_gated_units(unit: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+def test_gated_units(
+    unit: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    gate, up = (
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2)
+    )
     gelu = partial(torch.nn.functional.gelu, approximate="tanh")
     found = getattr(layer_kernels, unit)(gate, up)
     expected = (torch.nn.functional.silu if unit == "swiglu" else gelu)(gate) * up
-    pairs = zip((found, *gradients([found], [gate, up])), (expected, *gradients([expected], [gate, up])), strict=True)
+    pairs = zip(
+        (found, *gradients([found], [gate, up])),
+        (expected, *gradients([expected], [gate, up])),
+        strict=True,
+    )
     for a, e in pairs:
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((3, 1), 24)])
-def test_rotation(dtype: torch.dtype, tolerance: float, heads: tuple[int, int], head_dim: int) -> None:
+def test_rotation(
+    dtype: torch.dtype, tolerance: float, heads: tuple[int, int], head_dim: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 9, count, head_dim) for count in heads]
-    q, k = (torch.randn(x, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for x in shapes)
+    q, k = (
+        torch.randn(x, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
+        for x in shapes
+    )
     angles = torch.randn(1, 9, head_dim, generator=generator)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    found, expected = layer_kernels.rotate(q, k, cos, sin), modeling_qwen2.apply_rotary_pos_emb(q, k, cos, sin)
-    for a, e in zip((*found, *gradients(found, [q, k])), (*expected, *gradients(expected, [q, k])), strict=True):
+    found, expected = (
+        layer_kernels.rotate(q, k, cos, sin),
+        modeling_qwen2.apply_rotary_pos_emb(q, k, cos, sin),
+    )
+    for a, e in zip(
+        (*found, *gradients(found, [q, k])), (*expected, *gradients(expected, [q, k])), strict=True
+    ):
         assert a.shape == e.shape
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
 
@@ -168,8 +203,12 @@ KINDS = ("TopKRouter", "RMSNorm", "MLP", "Attention")
 
 
 @pytest.mark.parametrize("config", FUSED, ids=lambda config: config.__name__)
-def test_layers_that_kernels_compute_give_the_same(config: type[PreTrainedConfig], tmp_path: Path) -> None:
-    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2} if config is GptOssConfig else {}
+def test_layers_that_kernels_compute_give_the_same(
+    config: type[PreTrainedConfig], tmp_path: Path
+) -> None:
+    experts: dict[str, Any] = (
+        {"num_local_experts": 4, "num_experts_per_tok": 2} if config is GptOssConfig else {}
+    )
     path = save_model(config(**SIZES, **experts), tmp_path, seed=0)
     samples = make_samples([Group(12, [20, 1, 9]), Group(25, [7])], seed=0)
     plain, fused = PackedModel.from_pretrained(path), PackedModel.from_pretrained(path)
@@ -177,10 +216,15 @@ def test_layers_that_kernels_compute_give_the_same(config: type[PreTrainedConfig
     assert fuse_layers(fused.model, CPU) > 0
     own = [m for m in fused.model.modules() if "forward" in vars(m) and id(m) not in untouched]
     own = [m for m in own if type(m) is not torch.nn.Linear]
-    assert {next(kind for kind in KINDS if type(m).__name__.endswith(kind)) for m in own} == FUSED[config]
+    assert {next(kind for kind in KINDS if type(m).__name__.endswith(kind)) for m in own} == FUSED[
+        config
+    ]
     scores = [packed.score(samples).log_probs for packed in (plain, fused)]
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
-    grads = [gradients([s], list(packed.model.parameters())) for s, packed in zip(scores, (plain, fused), strict=True)]
+    grads = [
+        gradients([s], list(packed.model.parameters()))
+        for s, packed in zip(scores, (plain, fused), strict=True)
+    ]
     for a, e in zip(*grads, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-5)
 
@@ -205,11 +249,15 @@ def test_compiled_layers_have_no_kernels(qwen2: Path) -> None:
     assert fuse_layers(packed.model, CPU) > 0
     compile_layers(packed, backend="eager")
     assert not packed.fuses_layers
-    assert not any("forward" in vars(m) for layer in packed.layers() for m in layer.modules() if m is not layer)
+    assert not any(
+        "forward" in vars(m) for layer in packed.layers() for m in layer.modules() if m is not layer
+    )
 
 
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
-def test_the_last_product_of_a_checkpointed_layer_is_torchs(qwen2: Path, share: float | None) -> None:
+def test_the_last_product_of_a_checkpointed_layer_is_torchs(
+    qwen2: Path, share: float | None
+) -> None:
     packed = PackedModel.from_pretrained(
         qwen2, gradient_checkpointing=share is not None, checkpointed_layers=share or 1.0
     )
@@ -228,8 +276,13 @@ def fuse_on_cpu(packed: PackedModel) -> None:
 def two_steps(rank: int, path: Path, folder: Path, results: Any) -> None:
     """Train shards of the model, with its own layers and with fused ones."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    batches = [make_samples([Group(12, [20, 9]), Group(25, [7, 30])], seed=seed)[rank::2] for seed in range(2)]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    batches = [
+        make_samples([Group(12, [20, 9]), Group(25, [7, 30])], seed=seed)[rank::2]
+        for seed in range(2)
+    ]
     norms: list[float] = []
     for fuses in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -250,7 +303,10 @@ def test_fused_layers_of_sharded_models(qwen2: Path, tmp_path: Path) -> None:
     # This process has one test, and nothing in it has started a thread.
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
-    ranks = [context.Process(target=two_steps, args=(rank, qwen2, tmp_path, results)) for rank in range(2)]
+    ranks = [
+        context.Process(target=two_steps, args=(rank, qwen2, tmp_path, results))
+        for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     found = [results.get(timeout=100) for _ in ranks]

@@ -44,15 +44,25 @@ def compare(
     for sharded in (False, True):
         packed = kind.from_pretrained(path, sharded=sharded, **options)
         trainer = TorchTrainer(
-            packed, optimizer=OptimizerConfig(lr=1e-3), objective=objective, parallel=TorchParallel.join(parallel)
+            packed,
+            optimizer=OptimizerConfig(lr=1e-3),
+            objective=objective,
+            parallel=TorchParallel.join(parallel),
         )
-        tensors = {**dict(packed.model.named_parameters(remove_duplicate=False)), **dict(packed.model.named_buffers())}
+        tensors = {
+            **dict(packed.model.named_parameters(remove_duplicate=False)),
+            **dict(packed.model.named_buffers()),
+        }
         loaded.append({name: local(tensor.detach()).clone() for name, tensor in tensors.items()})
-        metrics.append([trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps])
+        metrics.append(
+            [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+        )
     logger.removeHandler(handler)
     whole, sliced = loaded
     assert whole.keys() == sliced.keys()
-    different = [n for n, t in whole.items() if t.dtype != sliced[n].dtype or not torch.equal(t, sliced[n])]
+    different = [
+        n for n, t in whole.items() if t.dtype != sliced[n].dtype or not torch.equal(t, sliced[n])
+    ]
     return different, metrics, lines
 
 
@@ -72,7 +82,9 @@ def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
     return peak[0]
 
 
-def peak_bytes_of_export(rank: Rank, path: str, to: str, file_bytes: int) -> tuple[int, set[torch.dtype], int]:
+def peak_bytes_of_export(
+    rank: Rank, path: str, to: str, file_bytes: int
+) -> tuple[int, set[torch.dtype], int]:
     """The most memory that a rank of a bfloat16 run takes to write the folder, and what the export consists of."""
     packed = PackedModel.from_pretrained(path, sharded=True, compute_dtype=torch.bfloat16)
     trainer = TorchTrainer(

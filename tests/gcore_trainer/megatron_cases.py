@@ -37,7 +37,11 @@ Box = tuple[str, str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 def megatron_predicts(
-    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], micro_batches: list[MicroBatch]
+    rank: Rank,
+    path: str,
+    layout: Layout,
+    options: Mapping[str, Any],
+    micro_batches: list[MicroBatch],
 ) -> tuple[list[list[NDArray[np.float32]]], Tensors]:
     """Log-probs of this replica's micro-batches, and the exported weights on rank 0."""
     trainer = _trainer(path, layout, options)
@@ -49,7 +53,9 @@ def megatron_critic(
     rank: Rank, path: str, layout: Layout, samples: MicroBatch, to: str
 ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]], dict[str, float]]:
     """Values before and after five updates of a critic, which is saved, and the last update's metrics."""
-    trainer = _trainer(path, layout, {"optimizer": OptimizerConfig(lr=1e-2), "objective": _SquaredErrors()})
+    trainer = _trainer(
+        path, layout, {"optimizer": OptimizerConfig(lr=1e-2), "objective": _SquaredErrors()}
+    )
     [before] = trainer.values([samples])
     metrics = [trainer.train_step([samples]) for _ in range(5)]
     [after] = trainer.values([samples])
@@ -66,8 +72,12 @@ class _SquaredErrors(Objective[torch.Tensor]):
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         check_fields(micro_batches, "the squared error", "returns")
 
-    def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        returns = torch.from_numpy(np.concatenate([s.returns for s in samples if s.returns is not None]))
+    def partial_loss(
+        self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
+        returns = torch.from_numpy(
+            np.concatenate([s.returns for s in samples if s.returns is not None])
+        )
         loss = (scores - returns).square().sum() / totals.num_tokens
         return loss, {"loss": loss.detach()}
 
@@ -101,7 +111,11 @@ def megatron_scores_and_trains(
 ) -> tuple[NDArray[np.float32], list[dict[str, float]], Tensors, list[Box]]:
     """Log-probs of the first step's samples before it; then as `megatron_trains`."""
     trainer = _trainer(path, layout, options)
-    scores = [values for batch in trainer.log_probs(steps[0][trainer.data_parallel_rank]) for values in batch]
+    scores = [
+        values
+        for batch in trainer.log_probs(steps[0][trainer.data_parallel_rank])
+        for values in batch
+    ]
     metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
     return np.concatenate(scores), metrics, _exported(rank, trainer), _boxes(trainer)
 
@@ -121,7 +135,10 @@ def megatron_resumes(
     for group, tensors in saved.items():
         for name, parts in state[group].items():
             for part in parts:
-                box = [slice(first, first + size) for first, size in zip(part.offset, part.tensor.shape, strict=True)]
+                box = [
+                    slice(first, first + size)
+                    for first, size in zip(part.offset, part.tensor.shape, strict=True)
+                ]
                 part.tensor.copy_(tensors[name][tuple(box)])
     trainer.load_state(state | numbers)
     metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
@@ -136,7 +153,9 @@ def megatron_loads_less(rank: Rank, path: str, layout: Layout) -> None:
     trainer.load_state(state)
 
 
-def megatron_saves(rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], to: str) -> None:
+def megatron_saves(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], to: str
+) -> None:
     _trainer(path, layout, options).save_pretrained(to)
 
 
@@ -155,7 +174,10 @@ def _trainer(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronT
 
 
 def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrainer:
-    defaults: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": PolicyObjective(PolicyLossConfig())}
+    defaults: dict[str, Any] = {
+        "optimizer": OptimizerConfig(),
+        "objective": PolicyObjective(PolicyLossConfig()),
+    }
     options = defaults | dict(options)
     if options.pop("recompute", False):
         options["megatron"] = MegatronConfig(recompute_granularity="full")
@@ -185,7 +207,9 @@ def megatron_replays(
     trainer = _trainer(path, layout, options)
     first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
     found = trainer.log_probs_and_routing(first)
-    return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]
+    return [experts for batch in found for _, experts in batch], [
+        trainer.train_step(batch) for batch in others
+    ]
 
 
 def megatron_rests(
@@ -203,7 +227,11 @@ def megatron_rests(
         trainer.sleep()
         trainer.sleep()
         held.append((before - others, _held_bytes() - others))
-        for call in (trainer.state, lambda: trainer.train_step([]), lambda: [*trainer.export_weights()]):
+        for call in (
+            trainer.state,
+            lambda: trainer.train_step([]),
+            lambda: [*trainer.export_weights()],
+        ):
             with pytest.raises(TrainerError, match="the trainer is asleep") as raised:
                 call()
             error = str(raised.value)
@@ -235,6 +263,9 @@ def _check_views(trainer: MegatronTrainer) -> None:
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             for parameter in buffer.params:
-                for view, whole in ((parameter, buffer.param_data), (parameter.main_grad, buffer.grad_data)):
+                for view, whole in (
+                    (parameter, buffer.param_data),
+                    (parameter.main_grad, buffer.grad_data),
+                ):
                     assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
             assert not buffer.grad_data.any()

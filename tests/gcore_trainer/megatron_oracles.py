@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from trainer_oracles import SIZES, Group, load_padded, make_samples, padded_loss, padded_scores, save_model, split
+from trainer_oracles import (
+    SIZES,
+    Group,
+    load_padded,
+    make_samples,
+    padded_loss,
+    padded_scores,
+    save_model,
+    split,
+)
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
@@ -22,20 +31,39 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MOE: dict[str, Any] = {"head_dim": 24, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+MOE: dict[str, Any] = {
+    "head_dim": 24,
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**FOUR_LAYERS, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
     "qwen2": Qwen2Config(**ODD_VOCABULARY, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**ODD_VOCABULARY, head_dim=24, tie_word_embeddings=False),
     "qwen3_tied": Qwen3Config(**FOUR_LAYERS, head_dim=24, tie_word_embeddings=True),
-    "qwen3_moe": Qwen3MoeConfig(**FOUR_LAYERS, **MOE, norm_topk_prob=True, tie_word_embeddings=False),
-    "qwen3_moe_raw": Qwen3MoeConfig(**FOUR_LAYERS, **MOE, norm_topk_prob=False, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **FOUR_LAYERS, **MOE, norm_topk_prob=True, tie_word_embeddings=False
+    ),
+    "qwen3_moe_raw": Qwen3MoeConfig(
+        **FOUR_LAYERS, **MOE, norm_topk_prob=False, tie_word_embeddings=False
+    ),
 }
 GROUPS = [Group(12, [20, 1, 9, 13]), Group(25, [7, 7]), Group(3, [25])]
 LOSS = PolicyLossConfig(kl_loss_coef=0.1, entropy_coeff=0.01, loss_agg_mode="seq-mean-token-mean")
-OPTIMIZER = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, lr_warmup_steps=3, grad_clip=0.05)
-TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-CP, ULYSSES, EP = "context_parallel_size", "ulysses_sequence_parallel_size", "expert_model_parallel_size"
+OPTIMIZER = OptimizerConfig(
+    lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, lr_warmup_steps=3, grad_clip=0.05
+)
+TP, PP, VPP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+CP, ULYSSES, EP = (
+    "context_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "expert_model_parallel_size",
+)
 SP = "sequence_parallel"
 GROUPS_OF_STATE = ("model", "exp_avg", "exp_avg_sq")
 
@@ -61,7 +89,10 @@ def uneven(samples: list[Sample], num_replicas: int, *, seed: int) -> list[list[
     micro_batches = split(samples, seed=seed)
     if num_replicas == 1:
         return [micro_batches]
-    return [micro_batches[:1], *(micro_batches[i :: num_replicas - 1] for i in range(1, num_replicas))]
+    return [
+        micro_batches[:1],
+        *(micro_batches[i :: num_replicas - 1] for i in range(1, num_replicas)),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +112,23 @@ def train_plainly(path: Path, num_steps: int) -> Plain:
     if "moe" in model.config.model_type:
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.0, betas=OPTIMIZER.betas, weight_decay=OPTIMIZER.weight_decay, foreach=False
+        model.parameters(),
+        lr=0.0,
+        betas=OPTIMIZER.betas,
+        weight_decay=OPTIMIZER.weight_decay,
+        foreach=False,
     )
     plain = Plain(samples=[], grad_norms=[], tensors=[])
     for step in range(num_steps):
         samples = _off_policy(model, make_samples(GROUPS, seed=step), seed=step)
         optimizer.zero_grad()
         padded_loss(model, samples, LOSS).backward()
-        plain.grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip).item())
-        optimizer.param_groups[0]["lr"] = OPTIMIZER.lr * min(1.0, (step + 1) / OPTIMIZER.lr_warmup_steps)
+        plain.grad_norms.append(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip).item()
+        )
+        optimizer.param_groups[0]["lr"] = OPTIMIZER.lr * min(
+            1.0, (step + 1) / OPTIMIZER.lr_warmup_steps
+        )
         optimizer.step()
         plain.samples.append(samples)
         moments = {name: optimizer.state[p] for name, p in model.named_parameters()}
@@ -116,7 +155,9 @@ def largest_difference(actual: dict[str, torch.Tensor], expected: dict[str, torc
     """Of any entry, relative to the largest entry of all; NaN is the largest of all."""
     assert actual.keys() == expected.keys()
     scale = max(t.abs().max().item() for t in expected.values())
-    differences = [(actual[name].double() - t.double()).abs().max().item() for name, t in expected.items()]
+    differences = [
+        (actual[name].double() - t.double()).abs().max().item() for name, t in expected.items()
+    ]
     return float("inf") if np.isnan(differences).any() else max(differences) / scale
 
 
@@ -129,4 +170,7 @@ def _off_policy(model: Any, samples: list[Sample], *, seed: int) -> list[Sample]
         length = sample.response_ids.size
         return (row[:length] + rng.normal(0, 0.4, length)).astype(np.float32)
 
-    return [replace(s, old_log_probs=near(r, s), ref_log_probs=near(r, s)) for s, r in zip(samples, rows, strict=True)]
+    return [
+        replace(s, old_log_probs=near(r, s), ref_log_probs=near(r, s))
+        for s, r in zip(samples, rows, strict=True)
+    ]

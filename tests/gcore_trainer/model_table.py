@@ -65,7 +65,9 @@ def outcome(model_type: str) -> str:
 
 def table() -> str:
     """Return the whole file."""
-    return _HEADER + "".join(f"| `{model_type}` | {outcome(model_type)} |\n" for model_type in MODEL_TYPES)
+    return _HEADER + "".join(
+        f"| `{model_type}` | {outcome(model_type)} |\n" for model_type in MODEL_TYPES
+    )
 
 
 def rows() -> dict[str, str]:

@@ -40,17 +40,28 @@ def trained(path: Path, **options: Any) -> tuple[PackedModel, dict[str, torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointed_layers", [0.0, 0.5, 1.0])
-def test_gradients_are_the_same(qwen2: Path, dtype: torch.dtype, checkpointed_layers: float) -> None:
+def test_gradients_are_the_same(
+    qwen2: Path, dtype: torch.dtype, checkpointed_layers: float
+) -> None:
     _, expected = trained(qwen2, compute_dtype=dtype)
     for activation_offload in (False, True):
-        options: dict[str, Any] = {"gradient_checkpointing": True, "checkpointed_layers": checkpointed_layers}
-        _, found = trained(qwen2, compute_dtype=dtype, activation_offload=activation_offload, **options)
+        options: dict[str, Any] = {
+            "gradient_checkpointing": True,
+            "checkpointed_layers": checkpointed_layers,
+        }
+        _, found = trained(
+            qwen2, compute_dtype=dtype, activation_offload=activation_offload, **options
+        )
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_memory_falls_with_the_share_of_layers(qwen2: Path) -> None:
     kept = [
-        saved_bytes(PackedModel.from_pretrained(qwen2, gradient_checkpointing=True, checkpointed_layers=share))
+        saved_bytes(
+            PackedModel.from_pretrained(
+                qwen2, gradient_checkpointing=True, checkpointed_layers=share
+            )
+        )
         for share in (0.0, 0.5, 1.0)
     ]
     assert kept[2] < 0.7 * kept[1] < 0.5 * kept[0]
@@ -66,12 +77,18 @@ def test_parameters_and_small_activations_stay() -> None:
     assert isinstance(host, tuple)
     assert host[1].shape == (64, 8)
     assert isinstance(small.grad_fn._raw_saved_mat1.data, torch.Tensor)
-    assert large.grad_fn._raw_saved_mat2.data.untyped_storage().data_ptr() == module.weight.data_ptr()
+    assert (
+        large.grad_fn._raw_saved_mat2.data.untyped_storage().data_ptr() == module.weight.data_ptr()
+    )
 
 
 def test_only_large_models_on_cuda_checkpoint_of_themselves() -> None:
     with FakeTensorMode():
-        for size, device, expected in ((40_000, "cuda", True), (20_000, "cuda", False), (40_000, "cpu", False)):
+        for size, device, expected in (
+            (40_000, "cuda", True),
+            (20_000, "cuda", False),
+            (40_000, "cpu", False),
+        ):
             model = torch.nn.Linear(size, size, device=device)
             own = torch.device(device)
             assert activations.is_checkpointed("auto", model, own) is expected

@@ -32,7 +32,9 @@ CONFIG = OptimizerConfig(name="adamw_8bit", lr=1e-3, weight_decay=0.1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_trainer(path: Path, *, name: Any = "adamw_8bit", offload: bool = False, **options: Any) -> TorchTrainer:
+def make_trainer(
+    path: Path, *, name: Any = "adamw_8bit", offload: bool = False, **options: Any
+) -> TorchTrainer:
     packed = PackedModel.from_pretrained(path, **options)
     for parameter in packed.model.parameters():
         parameter.data = parameter.data.clone()
@@ -56,7 +58,10 @@ def quantized(trainer: TorchTrainer) -> AdamW8bit:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {n: {k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v for n, v in state.items()}
+    return {
+        n: {k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v
+        for n, v in state.items()
+    }
 
 
 @pytest.mark.parametrize("options", [{}, BF16, LORA], ids=["float32", "bf16", "lora"])
@@ -71,13 +76,18 @@ def test_twenty_updates_follow_those_of_exact_moments(qwen2: Path, options: dict
     for name in exact.state()["model"].keys() & {key.partition(" ")[2] for key in kept["values"]}:
         tensor = exact.state()["model"][name]
         moved, wanted_move = kept["model"][name] - initial[name], tensor - initial[name]
-        assert torch.nn.functional.cosine_similarity(moved.flatten(), wanted_move.flatten(), dim=0) > 0.98, name
+        assert (
+            torch.nn.functional.cosine_similarity(moved.flatten(), wanted_move.flatten(), dim=0)
+            > 0.98
+        ), name
 
 
 def test_one_update_is_that_of_adamw() -> None:
     """The first one reads no quantised moment."""
     torch.manual_seed(0)
-    own, other = (torch.nn.Parameter(torch.randn(100, 130, generator=torch.manual_seed(1))) for _ in range(2))
+    own, other = (
+        torch.nn.Parameter(torch.randn(100, 130, generator=torch.manual_seed(1))) for _ in range(2)
+    )
     adamw = AdamW8bit({"weight": own}, CONFIG)
     plain = torch.optim.AdamW([other], lr=1e-3, weight_decay=0.1)
     other.grad = torch.randn_like(other)
@@ -92,8 +102,16 @@ def test_one_update_is_that_of_adamw() -> None:
 def test_bytes_of_a_parameter(dtype: torch.dtype, most: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(300, 1000, dtype=dtype))
     adamw = AdamW8bit({"weight": parameter}, CONFIG)
-    tensors = [parameter, parameter.grad, *(t for group in adamw.stored_tensors().values() for t in group.values())]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    tensors = [
+        parameter,
+        parameter.grad,
+        *(t for group in adamw.stored_tensors().values() for t in group.values()),
+    ]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t is not None
+    }
     assert most - 0.02 < sum(storages.values()) / parameter.numel() < most
 
 
@@ -104,7 +122,9 @@ def test_a_state_continues(qwen2: Path, options: dict[str, Any], offload: bool) 
     first = make_trainer(qwen2, **options)
     losses(first, range(3))
     saved = copied(first.state())
-    assert all(saved[key][name].dtype == torch.float32 for key in MOMENTS for name in saved["model"])
+    assert all(
+        saved[key][name].dtype == torch.float32 for key in MOMENTS for name in saved["model"]
+    )
     second = make_trainer(qwen2, offload=offload, **options)
     losses(second, range(7, 8))
     second.load_state(saved)
@@ -127,7 +147,9 @@ def test_states_go_from_exact_to_8_bits_and_back(qwen2: Path) -> None:
     for key in MOMENTS:
         for name, tensor in exact.state()[key].items():
             largest = tensor.abs().max().item()
-            torch.testing.assert_close(back.state()[key][name], tensor, rtol=0.07, atol=0.013 * largest)
+            torch.testing.assert_close(
+                back.state()[key][name], tensor, rtol=0.07, atol=0.013 * largest
+            )
     assert losses(back, range(3, 6)) == pytest.approx(losses(exact, range(3, 6)), rel=1e-2)
 
 
@@ -135,7 +157,10 @@ def test_host_memory_changes_nothing(qwen2: Path) -> None:
     plain, offloaded = make_trainer(qwen2, **BF16), make_trainer(qwen2, offload=True, **BF16)
     assert losses(offloaded, range(3)) == losses(plain, range(3))
     kept = quantized(offloaded).stored_tensors()
-    assert len({t.untyped_storage().data_ptr() for group in kept.values() for t in group.values()}) == 1
+    assert (
+        len({t.untyped_storage().data_ptr() for group in kept.values() for t in group.values()})
+        == 1
+    )
 
 
 def test_a_trainer_that_slept_continues_to_the_bit(qwen2: Path) -> None:
@@ -143,7 +168,9 @@ def test_a_trainer_that_slept_continues_to_the_bit(qwen2: Path) -> None:
     for step in range(3):
         rested.sleep()
         kept = quantized(rested).stored_tensors()
-        assert not sum(t.untyped_storage().nbytes() for group in kept.values() for t in group.values())
+        assert not sum(
+            t.untyped_storage().nbytes() for group in kept.values() for t in group.values()
+        )
         rested.wake()
         assert losses(rested, range(step, step + 1)) == losses(other, range(step, step + 1))
     torch.testing.assert_close(rested.state(), other.state(), rtol=0, atol=0)
@@ -184,15 +211,22 @@ def test_an_update_on_cuda_accepts_its_arguments(monkeypatch: pytest.MonkeyPatch
 
 def test_float64_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(80, 80, dtype=torch.float64))
-    with pytest.raises(ConfigError, match=r"^name is 'adamw_8bit'; expected 'adamw' for parameters of torch.float64"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^name is 'adamw_8bit'; expected 'adamw' for parameters of torch.float64",
+    ):
         make_adamw({"weight": parameter}, CONFIG, offload=False)
 
 
 def test_a_missing_library_is_named_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     parameter = torch.nn.Parameter(torch.zeros(80, 80))
-    with pytest.raises(MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"
+    ):
         make_adamw({"weight": parameter}, CONFIG, offload=False)
-    with pytest.raises(MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"
+    ):
         check_extras(optimizer_names=["adamw", "adamw_8bit"])
     check_extras(optimizer_names=["adamw"])

@@ -25,7 +25,9 @@ scores = st.lists(st.floats(-100, 100), min_size=2, max_size=20)
 
 
 @given(scores=scores, epsilon=st.floats(1e-8, 1e-2))
-@example(scores=[86.09829974652448] * 3, epsilon=1e-8)  # their mean in floating point is another number
+@example(
+    scores=[86.09829974652448] * 3, epsilon=1e-8
+)  # their mean in floating point is another number
 def test_the_group_is_centred_and_scaled(scores: list[float], epsilon: float) -> None:
     exact = [Fraction(score) for score in scores]
     mean = statistics.mean(exact)
@@ -33,7 +35,9 @@ def test_the_group_is_centred_and_scaled(scores: list[float], epsilon: float) ->
     expected = [float(score - mean) / scale for score in exact]
     # The mean of scores up to 100 may be off by a rounding, which a small scale makes large.
     rounding = np.spacing(100.0) / scale
-    assert_allclose(grpo_advantages(scores, epsilon=epsilon), expected, rtol=1e-6, atol=1e-6 + rounding)
+    assert_allclose(
+        grpo_advantages(scores, epsilon=epsilon), expected, rtol=1e-6, atol=1e-6 + rounding
+    )
 
 
 @given(scores=scores)
@@ -46,7 +50,11 @@ def test_dr_grpo_only_centres(scores: list[float]) -> None:
 
 def test_a_group_without_a_signal_has_none() -> None:
     for score in (1.0, 0.1):  # the mean of three times 0.1 is not 0.1
-        assert grpo_advantages([score] * 3).tolist() == rloo_advantages([score] * 3).tolist() == [0.0, 0.0, 0.0]
+        assert (
+            grpo_advantages([score] * 3).tolist()
+            == rloo_advantages([score] * 3).tolist()
+            == [0.0, 0.0, 0.0]
+        )
 
 
 def test_a_single_response_keeps_its_score() -> None:
@@ -87,18 +95,24 @@ def test_estimators_by_name(estimator: str, expected: list[float]) -> None:
     assert_allclose(group_advantages([0.0, 1.0], estimator), expected, rtol=1e-5)
 
 
-tokens = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12)
+tokens = st.lists(
+    st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12
+)
 
 
 @given(rows=tokens, gamma=st.floats(0, 1), lam=st.floats(0, 1))
-def test_gae_is_the_weighted_sum_of_td_errors(rows: list[tuple[float, float, bool]], gamma: float, lam: float) -> None:
+def test_gae_is_the_weighted_sum_of_td_errors(
+    rows: list[tuple[float, float, bool]], gamma: float, lam: float
+) -> None:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, over the tokens of the policy alone."""
     rewards, values = (np.array([row[i] for row in rows], np.float64) for i in (0, 1))
     mask = np.array([row[2] for row in rows])
     advantages, returns = gae_advantages(rewards, values, mask, gamma=gamma, lam=lam)
     r, v = rewards[mask], values[mask]
     deltas = r + gamma * np.append(v, 0.0)[1:] - v
-    expected = [sum((gamma * lam) ** i * d for i, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+    expected = [
+        sum((gamma * lam) ** i * d for i, d in enumerate(deltas[t:])) for t in range(len(deltas))
+    ]
     assert_allclose(advantages[mask], expected, rtol=1e-9, atol=1e-9)
     assert_allclose(returns[mask], np.array(expected) + v, rtol=1e-9, atol=1e-9)
     assert not advantages[~mask].any()
@@ -106,17 +120,23 @@ def test_gae_is_the_weighted_sum_of_td_errors(rows: list[tuple[float, float, boo
 
 
 @given(rows=tokens, gamma=st.floats(0, 1))
-def test_returns_without_a_critic_are_gae_of_zero_values(rows: list[tuple[float, float, bool]], gamma: float) -> None:
+def test_returns_without_a_critic_are_gae_of_zero_values(
+    rows: list[tuple[float, float, bool]], gamma: float
+) -> None:
     rewards, mask = np.array([row[0] for row in rows]), np.array([row[2] for row in rows])
     expected, _ = gae_advantages(rewards, np.zeros(len(rows)), mask, gamma=gamma, lam=1.0)
     assert_allclose(discounted_returns(rewards, mask, gamma=gamma), expected, rtol=1e-9, atol=1e-9)
 
 
 @given(parts=st.lists(tokens, min_size=1, max_size=4))
-def test_whitening_knows_the_whole_batch_by_its_moments(parts: list[list[tuple[float, float, bool]]]) -> None:
+def test_whitening_knows_the_whole_batch_by_its_moments(
+    parts: list[list[tuple[float, float, bool]]],
+) -> None:
     values = [np.array([row[0] for row in part]) for part in parts]
     masks = [np.array([row[2] for row in part]) for part in parts]
-    batch = sum((whitening_moments([v], [m]) for v, m in zip(values, masks, strict=True)), np.zeros(3))
+    batch = sum(
+        (whitening_moments([v], [m]) for v, m in zip(values, masks, strict=True)), np.zeros(3)
+    )
     assert_allclose(batch, whitening_moments(values, masks), rtol=1e-12, atol=1e-12)
     joined = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
     for value, mask in zip(values, masks, strict=True):

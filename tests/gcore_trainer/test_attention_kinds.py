@@ -50,7 +50,10 @@ from gcore_trainer.packing.linear_attention import mix
 from gcore_trainer.packing.row import PackedPlan
 
 WINDOW = 8
-LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+LAYERS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
 FINE_EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -69,7 +72,12 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**SIZES, logit_scale=0.3),
     "cohere2": Cohere2Config(**SIZES, **LAYERS, logit_scale=0.3),
     "gemma2": Gemma2Config(
-        **SIZES, **LAYERS, head_dim=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8
+        **SIZES,
+        **LAYERS,
+        head_dim=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=8,
     ),
     "gemma3": Gemma3TextConfig(**SIZES, **LAYERS, head_dim=16, final_logit_softcapping=4.0),
     "gpt_oss": GptOssConfig(**SIZES, **LAYERS, **EXPERTS, head_dim=16),
@@ -80,7 +88,9 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "nanochat": NanoChatConfig(**SIZES, final_logit_softcapping=3.0),
     "olmo3": Olmo3Config(**SIZES, **LAYERS),
     "phimoe": PhimoeConfig(**SIZES, **EXPERTS, sliding_window=WINDOW),
-    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen2": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
     "qwen2_moe": Qwen2MoeConfig(
         **SIZES,
         **FINE_EXPERTS,
@@ -92,7 +102,9 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**SIZES, **LINEAR, **FINE_EXPERTS, head_dim=16),
     "qwen3_next": Qwen3NextConfig(**SIZES, **LINEAR, **FINE_EXPERTS, head_dim=16),
     "olmo_hybrid": OlmoHybridConfig(**SIZES, **LINEAR),
-    "qwen3": Qwen3Config(**SIZES, head_dim=24, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0),
+    "qwen3": Qwen3Config(
+        **SIZES, head_dim=24, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0
+    ),
 }
 
 MIXED = [Group(3, [2]), Group(7, [1, 2, 3]), Group(20, [30, 1, 9, 12]), Group(1, [40, 8])]
@@ -117,7 +129,10 @@ def test_scores_and_gradients_are_those_of_transformers(folder: Path, share_pref
     torch.testing.assert_close(scores.entropies, entropies, rtol=2e-5, atol=5e-5)
 
     weights = torch.randn(2, log_probs.numel(), generator=torch.Generator().manual_seed(1))
-    for model, own_scores in ((packed.model, (scores.log_probs, scores.entropies)), (plain, (log_probs, entropies))):
+    for model, own_scores in (
+        (packed.model, (scores.log_probs, scores.entropies)),
+        (plain, (log_probs, entropies)),
+    ):
         model.zero_grad()
         (weights * torch.stack(own_scores)).sum().backward()
     found, wanted = gradients(packed.model), gradients(plain)
@@ -141,7 +156,9 @@ def test_the_settings_above_change_the_scores(folder: Path, request: pytest.Fixt
             module.linear_attn.forward = lambda hidden_states, **_: hidden_states
     samples = make_samples(MIXED, seed=0)
     with torch.no_grad():
-        assert (padded_scores(plain, samples).log_probs - padded_scores(neutral, samples).log_probs).abs().max() > 0.01
+        assert (
+            padded_scores(plain, samples).log_probs - padded_scores(neutral, samples).log_probs
+        ).abs().max() > 0.01
 
 
 def attended_apart(
@@ -155,7 +172,9 @@ def attended_apart(
 ) -> torch.Tensor:
     """Dense attention [L, H, D] of one sequence, whose tokens are at ``places`` of the row."""
     q_HLD, k_HLD, v_HLD = (x[0][:, places] for x in rows)
-    k_HLD, v_HLD = (x.repeat_interleave(q_HLD.shape[0] // x.shape[0], dim=0) for x in (k_HLD, v_HLD))
+    k_HLD, v_HLD = (
+        x.repeat_interleave(q_HLD.shape[0] // x.shape[0], dim=0) for x in (k_HLD, v_HLD)
+    )
     scores_HLL = q_HLD @ k_HLD.mT * scale
     if softcap is not None:
         scores_HLL = softcap * (scores_HLL / softcap).tanh()
@@ -163,7 +182,9 @@ def attended_apart(
     is_hidden_LL = (distance_LL < 0) | (distance_LL >= (window or len(places)))
     scores_HLL = scores_HLL.masked_fill(is_hidden_LL, -torch.inf)
     if sinks_H is not None:
-        scores_HLL = torch.cat([scores_HLL, sinks_H[:, None, None].expand(-1, len(places), 1)], dim=-1)
+        scores_HLL = torch.cat(
+            [scores_HLL, sinks_H[:, None, None].expand(-1, len(places), 1)], dim=-1
+        )
     return (scores_HLL.softmax(-1)[..., : len(places)] @ v_HLD).transpose(0, 1)
 
 
@@ -207,14 +228,18 @@ def test_a_layer_is_dense_attention_of_each_sequence(
         plan = PackedPlan(batch, device=torch.device("cpu"))
         layer = AttentionKind(scale=scale, sliding_window=window, softcap=softcap, sinks=sinks_H)
         out_THD = plan.attend(rows[0], rows[1], rows[2], layer)[0]
-        loss = torch.cat([(out_THD[x] * grad).flatten() for x, grad in zip(places, grads, strict=True)]).sum()
+        loss = torch.cat(
+            [(out_THD[x] * grad).flatten() for x, grad in zip(places, grads, strict=True)]
+        ).sum()
         actual = torch.autograd.grad(loss, inputs)
 
     kind: Any = {"scale": 6**-0.5 if scale is None else scale, "window": window, "softcap": softcap}
     expected = [attended_apart(rows, sinks_H, x, **kind) for x in places]
     for x, out in zip(places, expected, strict=True):
         assert (out_THD[x] - out).abs().max() < 1e-10
-    true_loss = torch.cat([(out * grad).flatten() for out, grad in zip(expected, grads, strict=True)]).sum()
+    true_loss = torch.cat(
+        [(out * grad).flatten() for out, grad in zip(expected, grads, strict=True)]
+    ).sum()
     wanted = torch.autograd.grad(true_loss, inputs)
     for gradient, true in zip(actual, wanted, strict=True):
         assert (gradient - true).abs().max() < 1e-10 * max(1.0, true.abs().max().item())
@@ -225,7 +250,9 @@ def test_mixed_precision_and_checkpointing(architecture: str, tmp_path: Path) ->
     """bfloat16 next to float32 weights, layers computed again: close to float32, and with gradients everywhere."""
     path = save_model(ARCHITECTURES[architecture], tmp_path, seed=0)
     exact = PackedModel.from_pretrained(path)
-    mixed = PackedModel.from_pretrained(path, compute_dtype=torch.bfloat16, gradient_checkpointing=True)
+    mixed = PackedModel.from_pretrained(
+        path, compute_dtype=torch.bfloat16, gradient_checkpointing=True
+    )
     samples = make_samples(MIXED, seed=0)
     scores = []
     for packed in (exact, mixed):
@@ -234,11 +261,16 @@ def test_mixed_precision_and_checkpointing(architecture: str, tmp_path: Path) ->
     assert (scores[0] - scores[1]).abs().mean() < 0.1
     wanted, found = gradients(exact.model), gradients(mixed.model)
     for name, gradient in wanted.items():
-        assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
+        assert (
+            torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+            > 0.8
+        ), name
 
 
 @given(lengths=groups, share_prefix=st.booleans())
-def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], share_prefix: bool) -> None:
+def test_a_recurrence_starts_again_with_each_sequence(
+    lengths: list[Group], share_prefix: bool
+) -> None:
     samples = make_samples(lengths, seed=0)
     batch = pack(samples, share_prefix=share_prefix)
     hidden_1TD = torch.randn(1, batch.input_ids.size, 3, dtype=torch.float64).requires_grad_()
@@ -254,20 +286,30 @@ def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], shar
     expected = torch.cat([mixer(hidden_1TD[:, x])[0] for x in places])
     assert (actual - expected).abs().max() < 1e-12
     weights = torch.randn_like(expected)
-    [found], [wanted] = (torch.autograd.grad((x * weights).sum(), hidden_1TD) for x in (actual, expected))
+    [found], [wanted] = (
+        torch.autograd.grad((x * weights).sum(), hidden_1TD) for x in (actual, expected)
+    )
     assert (found - wanted).abs().max() < 1e-10
 
 
 def test_ranks_do_not_divide_linear_attention(tmp_path: Path) -> None:
     packed = PackedModel.from_pretrained(save_model(ARCHITECTURES["qwen3_next"], tmp_path, seed=0))
-    with pytest.raises(UnsupportedModelError, match=r"'qwen3_next' has linear attention, and 2 ranks are to divide"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'qwen3_next' has linear attention, and 2 ranks are to divide"
+    ):
         packed.divide_tokens(ContextParallel(ring_size=2))
 
 
 def test_logits_changed_in_an_unknown_way_are_refused(folders: dict[str, Path]) -> None:
     model = PackedModel.from_pretrained(folders["llama"]).model
-    for name, value in (("final_logit_softcapping", 30.0), ("logits_scaling", 2.0), ("logit_scale", 2.0)):
+    for name, value in (
+        ("final_logit_softcapping", 30.0),
+        ("logits_scaling", 2.0),
+        ("logit_scale", 2.0),
+    ):
         setattr(model.config, name, value)
-        with pytest.raises(UnsupportedModelError, match=rf"^{name} is {value}; expected .* for model type 'llama'"):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"^{name} is {value}; expected .* for model type 'llama'"
+        ):
             PackedModel(model)
         setattr(model.config, name, None)

@@ -5,7 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_trainer import BatchError, ConfigError, OptimizerConfig, PolicyLossConfig, Sample, TrainerError
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
+    OptimizerConfig,
+    PolicyLossConfig,
+    Sample,
+    TrainerError,
+)
 
 NAN, INF = float("nan"), float("inf")
 OPTIMIZER: dict[str, list[Any]] = {
@@ -54,7 +61,9 @@ def ids(*shape: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "response_ids"])
-@pytest.mark.parametrize("value", [ids(0), ids(2, 3), ids(3).astype(np.int32), ids(3).astype(np.float32)])
+@pytest.mark.parametrize(
+    "value", [ids(0), ids(2, 3), ids(3).astype(np.int32), ids(3).astype(np.float32)]
+)
 def test_token_ids_are_one_dimension_of_int64(field: str, value: Any) -> None:
     arrays: dict[str, Any] = {"prompt_ids": ids(2), "response_ids": ids(3), field: value}
     with pytest.raises(BatchError, match=f"^{field} has "):
@@ -65,7 +74,9 @@ def test_token_ids_are_one_dimension_of_int64(field: str, value: Any) -> None:
     "field", ["response_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"]
 )
 def test_per_token_arrays_are_as_long_as_the_response(field: str) -> None:
-    arrays: dict[str, Any] = {field: np.ones(4, np.bool_ if field == "response_mask" else np.float32)}
+    arrays: dict[str, Any] = {
+        field: np.ones(4, np.bool_ if field == "response_mask" else np.float32)
+    }
     with pytest.raises(BatchError, match=rf"^{field} has shape \(4,\)"):
         Sample(prompt_ids=ids(2), response_ids=ids(3), **arrays)
 
@@ -78,5 +89,7 @@ def test_a_mask_is_of_booleans() -> None:
 
 def test_response_tokens_that_count() -> None:
     assert Sample(prompt_ids=ids(2), response_ids=ids(3)).mask.sum() == 3
-    masked = Sample(prompt_ids=ids(2), response_ids=ids(3), response_mask=np.array([True, False, True]))
+    masked = Sample(
+        prompt_ids=ids(2), response_ids=ids(3), response_mask=np.array([True, False, True])
+    )
     assert masked.mask.sum() == 2

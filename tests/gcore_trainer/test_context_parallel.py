@@ -42,12 +42,16 @@ def assert_same(shares: list[Attended], expected: Attended, tolerance: float) ->
         actual = torch.cat([share.tensors[i] for share in shares], dim=2).double()
         assert (actual - whole.double()[:, :, places]).abs().max() < tolerance * whole.abs().max()
     grad_sinks = torch.stack([share.grad_sinks for share in shares]).double().sum(0)
-    assert (grad_sinks - expected.grad_sinks).abs().max() <= tolerance * expected.grad_sinks.abs().max()
+    assert (
+        grad_sinks - expected.grad_sinks
+    ).abs().max() <= tolerance * expected.grad_sinks.abs().max()
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_attention_is_that_of_one_process(ranks: RankPool, layout: Layout, num_kv_heads: int) -> None:
+def test_attention_is_that_of_one_process(
+    ranks: RankPool, layout: Layout, num_kv_heads: int
+) -> None:
     for dtype in (torch.float32, torch.float64):
         case = AttentionCase(groups=UNEVEN, layout=layout, num_kv_heads=num_kv_heads, dtype=dtype)
         size = layout.ring_size * layout.ulysses_size
@@ -76,7 +80,9 @@ def test_prompts_are_shared_where_heads_are_exchanged(ranks: RankPool, layout: L
     ids=str,
 )
 @pytest.mark.parametrize("layout", [ULYSSES_4, RING_4, BOTH], ids=str)
-def test_attention_of_other_shapes(ranks: RankPool, layout: Layout, options: dict[str, Any]) -> None:
+def test_attention_of_other_shapes(
+    ranks: RankPool, layout: Layout, options: dict[str, Any]
+) -> None:
     arguments: dict[str, Any] = {"groups": UNEVEN, "dtype": torch.float64} | options
     case = AttentionCase(layout=layout, **arguments)
     assert_same(ranks.run("attended", case, size=4), attended_at_once(case), TOLERANCES[case.dtype])
@@ -98,7 +104,10 @@ def test_attention_of_other_shapes(ranks: RankPool, layout: Layout, options: dic
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_windows_caps_and_sinks(ranks: RankPool, layout: Layout, options: dict[str, Any]) -> None:
     """A ring of two cuts the sequences of 100 and 200 tokens in chunks of 25 and 50."""
-    arguments: dict[str, Any] = {"groups": [*UNEVEN, Group(30, [71])], "dtype": torch.float64} | options
+    arguments: dict[str, Any] = {
+        "groups": [*UNEVEN, Group(30, [71])],
+        "dtype": torch.float64,
+    } | options
     case = AttentionCase(layout=layout, **arguments)
     size = layout.ring_size * layout.ulysses_size
     shares: list[Attended] = ranks.run("attended", case, size=4)
@@ -111,8 +120,12 @@ def test_a_long_sequence(ranks: RankPool) -> None:
     groups = [Group(16384, [16385])]
     expected = attended_at_once(AttentionCase(groups=groups, layout=Layout()))
     for layout in (RING_4, ULYSSES_4):
-        shares: list[Attended] = ranks.run("attended", AttentionCase(groups=groups, layout=layout), size=4)
-        print(f"{layout}: {max(s.time_s for s in shares):.1f} s, one process {expected.time_s:.1f} s")
+        shares: list[Attended] = ranks.run(
+            "attended", AttentionCase(groups=groups, layout=layout), size=4
+        )
+        print(
+            f"{layout}: {max(s.time_s for s in shares):.1f} s, one process {expected.time_s:.1f} s"
+        )
         assert_same(shares, expected, TOLERANCES[torch.float32])
 
 
@@ -130,7 +143,9 @@ def test_a_ring_rank_keeps_no_more_of_a_longer_row(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("layout", [RING_2, RING_4], ids=str)
-def test_ring_ranks_compute_equally_many_scores_and_none_that_is_masked(ranks: RankPool, layout: Layout) -> None:
+def test_ring_ranks_compute_equally_many_scores_and_none_that_is_masked(
+    ranks: RankPool, layout: Layout
+) -> None:
     case = AttentionCase(groups=[Group(100, [157]), Group(60, [5]), Group(60, [5])], layout=layout)
     scores = [footprint[2] for footprint in ranks.run("footprint", case, size=4)]
     assert len(set(scores)) == 1
@@ -143,13 +158,17 @@ def test_a_sum_over_ranks_leads_each_rank_to_its_own_gradient(ranks: RankPool) -
     results = ranks.run("summed", BOTH, weights, size=4)
     total = (weights**2).sum()
     assert {loss for loss, _ in results} == {total.item() ** 2}
-    assert torch.stack([gradient for _, gradient in results]).sum(0).allclose(2 * total * 2 * weights)
+    assert (
+        torch.stack([gradient for _, gradient in results]).sum(0).allclose(2 * total * 2 * weights)
+    )
 
 
 @pytest.mark.parametrize("layout", [ULYSSES_2, RING_4, BOTH], ids=str)
 def test_a_model_learns_the_same(ranks: RankPool, layout: Layout) -> None:
     share_prefix = layout.ring_size == 1
-    held_by_one = [Group(40, [1])]  # the others predict nothing, and go backward for its keys and values
+    held_by_one = [
+        Group(40, [1])
+    ]  # the others predict nothing, and go backward for its keys and values
     for groups in ([Group(20, [8, 3]), Group(4, [1]), Group(9, [30])], held_by_one):
         expected = model_gradients_at_once(groups, layout, share_prefix)
         for actual in ranks.run("model_gradients", groups, layout, share_prefix, size=4):
@@ -159,20 +178,36 @@ def test_a_model_learns_the_same(ranks: RankPool, layout: Layout) -> None:
 def test_query_heads_that_do_not_divide_are_refused(ranks: RankPool) -> None:
     case = AttentionCase(groups=UNEVEN, layout=ULYSSES_4, num_heads=6)
     for error in ranks.errors("attended", case, size=4):
-        assert re.match("ConfigError: ulysses_size is 4; expected a divisor of the 6 query heads", error)
+        assert re.match(
+            "ConfigError: ulysses_size is 4; expected a divisor of the 6 query heads", error
+        )
 
 
 def test_tokens_that_are_not_the_ranks_own_are_refused(ranks: RankPool) -> None:
     case = AttentionCase(groups=[Group(5, [6])], layout=RING_2)
     for error in ranks.errors("attended_without", case, 1, size=4):
-        assert error == "BatchError: attention was called with 5 tokens; expected the 6 of this rank"
+        assert (
+            error == "BatchError: attention was called with 5 tokens; expected the 6 of this rank"
+        )
 
 
 @pytest.mark.parametrize(
     ("groups", "packed_for", "share_prefix", "divided_by", "message"),
     [
-        ([Group(3, [5, 4])], ULYSSES_2, True, ULYSSES_4, "a row of 10 tokens cannot be divided among ring_size=1 x"),
-        ([Group(3, [4])], ULYSSES_2, False, RING_2, "a segment of 6 tokens cannot be cut in 4 chunks for ring_size=2"),
+        (
+            [Group(3, [5, 4])],
+            ULYSSES_2,
+            True,
+            ULYSSES_4,
+            "a row of 10 tokens cannot be divided among ring_size=1 x",
+        ),
+        (
+            [Group(3, [4])],
+            ULYSSES_2,
+            False,
+            RING_2,
+            "a segment of 6 tokens cannot be cut in 4 chunks for ring_size=2",
+        ),
         (
             [Group(4, [5, 5])],
             ULYSSES_4,
@@ -183,7 +218,12 @@ def test_tokens_that_are_not_the_ranks_own_are_refused(ranks: RankPool) -> None:
     ],
 )
 def test_rows_packed_for_another_layout_are_refused(
-    ranks: RankPool, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout, message: str
+    ranks: RankPool,
+    groups: list[Group],
+    packed_for: Layout,
+    share_prefix: bool,
+    divided_by: Layout,
+    message: str,
 ) -> None:
     for error in ranks.errors("plan_of", groups, packed_for, share_prefix, divided_by, size=4):
         assert error.startswith(f"BatchError: {message}")

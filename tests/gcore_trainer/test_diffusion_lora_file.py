@@ -31,12 +31,18 @@ def trainer_of(folder: Path, lora: LoRAConfig | None) -> DiffusionTrainer:
     for name, parameter in denoiser.trained_parameters().items():
         if "lora" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return DiffusionTrainer(denoiser, optimizer=OptimizerConfig(), objective=objective, ema_decay=0.5)
+    return DiffusionTrainer(
+        denoiser, optimizer=OptimizerConfig(), objective=objective, ema_decay=0.5
+    )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", pytest.param("Stable Diffusion XL", marks=pytest.mark.slow)],
+    [
+        "Stable Diffusion 3 and 3.5",
+        "FLUX.1 dev",
+        pytest.param("Stable Diffusion XL", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_load_into_a_pipeline_of_diffusers(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
@@ -59,7 +65,9 @@ def test_adapters_load_into_a_pipeline_of_diffusers(tmp_path: Path, name: str) -
     by_adapters = image()
     pipeline.unload_lora_weights()
     assert torch.equal(image(), before)
-    setattr(pipeline, component, type(getattr(pipeline, component)).from_pretrained(tmp_path / "merged"))
+    setattr(
+        pipeline, component, type(getattr(pipeline, component)).from_pretrained(tmp_path / "merged")
+    )
     merged = image()
     assert not torch.allclose(merged, before, atol=1e-2)
     torch.testing.assert_close(by_adapters, merged, rtol=1e-4, atol=1e-4)
@@ -80,7 +88,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     adapters = get_peft_model_state_dict(pipeline.transformer)
     settings = pipeline.transformer.peft_config["default"].to_dict()
     pipeline.save_lora_weights(
-        folder / "lora", transformer_lora_layers=adapters, transformer_lora_adapter_metadata=settings
+        folder / "lora",
+        transformer_lora_layers=adapters,
+        transformer_lora_adapter_metadata=settings,
     )
     (folder / "old names").mkdir()
     renamed: dict[str, torch.Tensor] = {}
@@ -97,7 +107,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("file", ["lora", "lora/pytorch_lora_weights.safetensors", "old names/any.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["lora", "lora/pytorch_lora_weights.safetensors", "old names/any.safetensors"]
+)
 def test_training_starts_from_adapters_of_diffusers(saved: Path, file: str) -> None:
     lora = read_component_lora_config(saved / file, component="transformer")
     assert (lora.rank, lora.alpha) == (2, 6)
@@ -122,7 +134,9 @@ def test_the_initial_policy_keeps_the_adapters_that_training_starts_from(saved: 
         assert torch.equal(after[name], parameter)
 
 
-def change(saved: Path, folder: Path, changes: dict[str, torch.Tensor | None], **metadata: Any) -> Path:
+def change(
+    saved: Path, folder: Path, changes: dict[str, torch.Tensor | None], **metadata: Any
+) -> Path:
     """Write the adapters with other tensors, None of which are left out, and return their file."""
     tensors = load_file(saved / "lora/pytorch_lora_weights.safetensors")
     for name, tensor in changes.items():
@@ -130,7 +144,9 @@ def change(saved: Path, folder: Path, changes: dict[str, torch.Tensor | None], *
         if tensor is not None:
             tensors[name] = tensor
     header = {f"transformer.{name}": value for name, value in metadata.items()}
-    save_file(tensors, folder / "changed.safetensors", {"lora_adapter_metadata": json.dumps(header)})
+    save_file(
+        tensors, folder / "changed.safetensors", {"lora_adapter_metadata": json.dumps(header)}
+    )
     return folder / "changed.safetensors"
 
 
@@ -140,29 +156,61 @@ LAYER = "transformer.transformer_blocks.0.attn.to_q"
 @pytest.mark.parametrize(
     ("changes", "metadata", "expected"),
     [
-        ({"text_encoder.q.lora_A.weight": torch.ones(2, 4)}, {}, "has a tensor 'text_encoder.q.lora_A.weight'; expe"),
-        ({"lora_unet_q.lora_down.weight": torch.ones(2, 4)}, {}, "as save_lora_weights of diffusers writes them"),
-        ({f"{LAYER}.lora_A.weight": torch.ones(3, 4)}, {}, r"has adapters of ranks \[2, 3\]; expected one rank"),
-        ({f"{LAYER}.alpha": torch.tensor(1.5)}, {}, r"with alphas \[1.5\]; expected one whole number"),
-        ({f"{LAYER}.alpha": torch.tensor(1.0)}, {"lora_alpha": 2}, r"with alphas \[1.0, 2.0\]; expected one whole"),
+        (
+            {"text_encoder.q.lora_A.weight": torch.ones(2, 4)},
+            {},
+            "has a tensor 'text_encoder.q.lora_A.weight'; expe",
+        ),
+        (
+            {"lora_unet_q.lora_down.weight": torch.ones(2, 4)},
+            {},
+            "as save_lora_weights of diffusers writes them",
+        ),
+        (
+            {f"{LAYER}.lora_A.weight": torch.ones(3, 4)},
+            {},
+            r"has adapters of ranks \[2, 3\]; expected one rank",
+        ),
+        (
+            {f"{LAYER}.alpha": torch.tensor(1.5)},
+            {},
+            r"with alphas \[1.5\]; expected one whole number",
+        ),
+        (
+            {f"{LAYER}.alpha": torch.tensor(1.0)},
+            {"lora_alpha": 2},
+            r"with alphas \[1.0, 2.0\]; expected one whole",
+        ),
         ({}, {"use_dora": True}, "use_dora is True; expected None"),
     ],
 )
 def test_other_files_are_refused(
-    saved: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], metadata: dict[str, Any], expected: str
+    saved: Path,
+    tmp_path: Path,
+    changes: dict[str, torch.Tensor | None],
+    metadata: dict[str, Any],
+    expected: str,
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
-        read_component_lora_config(change(saved, tmp_path, changes, **metadata), component="transformer")
+        read_component_lora_config(
+            change(saved, tmp_path, changes, **metadata), component="transformer"
+        )
 
 
 def test_adapters_of_another_model_are_refused(saved: Path, tmp_path: Path) -> None:
     other = change(saved, tmp_path, {f"{LAYER}.lora_A.weight": torch.ones(2, 4)})
-    with pytest.raises(ConfigError, match=r"expected adapters of this model, where .*to_q.*has shape"):
+    with pytest.raises(
+        ConfigError, match=r"expected adapters of this model, where .*to_q.*has shape"
+    ):
         trainer_of(saved / "pipeline", read_component_lora_config(other, component="transformer"))
     other = change(saved, tmp_path, {f"{LAYER}.lora_B.weight": None})
-    with pytest.raises(ConfigError, match="expected adapters of this model, for 1 of whose tensors there is none"):
+    with pytest.raises(
+        ConfigError, match="expected adapters of this model, for 1 of whose tensors there is none"
+    ):
         trainer_of(saved / "pipeline", read_component_lora_config(other, component="transformer"))
-    with pytest.raises(ConfigError, match="expected adapters of diffusers, a safetensors file or a folder with"):
+    with pytest.raises(
+        ConfigError, match="expected adapters of diffusers, a safetensors file or a folder with"
+    ):
         read_component_lora_config(tmp_path / "none", component="transformer")
     (tmp_path / "damaged.safetensors").write_bytes(b"1234567890")
     with pytest.raises(ConfigError, match="does not load; expected a safetensors file"):

@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gcore_trainer import ConfigError, DDPMProcess, DenoisingPolicyConfig, DiffusionDPOConfig, FlowProcess, NFTConfig
+from gcore_trainer import (
+    ConfigError,
+    DDPMProcess,
+    DenoisingPolicyConfig,
+    DiffusionDPOConfig,
+    FlowProcess,
+    NFTConfig,
+)
 from gcore_trainer.diffusion.losses import (
     clipped_step_loss,
     diffusion_dpo_loss,
@@ -26,7 +33,9 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 def log_density(x: np.ndarray[Any, Any], mean: np.ndarray[Any, Any], std: float) -> float:
     """Mean over dimensions."""
-    return float(np.mean(-((x - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)))
+    return float(
+        np.mean(-((x - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi))
+    )
 
 
 @given(seed=seeds, clip=st.floats(1e-3, 0.5))
@@ -41,13 +50,17 @@ def test_clipped_step(seed: int, clip: float) -> None:
 
 
 @given(seed=seeds, std=st.floats(0.05, 2.0), dt=st.floats(-0.5, -0.01))
-def test_guard_takes_the_bias_and_the_scale_out_of_the_ratio(seed: int, std: float, dt: float) -> None:
+def test_guard_takes_the_bias_and_the_scale_out_of_the_ratio(
+    seed: int, std: float, dt: float
+) -> None:
     """By the paper's own words: the log-ratio, plus |dm|^2 / 2 std^2, times std; the loss over -dt."""
     x, mean, old_mean = drawn(seed, 3, 4, 2, 3)
     mean = old_mean + 0.1 * mean
     advantages = drawn(seed + 1, 4)
     ones = torch.full((4,), std, dtype=torch.float64)
-    found = guard_step_loss(x, mean, old_mean, ones, torch.full_like(ones, dt), advantages, clip_ratio=0.01)
+    found = guard_step_loss(
+        x, mean, old_mean, ones, torch.full_like(ones, dt), advantages, clip_ratio=0.01
+    )
     for i in range(4):
         new, old = (log_density(x[i].numpy(), m[i].numpy(), std) for m in (mean, old_mean))
         bias = float(((mean[i] - old_mean[i]) ** 2).mean()) / (2 * std**2)
@@ -86,8 +99,13 @@ def test_nft_has_its_minimum_where_good_images_pull() -> None:
     """At r = 1 the policy that gives the target velocity at the old one's place has no loss at all."""
     clean, noise = drawn(0, 2, 1, 2, 4)
     level = torch.tensor([0.5], dtype=torch.float64)
-    noised, target = FlowProcess().noised(clean, noise, level), FlowProcess().target(clean, noise, level)
-    loss = nft_loss(target, target, noised, clean, level, torch.ones(1, dtype=torch.float64), beta=0.1)
+    noised, target = (
+        FlowProcess().noised(clean, noise, level),
+        FlowProcess().target(clean, noise, level),
+    )
+    loss = nft_loss(
+        target, target, noised, clean, level, torch.ones(1, dtype=torch.float64), beta=0.1
+    )
     assert float(loss) == pytest.approx(0.0, abs=1e-12)
 
 
@@ -98,7 +116,9 @@ def test_diffusion_dpo(seed: int, beta: float) -> None:
     for pair in range(3):
         chosen, rejected = (float(errors[2 * pair + k] - ref_errors[2 * pair + k]) for k in (0, 1))
         margin = -beta / 2 * (chosen - rejected)
-        assert float(found[pair]) == pytest.approx(math.log1p(math.exp(-abs(margin))) + max(-margin, 0.0))
+        assert float(found[pair]) == pytest.approx(
+            math.log1p(math.exp(-abs(margin))) + max(-margin, 0.0)
+        )
         assert bool(is_right[pair]) == (margin > 0)
 
 
@@ -107,14 +127,22 @@ def test_ddpm_process_is_diffusers(prediction_type: Any) -> None:
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
     scheduler: Any = DDPMScheduler(prediction_type=prediction_type)
-    process = DDPMProcess(alphas_cumprod=scheduler.alphas_cumprod.tolist(), prediction_type=prediction_type)
+    process = DDPMProcess(
+        alphas_cumprod=scheduler.alphas_cumprod.tolist(), prediction_type=prediction_type
+    )
     clean, noise = drawn(1, 2, 5, 3, 4, 4).float()
     level = torch.tensor([0.001, 0.2, 0.5, 0.9, 1.0])
     timesteps = process.timesteps(level)
     assert timesteps.tolist() == [1, 200, 500, 900, 999]
-    torch.testing.assert_close(process.noised(clean, noise, level), scheduler.add_noise(clean, noise, timesteps))
+    torch.testing.assert_close(
+        process.noised(clean, noise, level), scheduler.add_noise(clean, noise, timesteps)
+    )
     found = process.target(clean, noise, level)
-    expected = {"epsilon": noise, "sample": clean, "v_prediction": scheduler.get_velocity(clean, noise, timesteps)}
+    expected = {
+        "epsilon": noise,
+        "sample": clean,
+        "v_prediction": scheduler.get_velocity(clean, noise, timesteps),
+    }
     torch.testing.assert_close(found, expected[prediction_type])
 
 
@@ -139,7 +167,9 @@ def test_settings_are_bounded(make: Any, field: str) -> None:
 @pytest.mark.parametrize("log_ratio", [-1000.0, 100.0, 1000.0])
 def test_ratios_beyond_all_bounds_have_a_finite_loss_and_gradient(log_ratio: float) -> None:
     log_probs = torch.full((3,), log_ratio, requires_grad=True)
-    found = clipped_step_loss(log_probs, torch.zeros(3), torch.tensor([1.0, -1.0, 0.0]), clip_ratio=0.1)
+    found = clipped_step_loss(
+        log_probs, torch.zeros(3), torch.tensor([1.0, -1.0, 0.0]), clip_ratio=0.1
+    )
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
     assert found.loss.isfinite().all()
     assert gradient.isfinite().all()

@@ -70,15 +70,24 @@ def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicro
     ],
 )
 def test_steps_are_those_of_one_process(
-    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, name: str, size: int, fsdp_size: int
+    rank_server: RankServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    size: int,
+    fsdp_size: int,
 ) -> None:
     """Uneven parts, weight decay, clipping and the average of the weights included."""
     path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
-    objective, lora = OBJECTIVES[name.split()[0]], LoRAConfig(rank=2, alpha=4) if "adapters" in name else None
+    objective, lora = (
+        OBJECTIVES[name.split()[0]],
+        LoRAConfig(rank=2, alpha=4) if "adapters" in name else None,
+    )
     steps = [images(12, seed) for seed in range(3)]
     expected, weights, averages = trained(path, objective, [[[samples]] for samples in steps], lora)
     parts = [dealt(samples, size) for samples in steps]
-    answers = rank_server.shared(size).run("train_images", path, objective, parts, lora, fsdp_size, size=size)
+    answers = rank_server.shared(size).run(
+        "train_images", path, objective, parts, lora, fsdp_size, size=size
+    )
     for metrics, own, averaged in answers:
         # At first policy and reference are alike, and who is preferred is a matter of rounding.
         for found, alone in zip(metrics, expected, strict=True):
@@ -95,13 +104,21 @@ def test_steps_are_those_of_one_process(
 @pytest.mark.parametrize("fsdp_size", [0, 1])
 @pytest.mark.parametrize("sizes", [(2, 1), (0, 1), (0, 0)])
 def test_scores_of_steps_are_those_of_one_process(
-    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, sizes: tuple[int, int], fsdp_size: int
+    rank_server: RankServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: tuple[int, int],
+    fsdp_size: int,
 ) -> None:
     """Also on a rank that has no images."""
     path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
     levels, rng = np.linspace(1.0, 0.0, 4).astype(np.float32), np.random.default_rng(0)
     x = rng.standard_normal((4, 3, 8, 8)).astype(np.float32)
-    steps = {"latents": x[:-1], "next_latents": x[1:], "levels": levels[:-1], "next_levels": levels[1:]}
+    steps = {
+        "latents": x[:-1],
+        "next_latents": x[1:],
+        "levels": levels[:-1],
+        "next_levels": levels[1:],
+    }
     made = [replace(s, **steps, timesteps=1000 * levels[:-1]) for s in images(8, seed=0)]
     batches = iter([made[:2], made[2:5], made[5:]])
     parts = [[next(batches) for _ in range(size)] for size in sizes]
@@ -121,8 +138,12 @@ def test_ranks_that_would_call_the_model_unequally_are_refused(
     path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
     equal, mixed = images(2, 0), images(2, 1)
     longer = np.zeros((5, 32), np.float32)
-    mixed[1] = replace(mixed[1], conditions={**mixed[1].conditions, "encoder_hidden_states": longer})
+    mixed[1] = replace(
+        mixed[1], conditions={**mixed[1].conditions, "encoder_hidden_states": longer}
+    )
     given = path, OBJECTIVES["nft"], [[[equal], [mixed]]], None
     rank_server.shared(2).run("train_images", *given, 1, size=2)
     errors = rank_server.shared(2).errors("train_images", *given, 0, size=2)
-    assert all("BatchError: micro-batches need [1, 2] calls of the model" in error for error in errors)
+    assert all(
+        "BatchError: micro-batches need [1, 2] calls of the model" in error for error in errors
+    )

@@ -54,7 +54,9 @@ class Step:
         return normal.log_prob(next_latents).flatten(1).mean(1)
 
 
-def kernel(output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor) -> Step:
+def kernel(
+    output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+) -> Step:
     dt = (next_level - level).reshape(-1, 1, 1, 1)
     return Step(latents + output * dt, 0.3 * torch.sqrt(-dt))
 
@@ -72,22 +74,38 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def conditions(count: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(7)
-    given = torch.randn((4, 3, 32), generator=generator).numpy(), torch.randn((4, 32), generator=generator).numpy()
-    return [{"encoder_hidden_states": given[0][i % 4], "pooled_projections": given[1][i % 4]} for i in range(count)]
+    given = (
+        torch.randn((4, 3, 32), generator=generator).numpy(),
+        torch.randn((4, 32), generator=generator).numpy(),
+    )
+    return [
+        {"encoder_hidden_states": given[0][i % 4], "pooled_projections": given[1][i % 4]}
+        for i in range(count)
+    ]
 
 
 @torch.no_grad()
-def sampled(denoiser: Denoiser, count: int, seed: int, *, has_noise: bool = True) -> list[DiffusionSample]:
+def sampled(
+    denoiser: Denoiser, count: int, seed: int, *, has_noise: bool = True
+) -> list[DiffusionSample]:
     """Images and their steps, with the mean reward taken from each as its advantage."""
     generator = torch.Generator().manual_seed(seed)
-    given = [DiffusionSample(clean_latents=np.zeros(0, np.float32), conditions=c) for c in conditions(count)]
+    given = [
+        DiffusionSample(clean_latents=np.zeros(0, np.float32), conditions=c)
+        for c in conditions(count)
+    ]
     batch = Conditioned.of(given, denoiser.device)
     x = torch.randn((count, 3, 8, 8), generator=generator)
     steps: list[dict[str, Any]] = []
     for level, next_level in pairwise(LEVELS):
-        levels, next_levels = torch.full((count,), float(level)), torch.full((count,), float(next_level))
+        levels, next_levels = (
+            torch.full((count,), float(level)),
+            torch.full((count,), float(next_level)),
+        )
         drawn = kernel(denoiser(x, 1000 * levels, batch), x, levels, next_levels)
-        following = drawn.mean + (drawn.std * torch.randn(x.shape, generator=generator) if has_noise else 0.0)
+        following = drawn.mean + (
+            drawn.std * torch.randn(x.shape, generator=generator) if has_noise else 0.0
+        )
         log_probs = drawn.log_prob(following)
         steps.append({"x": x, "next": following, "mean": drawn.mean, "log_probs": log_probs})
         x = following
@@ -125,7 +143,9 @@ def mean_reward(denoiser: Denoiser) -> float:
 
 POLICY: dict[str, Callable[[], DiffusionObjective]] = {
     "ddpo": lambda: DenoisingPolicyObjective(DenoisingPolicyConfig(clip_ratio=0.01), kernel),
-    "guard": lambda: DenoisingPolicyObjective(DenoisingPolicyConfig(loss_mode="guard", clip_ratio=0.01), kernel),
+    "guard": lambda: DenoisingPolicyObjective(
+        DenoisingPolicyConfig(loss_mode="guard", clip_ratio=0.01), kernel
+    ),
     "flow-grpo with kl": lambda: DenoisingPolicyObjective(
         DenoisingPolicyConfig(clip_ratio=0.01, kl_loss_coef=0.01), kernel
     ),
@@ -133,16 +153,22 @@ POLICY: dict[str, Callable[[], DiffusionObjective]] = {
 OBJECTIVES: dict[str, Callable[[], DiffusionObjective]] = {
     **POLICY,
     "nft": lambda: NFTObjective(NFTConfig(num_timesteps=2)),
-    "dpo": lambda: DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()),
+    "dpo": lambda: DiffusionDPOObjective(
+        DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()
+    ),
     "reward gradient": lambda: RewardGradientObjective(kernel, reward),
 }
 
 
-def trainer_of(pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-3, **options: Any) -> DiffusionTrainer:
+def trainer_of(
+    pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-3, **options: Any
+) -> DiffusionTrainer:
     denoiser = Denoiser.from_pretrained(pipeline, lora=options.pop("lora", None))
     reference = denoiser.initial() if objective.needs_reference else None
     optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
-    return DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference, **options)
+    return DiffusionTrainer(
+        denoiser, optimizer=optimizer, objective=objective, reference=reference, **options
+    )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -182,14 +208,21 @@ def test_before_the_first_update_the_ratio_is_1(pipeline: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddpo", "guard"])
-def test_scores_of_the_policy_make_the_first_ratio_1_whatever_the_samplers_type(pipeline: Path, name: str) -> None:
+def test_scores_of_the_policy_make_the_first_ratio_1_whatever_the_samplers_type(
+    pipeline: Path, name: str
+) -> None:
     samples = sampled(Denoiser.from_pretrained(pipeline, compute_dtype=torch.bfloat16), 8, seed=0)
     micro_batches = [samples[:5], samples[5:]]
     assert trainer_of(pipeline, POLICY[name]()).train_step(micro_batches)["actor/ratio_dev"] > 1e-5
     trainer = trainer_of(pipeline, POLICY[name]())
     again = [
-        [replace(s, old_means=own.means, old_log_probs=own.log_probs) for s, own in zip(batch, scores, strict=True)]
-        for batch, scores in zip(micro_batches, trainer.score_steps(micro_batches, kernel), strict=True)
+        [
+            replace(s, old_means=own.means, old_log_probs=own.log_probs)
+            for s, own in zip(batch, scores, strict=True)
+        ]
+        for batch, scores in zip(
+            micro_batches, trainer.score_steps(micro_batches, kernel), strict=True
+        )
     ]
     assert trainer.train_step(again)["actor/ratio_dev"] < 1e-7
     trainer.sleep()
@@ -230,7 +263,9 @@ def test_both_forms_of_the_kl_term(pipeline: Path) -> None:
     }
     for variance, config in configs.items():
         found = trainer_of(pipeline, DenoisingPolicyObjective(config, kernel)).train_step([samples])
-        assert found["actor/kl_loss"] == pytest.approx(np.mean(np.square(distances)) / (2 * variance), rel=1e-4)
+        assert found["actor/kl_loss"] == pytest.approx(
+            np.mean(np.square(distances)) / (2 * variance), rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -248,7 +283,9 @@ def test_how_a_batch_is_split_changes_nothing(pipeline: Path, name: str) -> None
 @pytest.mark.parametrize("name", ["ddpo", "nft"])
 def test_a_resumed_trainer_continues_to_the_bit(pipeline: Path, name: str) -> None:
     batches = [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(4)]
-    whole, first, second = (trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(3))
+    whole, first, second = (
+        trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(3)
+    )
     for batch in batches:
         whole.train_step([batch])
     for batch in batches[:2]:
@@ -277,7 +314,9 @@ def test_sleep_between_updates_changes_nothing(pipeline: Path, name: str) -> Non
         groups = {key: group for key, group in rested.state().items() if isinstance(group, dict)}
         # Parameters are mapped from a file here, whose pages are not this process's to free.
         del groups["model"]
-        assert not any(t.untyped_storage().nbytes() for group in groups.values() for t in group.values())
+        assert not any(
+            t.untyped_storage().nbytes() for group in groups.values() for t in group.values()
+        )
         with pytest.raises(TrainerError, match="asleep"):
             rested.train_step([batch])
         rested.wake()
@@ -309,7 +348,9 @@ class Apart(Denoiser):
 
     def copied(self, name: str = "old") -> Denoiser:
         del name
-        twin = Denoiser.from_pretrained(Path(self.model.config._name_or_path).parent, lora=self.lora)
+        twin = Denoiser.from_pretrained(
+            Path(self.model.config._name_or_path).parent, lora=self.lora
+        )
         twin.model.requires_grad_(False)
         return twin
 
@@ -317,25 +358,43 @@ class Apart(Denoiser):
 @pytest.mark.parametrize("name", ["flow-grpo with kl", "nft with kl", "dpo"])
 def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: str) -> None:
     """The reference is the policy without its adapters, and DiffusionNFT's sampling policy is a second set of them."""
-    objective = NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1)) if "nft" in name else OBJECTIVES[name]()
-    lora, batches = LoRAConfig(rank=2), [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(3)]
+    objective = (
+        NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1))
+        if "nft" in name
+        else OBJECTIVES[name]()
+    )
+    lora, batches = (
+        LoRAConfig(rank=2),
+        [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(3)],
+    )
     found: list[tuple[Any, ...]] = []
     for kind in (Denoiser, Apart):
         policy = kind.from_pretrained(pipeline, lora=lora)
         reference = policy.initial() if kind is Denoiser else Denoiser.from_pretrained(pipeline)
-        options: dict[str, Any] = {"objective": objective, "reference": reference, "old_decay": (0.25, 0.5)}
-        trainer = DiffusionTrainer(policy, optimizer=OptimizerConfig(lr=2e-3), ema_decay=0.9, **options)
+        options: dict[str, Any] = {
+            "objective": objective,
+            "reference": reference,
+            "old_decay": (0.25, 0.5),
+        }
+        trainer = DiffusionTrainer(
+            policy, optimizer=OptimizerConfig(lr=2e-3), ema_decay=0.9, **options
+        )
         metrics: list[dict[str, float]] = []
         for batch in batches:
             scores = trainer.score_steps([batch], kernel, by_reference=True)[0]
             given = [replace(s, ref_means=own.means) for s, own in zip(batch, scores, strict=True)]
             metrics.append(trainer.train_step([as_pairs(given)]))
-        assert any(row.get("actor/kl_loss", row.get("actor/dpo_accuracy", 0.0)) > 0 for row in metrics[1:])
+        assert any(
+            row.get("actor/kl_loss", row.get("actor/dpo_accuracy", 0.0)) > 0 for row in metrics[1:]
+        )
         found.append((metrics, dict(trainer.export_weights()), trainer.state()))
         if kind is Denoiser:
             own = sum(p.numel() for p in policy.parameters().values())
             trained = sum(p.numel() for p in policy.trained_parameters().values())
-            assert sum(p.numel() for p in policy.model.parameters()) == own + trained * objective.needs_old
+            assert (
+                sum(p.numel() for p in policy.model.parameters())
+                == own + trained * objective.needs_old
+            )
     (metrics, weights, state), (others, expected, other_state) = found
     for row, other in zip(metrics, others, strict=True):
         assert row == pytest.approx(other, rel=1e-6, abs=1e-6)
@@ -367,7 +426,9 @@ def test_compiled_blocks_compute_the_same(pipeline: Path) -> None:
     other.compile(backend="aot_eager")
     for seed in range(2):
         batches = [sampled(Denoiser.from_pretrained(pipeline), 4, seed=seed)]
-        assert other.train_step(batches) == pytest.approx(plain.train_step(batches), rel=1e-4, abs=1e-6)
+        assert other.train_step(batches) == pytest.approx(
+            plain.train_step(batches), rel=1e-4, abs=1e-6
+        )
     assert counters["stats"]["unique_graphs"] > 0
 
 
@@ -380,11 +441,17 @@ def test_shared_conditions_are_those_of_each_image(pipeline: Path) -> None:
     for given in (rounded * 2, copied):
         batch = [replace(s, conditions=c) for s, c in zip(samples, given, strict=True)]
         trainer_of(pipeline, POLICY["ddpo"]()).train_step([batch])
-        found.append(np.stack([score.log_probs for score in score_steps(denoiser, [batch], kernel)[0]]))
+        found.append(
+            np.stack([score.log_probs for score in score_steps(denoiser, [batch], kernel)[0]])
+        )
     np.testing.assert_array_equal(*found)
     rounded[0]["pooled_projections"][3] = np.inf
-    with pytest.raises(BatchError, match=r"micro_batches\[0\]\[0\]\.conditions\['pooled_projections'\]\[3\] is inf"):
-        trainer_of(pipeline, POLICY["ddpo"]()).train_step([[replace(samples[0], conditions=rounded[0])]])
+    with pytest.raises(
+        BatchError, match=r"micro_batches\[0\]\[0\]\.conditions\['pooled_projections'\]\[3\] is inf"
+    ):
+        trainer_of(pipeline, POLICY["ddpo"]()).train_step(
+            [[replace(samples[0], conditions=rounded[0])]]
+        )
 
 
 def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path) -> None:
@@ -401,9 +468,15 @@ def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path)
     with pytest.raises(BatchError, match="3 images; expected pairs"):
         trainer_of(pipeline, OBJECTIVES["dpo"]()).train_step([samples[:3]])
     with pytest.raises(BatchError, match="end before sampling does"):
-        trainer_of(pipeline, OBJECTIVES["reward gradient"]()).train_step([[s.at_steps([0]) for s in samples]])
+        trainer_of(pipeline, OBJECTIVES["reward gradient"]()).train_step(
+            [[s.at_steps([0]) for s in samples]]
+        )
     with pytest.raises(ConfigError, match="reference is None"):
-        DiffusionTrainer(Denoiser.from_pretrained(pipeline), optimizer=OptimizerConfig(), objective=OBJECTIVES["dpo"]())
+        DiffusionTrainer(
+            Denoiser.from_pretrained(pipeline),
+            optimizer=OptimizerConfig(),
+            objective=OBJECTIVES["dpo"](),
+        )
     with pytest.raises(UnsupportedModelError, match=r"no model_index\.json"):
         Denoiser.from_pretrained(tmp_path)
     with pytest.raises(BatchError, match="levels has 3 steps"):
@@ -424,7 +497,8 @@ def test_numbers_that_are_not_finite_are_named_before_anything_is_learned(pipeli
     ):
         broken: Any = replace(samples[3], **{field: value})
         with pytest.raises(
-            BatchError, match=rf"^micro_batches\[1\]\[1\]\.{field}{place} is .*; expected a finite float32"
+            BatchError,
+            match=rf"^micro_batches\[1\]\[1\]\.{field}{place} is .*; expected a finite float32",
         ):
             trainer.train_step([samples[:2], [samples[2], broken]])
     assert trainer.step == 0

@@ -54,7 +54,9 @@ def test_its_expected_gradient_is_that_of_the_divergence() -> None:
     expected, logits.grad = logits.grad, None
     flat = logits.log_softmax(-1).flatten()
     everything = np.ones(flat.shape, np.bool_)
-    advantages = distillation_advantages(flat.detach().numpy(), teacher.flatten().numpy(), everything)
+    advantages = distillation_advantages(
+        flat.detach().numpy(), teacher.flatten().numpy(), everything
+    )
     found = policy_loss(
         LOSS,
         flat,
@@ -75,9 +77,14 @@ def test_a_step_follows_two_teachers(qwen2: Path, llama: Path) -> None:
     [own] = policy.log_probs([samples])
     # The other teacher is the policy itself, half of the weight: the divergence is half as large.
     taught = [0.5 * (a + b) for a, b in zip(teacher.scores([samples])[0], own, strict=True)]
-    given = [replace(s, rollout_log_probs=x, advantages=np.zeros_like(x)) for s, x in zip(samples, own, strict=True)]
+    given = [
+        replace(s, rollout_log_probs=x, advantages=np.zeros_like(x))
+        for s, x in zip(samples, own, strict=True)
+    ]
     metrics = asyncio.run(add_distillation([given], [taught], Alone(), coef=0.5))
-    trainer = TorchTrainer(policy, optimizer=OptimizerConfig(lr=1e-3), objective=PolicyObjective(LOSS))
+    trainer = TorchTrainer(
+        policy, optimizer=OptimizerConfig(lr=1e-3), objective=PolicyObjective(LOSS)
+    )
     grad_norm = trainer.train_step([given])["actor/grad_norm"]
 
     model, other = load_padded(qwen2), load_padded(llama)
@@ -103,14 +110,20 @@ def test_rewards_and_teachers_add_up() -> None:
     """A sample without a teacher keeps its advantages; old log-probs go before those of the engine."""
     samples = make_samples([Group(2, [4, 6, 5])], seed=1)
     samples = [
-        replace(s, old_log_probs=RNG.normal(size=s.response_ids.size).astype(np.float32), rollout_log_probs=None)
+        replace(
+            s,
+            old_log_probs=RNG.normal(size=s.response_ids.size).astype(np.float32),
+            rollout_log_probs=None,
+        )
         for s in samples
     ]
     teacher: Sequence[Any] = [None, *(RNG.normal(size=s.response_ids.size) for s in samples[1:])]
     found = [replace(s) for s in samples]
     metrics = asyncio.run(add_distillation([found], [teacher], Both(), coef=2.0))
     np.testing.assert_array_equal(found[0].advantages, samples[0].advantages)
-    counted: list[Any] = [found[0].advantages[found[0].mask]] if found[0].advantages is not None else []
+    counted: list[Any] = (
+        [found[0].advantages[found[0].mask]] if found[0].advantages is not None else []
+    )
     for sample, q, own in zip(samples[1:], teacher[1:], found[1:], strict=True):
         assert sample.advantages is not None
         assert sample.old_log_probs is not None

@@ -44,15 +44,21 @@ def steps_of(path: Path, count: int) -> list[list[Sample]]:
 
 def dealt(samples: list[Sample], size: int, *, seed: int) -> list[list[MicroBatch]]:
     """Each replica's micro-batches: uneven in number, and none for the last of several replicas in some steps."""
-    owners = np.random.default_rng(seed).integers(0, size if seed % 2 else max(1, size - 1), len(samples))
-    parts = [[s for s, owner in zip(samples, owners, strict=True) if owner == r] for r in range(size)]
+    owners = np.random.default_rng(seed).integers(
+        0, size if seed % 2 else max(1, size - 1), len(samples)
+    )
+    parts = [
+        [s for s, owner in zip(samples, owners, strict=True) if owner == r] for r in range(size)
+    ]
     return [split(part, seed=seed) if part else [] for part in parts]
 
 
 def train_alone(
     path: Path, objective: Objective[Any], optimizer: OptimizerConfig, steps: list[list[Sample]]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    trainer = TorchTrainer(PackedModel.from_pretrained(path), optimizer=optimizer, objective=objective)
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(path), optimizer=optimizer, objective=objective
+    )
     metrics = [trainer.train_step([samples]) for samples in steps]
     return metrics, dict(trainer.export_weights())
 
@@ -79,7 +85,16 @@ HSDP_RING = ParallelConfig(context_parallel_size=2, fsdp_size=2)
         (4, HSDP_RING),
     ],
     ids=[
-        *("fsdp1", "fsdp2", "fsdp4", "ulysses2", "ring2", "ulysses2-dp2", "ring2-dp2", "ulysses2-ring2"),
+        *(
+            "fsdp1",
+            "fsdp2",
+            "fsdp4",
+            "ulysses2",
+            "ring2",
+            "ulysses2-dp2",
+            "ring2-dp2",
+            "ulysses2-ring2",
+        ),
         *("hsdp2x2", "hsdp2x2-ring2"),
     ],
 )
@@ -87,10 +102,14 @@ def test_ten_steps_are_those_of_one_process(
     rank_server: RankServer, qwen2: Path, size: int, parallel: ParallelConfig
 ) -> None:
     """Uneven parts, dual clip, KL and entropy terms, warm-up, weight decay and clipping included."""
-    objective = PolicyObjective(PolicyLossConfig(clip_ratio_c=2.0, kl_loss_coef=0.05, entropy_coeff=0.01))
+    objective = PolicyObjective(
+        PolicyLossConfig(clip_ratio_c=2.0, kl_loss_coef=0.05, entropy_coeff=0.01)
+    )
     steps = steps_of(qwen2, 10)
     expected, weights = train_alone(qwen2, objective, OPTIMIZER, steps)
-    parts = [dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)]
+    parts = [
+        dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)
+    ]
     arguments = (str(qwen2), objective, OPTIMIZER, parallel, parts, {})
     for metrics, sharded in rank_server.shared(size).run("train", *arguments, size=size):
         for own, alone in zip(metrics, expected, strict=True):
@@ -130,7 +149,9 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
     optimizer = replace(OPTIMIZER, name=name)
     runs = [
-        rank_server.shared(2).run("train_with_naps", str(qwen2), objective, optimizer, parts, offload, size=2)
+        rank_server.shared(2).run(
+            "train_with_naps", str(qwen2), objective, optimizer, parts, offload, size=2
+        )
         for offload in (False, True)
     ]
     packed = PackedModel.from_pretrained(qwen2, compute_dtype=torch.bfloat16)
@@ -173,7 +194,9 @@ def test_a_critic_is_sharded_too(rank_server: RankServer, llama: Path) -> None:
         return replace(sample, values=values, returns=returns)
 
     steps = [[with_targets(s) for s in make_samples(GROUPS, seed=i)] for i in range(3)]
-    alone = TorchTrainer(PackedValueModel.from_pretrained(llama), optimizer=OPTIMIZER, objective=objective)
+    alone = TorchTrainer(
+        PackedValueModel.from_pretrained(llama), optimizer=OPTIMIZER, objective=objective
+    )
     expected = [alone.train_step([samples]) for samples in steps]
     [values] = alone.values([steps[0]])
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
@@ -182,14 +205,20 @@ def test_a_critic_is_sharded_too(rank_server: RankServer, llama: Path) -> None:
         for own, one in zip(metrics, expected, strict=True):
             # A token whose value stands on the clip's edge may fall to either side.
             edge = {"critic/vf_clipfrac": 0.0}
-            assert without_tokens(own) | edge == pytest.approx(without_tokens(one) | edge, rel=1e-4, abs=1e-6)
+            assert without_tokens(own) | edge == pytest.approx(
+                without_tokens(one) | edge, rel=1e-4, abs=1e-6
+            )
     assert any(v.any() for v in values)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"compute_dtype": torch.bfloat16}, {"lora": LoRAConfig(rank=4)}], ids=["float32", "bf16", "lora"]
+    "options",
+    [{}, {"compute_dtype": torch.bfloat16}, {"lora": LoRAConfig(rank=4)}],
+    ids=["float32", "bf16", "lora"],
 )
-def test_gradients_are_reduced_once_an_update(rank_server: RankServer, qwen2: Path, options: dict[str, Any]) -> None:
+def test_gradients_are_reduced_once_an_update(
+    rank_server: RankServer, qwen2: Path, options: dict[str, Any]
+) -> None:
     """In each of three micro-batches, or in the last one, of which one rank has two only: the same gradients."""
     objective = PolicyObjective(PolicyLossConfig())
     steps: list[list[list[MicroBatch]]] = []
@@ -200,7 +229,9 @@ def test_gradients_are_reduced_once_an_update(rank_server: RankServer, qwen2: Pa
 
     def gradients(gradient_sync: Any) -> list[Any]:
         parallel = ParallelConfig(gradient_sync=gradient_sync)
-        return rank_server.shared(2).run("gradients_of", str(qwen2), objective, parallel, steps, options, size=2)
+        return rank_server.shared(2).run(
+            "gradients_of", str(qwen2), objective, parallel, steps, options, size=2
+        )
 
     often, once = gradients("micro_batch"), gradients("update")
     # Of an "auto" on CPU there is one memory for all ranks.
@@ -227,7 +258,13 @@ def test_activations_in_host_memory_change_no_gradient_of_ranks(
     options: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     expected, found = (
         rank_server.shared(2).run(
-            "gradients_of", str(qwen2), objective, ParallelConfig(), steps, options | {"activation_offload": o}, size=2
+            "gradients_of",
+            str(qwen2),
+            objective,
+            ParallelConfig(),
+            steps,
+            options | {"activation_offload": o},
+            size=2,
         )
         for o in (False, True)
     )
@@ -236,9 +273,15 @@ def test_activations_in_host_memory_change_no_gradient_of_ranks(
 
 
 def test_small_gradients_wait_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9)
+    )
     with FakeTensorMode():
-        for billions, device, expected in ((0.5, "cuda", True), (1.5, "cuda", False), (0.5, "cpu", False)):
+        for billions, device, expected in (
+            (0.5, "cuda", True),
+            (1.5, "cuda", False),
+            (0.5, "cpu", False),
+        ):
             shape = (int(billions * 1e6), 1000)
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device))
             assert fits_whole([parameter]) is expected
@@ -269,9 +312,16 @@ def test_a_layout_that_does_not_fit_is_refused(
 
 
 def test_heads_that_do_not_divide_are_refused(rank_server: RankServer, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    sizes: dict[str, Any] = {
+        **SIZES,
+        "hidden_size": 48,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    }
     path = save_model(Qwen2Config(**sizes), tmp_path / "three", seed=0)
-    message = "ulysses_sequence_parallel_size is 2; expected a divisor of the model's 3 attention heads"
+    message = (
+        "ulysses_sequence_parallel_size is 2; expected a divisor of the model's 3 attention heads"
+    )
     arguments = (str(path), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ULYSSES, [], {})
     for error in rank_server.shared(2).errors("train", *arguments, size=2):
         assert error == f"ConfigError: {message}"
@@ -281,7 +331,14 @@ def test_an_error_of_one_rank_is_raised_by_all(rank_server: RankServer, qwen2: P
     """The second has no advantages; the first does not wait for it for ever."""
     good = make_samples(GROUPS, seed=0)
     bad = [replace(s, advantages=None) for s in good]
-    arguments = (str(qwen2), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ParallelConfig(), [[[good], [bad]]], {})
+    arguments = (
+        str(qwen2),
+        PolicyObjective(PolicyLossConfig()),
+        OPTIMIZER,
+        ParallelConfig(),
+        [[[good], [bad]]],
+        {},
+    )
     first, second = rank_server.shared(2).errors("train", *arguments, size=2)
     assert first.startswith("BatchError: data-parallel rank 1: advantages is None")
     assert second.startswith("BatchError: advantages is None")

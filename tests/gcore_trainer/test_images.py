@@ -50,7 +50,9 @@ def qwen2_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_vision_model(tmp_path_factory.mktemp("vision") / "tied", tie=True)
 
 
-def make_case(reference: Reference, images: Sequence[bytes], response: Sequence[int], *, text: int = 40) -> Case:
+def make_case(
+    reference: Reference, images: Sequence[bytes], response: Sequence[int], *, text: int = 40
+) -> Case:
     """A prompt with each image between words, and a response."""
     prompt = [text, text + 1]
     for i, image in enumerate(images):
@@ -59,8 +61,12 @@ def make_case(reference: Reference, images: Sequence[bytes], response: Sequence[
     seen = None
     if images:
         inputs = reference.inputs(prompt, images)
-        seen = Images(pixel_values=inputs["pixel_values"].numpy(), grid_thw=inputs["image_grid_thw"].numpy())
-    return Sample(prompt_ids=np.array(prompt), response_ids=np.array(response), images=seen), tuple(images)
+        seen = Images(
+            pixel_values=inputs["pixel_values"].numpy(), grid_thw=inputs["image_grid_thw"].numpy()
+        )
+    return Sample(prompt_ids=np.array(prompt), response_ids=np.array(response), images=seen), tuple(
+        images
+    )
 
 
 def make_cases(reference: Reference) -> list[Case]:
@@ -89,7 +95,9 @@ def test_log_probs_are_those_of_each_sample_alone(folder: Path, share_prefix: bo
     [found] = packed.log_probs([[sample for sample, _ in cases]])
     with torch.no_grad():
         for log_probs, case in zip(found, cases, strict=True):
-            np.testing.assert_allclose(log_probs, expected_log_probs(reference, case), atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(
+                log_probs, expected_log_probs(reference, case), atol=TOLERANCE, rtol=0
+            )
 
 
 def test_equal_prompts_are_computed_once_only_with_equal_images(folder: Path) -> None:
@@ -121,7 +129,9 @@ def test_an_image_token_that_the_policy_wrote_is_text(folder: Path) -> None:
     reference = Reference.load(folder)
     case = make_case(reference, [WIDE], [50, IMAGE, 52, IMAGE, IMAGE, 55])
     [[found]] = PackedModel.from_pretrained(folder).log_probs([[case[0]]])
-    expected = reference.log_probs_of_text(case[0].prompt_ids.tolist(), case[1], case[0].response_ids.tolist())
+    expected = reference.log_probs_of_text(
+        case[0].prompt_ids.tolist(), case[1], case[0].response_ids.tolist()
+    )
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
 
 
@@ -176,7 +186,9 @@ def test_adapters_are_merged_under_the_names_of_the_folder(qwen2_vl: Path, tmp_p
     [found] = trainer.log_probs([samples])
     with torch.no_grad():
         for log_probs, case in zip(found, cases, strict=True):
-            np.testing.assert_allclose(log_probs, expected_log_probs(merged, case), atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(
+                log_probs, expected_log_probs(merged, case), atol=TOLERANCE, rtol=0
+            )
 
 
 @pytest.mark.slow
@@ -194,7 +206,9 @@ def test_two_ranks_of_which_one_has_no_images_learn_what_one_process_does(
     arguments = (str(qwen2_vl), objective, OPTIMIZER, ParallelConfig(), steps, {})
     for metrics, weights in rank_server.shared(2).run("train", *arguments, size=2):
         for found, wanted in zip(metrics, expected, strict=True):
-            assert found["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=TOLERANCE)
+            assert found["actor/grad_norm"] == pytest.approx(
+                wanted["actor/grad_norm"], rel=TOLERANCE
+            )
         for name, tensor in alone.export_weights():
             torch.testing.assert_close(weights[name], tensor, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -229,10 +243,14 @@ def test_images_that_do_not_fit_the_prompt_are_refused(qwen2_vl: Path) -> None:
 
 def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> None:
     sample, _ = make_case(Reference.load(qwen2_vl), [WIDE], [50])
-    blind = PackedModel.from_pretrained(save_model(Qwen2Config(**SIZES), tmp_path / "blind", seed=0))
+    blind = PackedModel.from_pretrained(
+        save_model(Qwen2Config(**SIZES), tmp_path / "blind", seed=0)
+    )
     with pytest.raises(BatchError, match="sees none"):
         blind.score([sample])
-    with pytest.raises(UnsupportedModelError, match="expected one without images for PackedValueModel"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected one without images for PackedValueModel"
+    ):
         PackedValueModel.from_pretrained(qwen2_vl)
     with pytest.raises(UnsupportedModelError, match="model_type is 'qwen2_vl'"):
         Architecture(AutoConfig.from_pretrained(qwen2_vl))
@@ -240,5 +258,7 @@ def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> Non
 
 def test_tokens_of_a_model_that_sees_are_not_divided(qwen2_vl: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2_vl)
-    with pytest.raises(UnsupportedModelError, match="expected context and sequence parallel sizes of 1"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected context and sequence parallel sizes of 1"
+    ):
         packed.divide_tokens(ContextParallel(ring_size=2))

@@ -66,13 +66,18 @@ def test_adapters_alone_are_enough_to_resume_and_to_merge(qwen2: Path) -> None:
 
 def test_bfloat16_weights_are_merged_to_the_nearest(qwen2: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2, lora=LORA, dtype=torch.bfloat16)
-    trainer = TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(PolicyLossConfig()))
+    trainer = TorchTrainer(
+        packed, optimizer=OPTIMIZER, objective=PolicyObjective(PolicyLossConfig())
+    )
     base = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     for seed in range(3):
         trainer.train_step([make_samples(GROUPS, seed=seed)])
     exported = dict(trainer.export_weights())
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
-    assert nearest_merge_share(exported, base, trainer.state()["model"], LORA.alpha / LORA.rank) > 0.999
+    assert (
+        nearest_merge_share(exported, base, trainer.state()["model"], LORA.alpha / LORA.rank)
+        > 0.999
+    )
 
 
 @pytest.mark.slow
@@ -82,7 +87,14 @@ def test_adapters_are_sharded_too(rank_server: RankServer, llama: Path) -> None:
     expected = [alone.train_step([samples]) for _ in range(3)]
     options: dict[str, Any] = {"lora": LORA}
     steps = [[[samples[:2]], [samples[2:]]]] * 3
-    arguments = (str(llama), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ParallelConfig(), steps, options)
+    arguments = (
+        str(llama),
+        PolicyObjective(PolicyLossConfig()),
+        OPTIMIZER,
+        ParallelConfig(),
+        steps,
+        options,
+    )
     for metrics, weights in rank_server.shared(2).run("train", *arguments, size=2):
         for own, one in zip(metrics, expected, strict=True):
             assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
@@ -94,7 +106,9 @@ def test_a_starts_from_its_layers_name_alone(qwen2: Path) -> None:
     before = torch.get_rng_state()
     adapters = make_trainer(qwen2).state()["model"]
     assert torch.equal(torch.get_rng_state(), before)
-    of_one_layer = make_trainer(qwen2, LoRAConfig(rank=4, target_modules=("layers.1.mlp.up_proj",))).state()["model"]
+    of_one_layer = make_trainer(
+        qwen2, LoRAConfig(rank=4, target_modules=("layers.1.mlp.up_proj",))
+    ).state()["model"]
     assert len(of_one_layer) == 2
     assert all(torch.equal(tensor, adapters[name]) for name, tensor in of_one_layer.items())
     for name, tensor in adapters.items():
@@ -132,7 +146,9 @@ def test_modules_that_are_no_linear_layers_are_refused(llama: Path, tmp_path: Pa
     ):
         with pytest.raises(ConfigError) as error:
             make_trainer(path, LoRAConfig(target_modules=("q_proj", name)))
-        assert f"expected linear layers, which alone can be merged: {module} is none" in str(error.value)
+        assert f"expected linear layers, which alone can be merged: {module} is none" in str(
+            error.value
+        )
 
 
 def test_modules_that_are_not_there_are_refused(qwen2: Path) -> None:

@@ -63,15 +63,23 @@ def make_folder(base: Path, folder: Path, **settings: Any) -> Path:
 
 @pytest.mark.parametrize(
     "lora",
-    [LoRAConfig(rank=4, alpha=8), LoRAConfig(rank=4, alpha=8, use_rslora=True, target_modules=("q_proj", "up_proj"))],
+    [
+        LoRAConfig(rank=4, alpha=8),
+        LoRAConfig(rank=4, alpha=8, use_rslora=True, target_modules=("q_proj", "up_proj")),
+    ],
     ids=["all-linear", "rsLoRA"],
 )
-def test_peft_computes_with_a_folder_what_was_trained(qwen2: Path, tmp_path: Path, lora: LoRAConfig) -> None:
+def test_peft_computes_with_a_folder_what_was_trained(
+    qwen2: Path, tmp_path: Path, lora: LoRAConfig
+) -> None:
     trainer = make_trainer(qwen2, lora)
     for _ in range(3):
         trainer.train_step([SAMPLES])
     trainer.save_adapters(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(qwen2)
     assert all("." not in name for name in settings["target_modules"])
@@ -97,7 +105,9 @@ def test_peft_computes_with_a_folder_what_was_trained(qwen2: Path, tmp_path: Pat
     ],
     ids=["pattern", "some layers", "all-linear"],
 )
-def test_training_starts_from_what_peft_saved(llama: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_training_starts_from_what_peft_saved(
+    llama: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     folder = make_folder(llama, tmp_path, r=3, lora_alpha=5, **settings)
     trainer = make_trainer(llama, read_lora_config(folder))
     [log_probs] = trainer.log_probs([SAMPLES])
@@ -151,14 +161,26 @@ def _cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda folder: (folder / "adapter_config.json").unlink(), "expected a folder of peft, with adapter_config"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "with adapter_model.safetensors"),
+        (
+            lambda folder: (folder / "adapter_config.json").unlink(),
+            "expected a folder of peft, with adapter_config",
+        ),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "with adapter_model.safetensors",
+        ),
         (_edited(use_dora=True), "use_dora is True; expected None"),
         (_edited(rank_pattern={"q_proj": 8}), "rank_pattern is {'q_proj': 8}; expected None"),
         (_edited(modules_to_save=["lm_head"]), r"modules_to_save is \['lm_head'\]; expected None"),
         (_edited(peft_type="IA3"), "peft_type is 'IA3'; expected 'LORA'"),
-        (_edited(target_modules=["q_proj", "k_proj"]), "for 4 of whose tensors there is none, such as model.layers.0"),
-        (_edited(target_modules=["k_proj"]), "which has no layer for 4 of its tensors, such as model.layers.0.self_"),
+        (
+            _edited(target_modules=["q_proj", "k_proj"]),
+            "for 4 of whose tensors there is none, such as model.layers.0",
+        ),
+        (
+            _edited(target_modules=["k_proj"]),
+            "which has no layer for 4 of its tensors, such as model.layers.0.self_",
+        ),
         (_edited(r=5), r"q_proj.lora_A.default.weight has shape \(5, 64\), and not \(4, 64\)"),
         (_cut, "expected adapters that load: adapter_model.safetensors"),
     ],
@@ -174,22 +196,34 @@ def test_folders_that_do_not_fit_are_refused(
 
 def test_a_model_without_adapters_has_none_to_save(qwen2: Path, tmp_path: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2)
-    trainer = TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(PolicyLossConfig()))
+    trainer = TorchTrainer(
+        packed, optimizer=OPTIMIZER, objective=PolicyObjective(PolicyLossConfig())
+    )
     with pytest.raises(ConfigError, match="the model has no adapters to save"):
         trainer.save_adapters(tmp_path)
 
 
 @pytest.mark.slow
-def test_ranks_of_both_backends_start_from_a_folder(rank_server: RankServer, tmp_path: Path) -> None:
+def test_ranks_of_both_backends_start_from_a_folder(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     base = save_megatron_model("qwen3_tied", tmp_path / "base")
-    folder = make_folder(base, tmp_path / "adapters", r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "up_proj"])
+    folder = make_folder(
+        base,
+        tmp_path / "adapters",
+        r=3,
+        lora_alpha=5,
+        target_modules=["q_proj", "o_proj", "up_proj"],
+    )
     lora, ranks = read_lora_config(folder), rank_server.shared(2)
     objective = PolicyObjective(PolicyLossConfig())
     alone = make_trainer(base, lora)
     metrics = alone.train_step([SAMPLES])
     options = {"optimizer": OPTIMIZER, "objective": objective, "lora": lora}
     results = ranks.run("megatron_trains", str(base), {TP: 2}, options, [[[SAMPLES]]], size=2)
-    assert results[0][0][0]["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-4)
+    assert results[0][0][0]["actor/grad_norm"] == pytest.approx(
+        metrics["actor/grad_norm"], rel=1e-4
+    )
     state = assembled(box for _, _, boxes in results for box in boxes)
     for group in GROUPS_OF_STATE:
         for name, tensor in alone.state()[group].items():

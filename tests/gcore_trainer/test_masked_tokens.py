@@ -83,7 +83,10 @@ def poison(values: NDArray[Any], mask: NDArray[np.bool_], rng: np.random.Generat
 
 def poisoned(samples: list[Sample], rng: np.random.Generator) -> list[Sample]:
     return [
-        replace(s, **{f: poison(getattr(s, f), s.mask, rng) for f in FIELDS if getattr(s, f) is not None})
+        replace(
+            s,
+            **{f: poison(getattr(s, f), s.mask, rng) for f in FIELDS if getattr(s, f) is not None},
+        )
         for s in samples
     ]
 
@@ -105,7 +108,9 @@ def complete(samples: list[Sample], packed: PackedModel, rng: np.random.Generato
         )
         for s in samples
     ]
-    samples[-1] = replace(samples[-1], advantages=np.zeros(samples[-1].response_ids.size, np.float32))
+    samples[-1] = replace(
+        samples[-1], advantages=np.zeros(samples[-1].response_ids.size, np.float32)
+    )
     return samples
 
 
@@ -186,8 +191,12 @@ def test_a_policy_loss_alone(mode: str, seed: int) -> None:
 
 
 @few
-@given(seed=seeds, agg=st.sampled_from(LossAggMode.__args__), clip=st.sampled_from([0.2, float("inf")]))
-def test_a_critic(policy: PackedModel, critic: PackedValueModel, seed: int, agg: LossAggMode, clip: float) -> None:
+@given(
+    seed=seeds, agg=st.sampled_from(LossAggMode.__args__), clip=st.sampled_from([0.2, float("inf")])
+)
+def test_a_critic(
+    policy: PackedModel, critic: PackedValueModel, seed: int, agg: LossAggMode, clip: float
+) -> None:
     rng = np.random.default_rng(seed)
     samples = complete(make_samples(GROUPS, seed=seed % 1000), policy, rng)
     config = ValueLossConfig(cliprange_value=clip, loss_agg_mode=agg, max_response_length=40)
@@ -222,7 +231,9 @@ def test_megatron(rank_server: RankServer, tmp_path: Path) -> None:
     samples = complete(make_samples(GROUPS, seed=0), PackedModel.from_pretrained(path), rng)
     options = {"objective": PolicyObjective(PolicyLossConfig(kl_loss_coef=0.1, entropy_coeff=0.01))}
     results = [
-        rank_server.shared(2).run("megatron_trains", str(path), {CP: 2}, options, [[[batch]]], size=2)[0]
+        rank_server.shared(2).run(
+            "megatron_trains", str(path), {CP: 2}, options, [[[batch]]], size=2
+        )[0]
         for batch in (samples, poisoned(samples, rng))
     ]
     (metrics, weights, _), (found, found_weights, _) = results
@@ -231,7 +242,9 @@ def test_megatron(rank_server: RankServer, tmp_path: Path) -> None:
     assert all(torch.equal(found_weights[name], tensor) for name, tensor in weights.items())
 
 
-def rows(rng: np.random.Generator) -> tuple[list[NDArray[Any]], list[NDArray[Any]], list[NDArray[np.bool_]]]:
+def rows(
+    rng: np.random.Generator,
+) -> tuple[list[NDArray[Any]], list[NDArray[Any]], list[NDArray[np.bool_]]]:
     """Two per-token arrays of some responses, and their masks, of which one at least has a token."""
     lengths = rng.integers(1, 9, rng.integers(1, 5))
     masks = [rng.random(n) < 0.6 for n in lengths]
@@ -247,8 +260,14 @@ def assert_function_of_counted(function: Callable[[Any, Any, Any], Outcome], see
     """Arrays equal to the bit, and equal metrics, whatever the masked-out entries of two arrays of the samples are."""
     rng = np.random.default_rng(seed)
     first, second, masks = rows(rng)
-    dirty = [[poison(a, m, rng) for a, m in zip(column, masks, strict=True)] for column in (first, second)]
-    (arrays, metrics), (found, found_metrics) = function(first, second, masks), function(dirty[0], dirty[1], masks)
+    dirty = [
+        [poison(a, m, rng) for a, m in zip(column, masks, strict=True)]
+        for column in (first, second)
+    ]
+    (arrays, metrics), (found, found_metrics) = (
+        function(first, second, masks),
+        function(dirty[0], dirty[1], masks),
+    )
     for array, other in zip(arrays, found, strict=True):
         np.testing.assert_array_equal(array, other)
     assert metrics == found_metrics
@@ -260,9 +279,16 @@ def test_advantages_along_tokens(seed: int, gamma: float) -> None:
     def of_all(rewards: Any, values: Any, masks: Any) -> Outcome:
         arrays: list[Any] = []
         for r, v, m in zip(rewards, values, masks, strict=True):
-            arrays += [discounted_returns(r, m, gamma=gamma), *gae_advantages(r, v, m, gamma=gamma, lam=0.95)]
+            arrays += [
+                discounted_returns(r, m, gamma=gamma),
+                *gae_advantages(r, v, m, gamma=gamma, lam=0.95),
+            ]
         batch = whitening_moments(rewards, masks)
-        return [*arrays, batch, *(whiten(r, m, batch) for r, m in zip(rewards, masks, strict=True))], {}
+        return [
+            *arrays,
+            batch,
+            *(whiten(r, m, batch) for r, m in zip(rewards, masks, strict=True)),
+        ], {}
 
     assert_function_of_counted(of_all, seed)
 
@@ -274,7 +300,10 @@ def test_divergence_in_the_reward(kind: RewardKL, seed: int) -> None:
         found: list[Any] = []
         for p, q, m in zip(log_probs, reference, masks, strict=True):
             if m.any():
-                found += [kl_estimates(p, q, m, kind), kl_rewards(1.0, p, q, m, coef=0.1, kind=kind)]
+                found += [
+                    kl_estimates(p, q, m, kind),
+                    kl_rewards(1.0, p, q, m, coef=0.1, kind=kind),
+                ]
         return found, {}
 
     assert_function_of_counted(of_all, seed)
@@ -290,7 +319,9 @@ CORRECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", CORRECTIONS, ids=lambda o: "-".join(map(str, o.values())) or "measured")
+@pytest.mark.parametrize(
+    "options", CORRECTIONS, ids=lambda o: "-".join(map(str, o.values())) or "measured"
+)
 @settings(max_examples=25)
 @given(seed=seeds)
 def test_rollout_correction(options: dict[str, Any], seed: int) -> None:
@@ -304,7 +335,9 @@ def test_rollout_correction(options: dict[str, Any], seed: int) -> None:
     assert_function_of_counted(corrected, seed)
 
 
-def with_bad(sample: Sample, field: str, value: float, rng: np.random.Generator) -> tuple[Sample, int]:
+def with_bad(
+    sample: Sample, field: str, value: float, rng: np.random.Generator
+) -> tuple[Sample, int]:
     """The sample with the value at one token that counts, and that token."""
     token = int(rng.choice(np.flatnonzero(sample.mask)))
     values = getattr(sample, field).copy()
@@ -324,11 +357,14 @@ def test_a_token_that_counts_is_named_before_anything_is_learned(
     objective: Objective[Any] = PolicyObjective(PolicyLossConfig(kl_loss_coef=0.1))
     if not is_policy:
         objective = ValueObjective(ValueLossConfig())
-    trainer = TorchTrainer(policy if is_policy else critic, optimizer=OptimizerConfig(lr=1e-2), objective=objective)
+    trainer = TorchTrainer(
+        policy if is_policy else critic, optimizer=OptimizerConfig(lr=1e-2), objective=objective
+    )
     before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     bad, token = with_bad(samples[3], field, value, rng)
     with pytest.raises(
-        BatchError, match=rf"^micro_batches\[1\]\[1\]\.{field}\[{token}\] is {value}; expected a finite float32"
+        BatchError,
+        match=rf"^micro_batches\[1\]\[1\]\.{field}\[{token}\] is {value}; expected a finite float32",
     ):
         trainer.train_step([samples[:2], [samples[2], bad]])
     assert trainer.step == 0
@@ -347,11 +383,13 @@ def test_numbers_beyond_float32_and_references_of_pairs_are_named(policy: Packed
     sample = make_samples(GROUPS, seed=0)[0]
     huge: Any = np.full(sample.response_ids.size, 1e39)
     with pytest.raises(
-        BatchError, match=r"^micro_batches\[0\]\[0\]\.advantages\[\d+\] is 1e\+39; expected a finite fl"
+        BatchError,
+        match=r"^micro_batches\[0\]\[0\]\.advantages\[\d+\] is 1e\+39; expected a finite fl",
     ):
         outcome(policy, PolicyObjective(PolicyLossConfig()), [[replace(sample, advantages=huge)]])
     pair = [
-        replace(sample, response_mask=None, ref_log_probs=x) for x in (np.zeros(huge.size), np.full(huge.size, np.nan))
+        replace(sample, response_mask=None, ref_log_probs=x)
+        for x in (np.zeros(huge.size), np.full(huge.size, np.nan))
     ]
     with pytest.raises(BatchError, match=r"^micro_batches\[0\]\[1\]\.ref_log_probs\[0\] is nan"):
         outcome(policy, DPOObjective(DPOConfig()), [pair])
@@ -368,7 +406,9 @@ def test_arrays_before_training_are_named() -> None:
         ("ref_log_probs", lambda: kl_rewards(1.0, good, bad, mask, coef=0.1)),
         (
             r"old_log_probs\[1\]",
-            lambda: rollout_correction([good, bad], [good, good], [mask, mask], RolloutCorrectionConfig()),
+            lambda: rollout_correction(
+                [good, bad], [good, good], [mask, mask], RolloutCorrectionConfig()
+            ),
         ),
     ):
         with pytest.raises(BatchError, match=rf"^{field}\[1\] is nan; expected a finite float32"):

@@ -8,14 +8,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer_oracles import Group, make_samples
 
-from gcore_trainer import LoRAConfig, OptimizerConfig, PackedModel, Sample, SFTObjective, TorchTrainer
+from gcore_trainer import (
+    LoRAConfig,
+    OptimizerConfig,
+    PackedModel,
+    Sample,
+    SFTObjective,
+    TorchTrainer,
+)
 from gcore_trainer.torch.optimizer import MasterAdamW
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7])]
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 
 
-def make_trainer(path: Path, *, lr: float = 1e-3, offload: bool = False, **options: Any) -> TorchTrainer:
+def make_trainer(
+    path: Path, *, lr: float = 1e-3, offload: bool = False, **options: Any
+) -> TorchTrainer:
     packed = PackedModel.from_pretrained(path, **options)
     optimizer = OptimizerConfig(lr=lr, weight_decay=0.1)
     return TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective(), offload=offload)
@@ -39,8 +48,14 @@ def test_twenty_updates_in_bfloat16_follow_float32(qwen2: Path) -> None:
     initial = dict(PackedModel.from_pretrained(qwen2).model.named_parameters())
     for name, tensor in truth.items():
         assert masters[name].dtype == torch.float32
-        moved, wanted_move = masters[name] - initial[name].bfloat16().float(), tensor - initial[name].detach()
-        assert torch.nn.functional.cosine_similarity(moved.flatten(), wanted_move.flatten(), dim=0) > 0.8, name
+        moved, wanted_move = (
+            masters[name] - initial[name].bfloat16().float(),
+            tensor - initial[name].detach(),
+        )
+        assert (
+            torch.nn.functional.cosine_similarity(moved.flatten(), wanted_move.flatten(), dim=0)
+            > 0.8
+        ), name
     for name, tensor in mixed.export_weights():
         assert torch.equal(tensor, masters[name].bfloat16())
 
@@ -62,24 +77,33 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(qwen2: Path) -> None:
     assert share_of_changed() > 0.05
 
 
-@pytest.mark.parametrize("options", [{}, BF16, {**BF16, "lora": LoRAConfig(rank=4)}], ids=["float32", "bf16", "lora"])
+@pytest.mark.parametrize(
+    "options", [{}, BF16, {**BF16, "lora": LoRAConfig(rank=4)}], ids=["float32", "bf16", "lora"]
+)
 def test_states_in_host_memory_change_nothing(qwen2: Path, options: dict[str, Any]) -> None:
     plain, offloaded = make_trainer(qwen2, **options), make_trainer(qwen2, offload=True, **options)
     assert losses(offloaded, 3, num_batches=3) == losses(plain, 3, num_batches=3)
     torch.testing.assert_close(offloaded.state(), plain.state(), rtol=0, atol=0)
     state: dict[str, Any] = {
-        n: {k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v for n, v in plain.state().items()
+        n: {k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v
+        for n, v in plain.state().items()
     }
     losses(offloaded, 1)
     offloaded.load_state(state)
     assert losses(offloaded, 2) == losses(plain, 2)
-    torch.testing.assert_close(dict(offloaded.export_weights()), dict(plain.export_weights()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(offloaded.export_weights()), dict(plain.export_weights()), rtol=0, atol=0
+    )
 
 
 def test_memory_of_offloaded_states_is_one_block(qwen2: Path) -> None:
     trainer = make_trainer(qwen2, offload=True, **BF16)
     state = trainer.state()
-    blocks = {t.untyped_storage().data_ptr() for g in ("model", "exp_avg", "exp_avg_sq") for t in state[g].values()}
+    blocks = {
+        t.untyped_storage().data_ptr()
+        for g in ("model", "exp_avg", "exp_avg_sq")
+        for t in state[g].values()
+    }
     assert len(blocks) == 1
 
 

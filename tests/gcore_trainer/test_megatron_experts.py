@@ -59,7 +59,10 @@ SETTINGS = {
     "both, selective": replace(BOTH, recompute_granularity="selective"),
 }
 # With a smaller eps, an entry whose gradient is no more than rounding error moves by whole steps of the rate.
-OPTIONS: dict[str, Any] = {"optimizer": replace(OPTIMIZER, eps=1e-5), "objective": PolicyObjective(LOSS)}
+OPTIONS: dict[str, Any] = {
+    "optimizer": replace(OPTIMIZER, eps=1e-5),
+    "objective": PolicyObjective(LOSS),
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,9 @@ def samples(kind: str) -> list[Sample]:
         return [replace(s, routed_experts=None) for s in found]
     if kind == "idle":
         experts = np.arange(MOE["num_experts_per_tok"])
-        shapes = [(s.prompt_ids.size + s.response_ids.size - 1, SHAPE[0], experts.size) for s in found]
+        shapes = [
+            (s.prompt_ids.size + s.response_ids.size - 1, SHAPE[0], experts.size) for s in found
+        ]
         return [
             replace(s, routed_experts=np.broadcast_to(experts, shape).astype(np.int16))
             for s, shape in zip(found, shapes, strict=True)
@@ -86,7 +91,9 @@ def samples(kind: str) -> list[Sample]:
     return found
 
 
-def one_step(ranks: Any, path: Path, size: int, layout: dict[str, Any], kind: str, megatron: MegatronConfig) -> Any:
+def one_step(
+    ranks: Any, path: Path, size: int, layout: dict[str, Any], kind: str, megatron: MegatronConfig
+) -> Any:
     """Log-probs of the first rank, then metrics, weights and state after one step."""
     objective = PolicyObjective(replace(LOSS, kl_loss_coef=0.0))
     options = OPTIONS | {"objective": objective, "megatron": megatron}
@@ -111,12 +118,18 @@ def assert_same_step(found: Any, expected: Any) -> None:
         ("qwen3_moe", 1, {}, "own", ("grouped", "both", "fused")),
         ("qwen3_moe", 1, {}, "replayed", ("grouped, full",)),
         pytest.param("qwen3_moe", 2, {EP: 2}, "own", ("grouped", "both"), marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", 2, {EP: 2}, "replayed", ("both, selective",), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe", 2, {EP: 2}, "replayed", ("both, selective",), marks=pytest.mark.slow
+        ),
         # One of the two ranks has no token.
         ("qwen3_moe", 2, {EP: 2}, "idle", ("grouped", "both")),
         ("qwen3", 1, {}, "own", ("fused", "both")),
-        pytest.param("qwen3_moe", 4, {TP: 2, EP: 2, SP: True}, "own", ("both",), marks=pytest.mark.slow),
-        pytest.param("qwen3_moe_raw", 4, {PP: 2, EP: 2}, "own", ("grouped",), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe", 4, {TP: 2, EP: 2, SP: True}, "own", ("both",), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "qwen3_moe_raw", 4, {PP: 2, EP: 2}, "own", ("grouped",), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -147,7 +160,9 @@ def test_a_checkpoint_moves_between_the_forms(rank_server: RankServer, root: Pat
         expected = ranks.run("megatron_trains", str(path), layout, first, steps, size=2)
         part = ranks.run("megatron_trains", str(path), layout, first, steps[:1], size=2)
         saved = assembled(box for *_, boxes in part for box in boxes)
-        resumed = ranks.run("megatron_resumes", str(path), {}, second, counts, saved, steps[1:], size=2)
+        resumed = ranks.run(
+            "megatron_resumes", str(path), {}, second, counts, saved, steps[1:], size=2
+        )
         assert resumed[0][0][0] == pytest.approx(expected[0][0][1], rel=1e-5, abs=1e-6)
         assert largest_difference(resumed[0][1], expected[0][1]) < 1e-5
 
@@ -156,9 +171,15 @@ def test_a_checkpoint_moves_between_the_forms(rank_server: RankServer, root: Pat
 def test_adapters_learn_next_to_grouped_experts(rank_server: RankServer, root: Path) -> None:
     path, ranks = save_megatron_model("qwen3_moe", root), rank_server.shared(2)
     steps = [uneven(samples("own"), 2, seed=0)] * 2
-    options = {"optimizer": OPTIONS["optimizer"], "objective": SFTObjective(), "lora": LoRAConfig(rank=4, alpha=8)}
+    options = {
+        "optimizer": OPTIONS["optimizer"],
+        "objective": SFTObjective(),
+        "lora": LoRAConfig(rank=4, alpha=8),
+    }
     expected, found = (
-        ranks.run("megatron_trains", str(path), {EP: 2}, options | {"megatron": megatron}, steps, size=2)[0]
+        ranks.run(
+            "megatron_trains", str(path), {EP: 2}, options | {"megatron": megatron}, steps, size=2
+        )[0]
         for megatron in (ONE_BY_ONE, BOTH)
     )
     assert found[0][1] == pytest.approx(expected[0][1], rel=1e-5, abs=1e-6)
@@ -175,7 +196,9 @@ def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
         "dtype": torch.bfloat16,
         "megatron": BOTH,
     }
-    metrics, weights, _ = ranks.run("megatron_trains", str(path), {EP: 2}, options, steps, size=2)[0]
+    metrics, weights, _ = ranks.run("megatron_trains", str(path), {EP: 2}, options, steps, size=2)[
+        0
+    ]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] - 0.3
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
 
@@ -193,7 +216,10 @@ def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
 )
 def test_experts_are_grouped_on_cuda(name: str, setting: Any, device: str, expected: bool) -> None:
     config, architecture = MegatronConfig(grouped_gemm=setting), Architecture(CONFIGS[name])
-    assert has_grouped_experts(config, architecture, device_type=device, dtype=torch.bfloat16) == expected
+    assert (
+        has_grouped_experts(config, architecture, device_type=device, dtype=torch.bfloat16)
+        == expected
+    )
 
 
 def test_experts_of_odd_sizes_are_not_grouped() -> None:
@@ -217,7 +243,9 @@ def test_grouped_products_need_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> No
     architecture = Architecture(CONFIGS["qwen3_moe"])
     options: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16}
     assert not has_grouped_experts(MegatronConfig(), architecture, **options)
-    with pytest.raises(ConfigError, match=r"grouped_gemm is True; expected auto or false before torch 2\.10"):
+    with pytest.raises(
+        ConfigError, match=r"grouped_gemm is True; expected auto or false before torch 2\.10"
+    ):
         has_grouped_experts(MegatronConfig(grouped_gemm=True), architecture, **options)
 
 
@@ -226,10 +254,14 @@ def test_swiglu_is_fused_on_cuda() -> None:
         (own, device)
         for own in ("auto", True, False)
         for device in ("cuda", "cpu")
-        if fusion_options(MegatronConfig(bias_activation_fusion=own), device_type=device)["bias_activation_fusion"]
+        if fusion_options(MegatronConfig(bias_activation_fusion=own), device_type=device)[
+            "bias_activation_fusion"
+        ]
     ]
     assert fused == [("auto", "cuda"), (True, "cuda"), (True, "cpu")]
-    with pytest.raises(ConfigError, match="grouped_gemm is 'on'; expected one of auto, true, false"):
+    with pytest.raises(
+        ConfigError, match="grouped_gemm is 'on'; expected one of auto, true, false"
+    ):
         MegatronConfig(grouped_gemm="on")  # pyright: ignore[reportArgumentType]
 
 
@@ -237,7 +269,9 @@ def test_passes_of_grouped_experts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     """By fake tensors, which have shapes, types and devices: a rank with tokens, and one without."""
     options, dtype = fusion_options(MegatronConfig(), device_type="cuda"), torch.bfloat16
     with megatron_runtime(torch.device("cuda")):
-        config = transformer_config(Architecture(CONFIGS["qwen3_moe"]), ParallelConfig(), options, dtype=dtype)
+        config = transformer_config(
+            Architecture(CONFIGS["qwen3_moe"]), ParallelConfig(), options, dtype=dtype
+        )
     assert config.bias_activation_fusion
     monkeypatch.setattr("torch.cuda.current_device", lambda: torch.device("cuda", 0))
     undivided = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1))
@@ -247,9 +281,15 @@ def test_passes_of_grouped_experts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         assert experts.weight1.device.type == "cuda"
         for counts in ([3, 0, 4, 1], [0, 0, 0, 0]):
             tokens_ND = torch.empty(sum(counts), 64, dtype=dtype, device="cuda")
-            output_ND, bias = experts(tokens_ND, torch.tensor(counts), torch.empty(sum(counts), device="cuda"))
+            output_ND, bias = experts(
+                tokens_ND, torch.tensor(counts), torch.empty(sum(counts), device="cuda")
+            )
             assert bias is None
-            assert (output_ND.device, output_ND.dtype, output_ND.shape) == (tokens_ND.device, dtype, tokens_ND.shape)
+            assert (output_ND.device, output_ND.dtype, output_ND.shape) == (
+                tokens_ND.device,
+                dtype,
+                tokens_ND.shape,
+            )
         # Fake tensors have no backward pass on CUDA; these are its calls for the second product.
         ends_E = torch.empty(4, dtype=torch.int32, device="cuda")
         grad_ND, inner_NF = (torch.empty(8, size, dtype=dtype, device="cuda") for size in (64, 48))
@@ -269,7 +309,11 @@ def test_the_compiled_swiglu_is_the_plain_one() -> None:
             for is_fused in (True, False):
                 x, probs = (t.clone().requires_grad_() for t in inputs)
                 gate, up = x.chunk(2, dim=-1)
-                output = weighted_bias_swiglu_impl(x, None, probs) if is_fused else silu(gate) * up * probs
+                output = (
+                    weighted_bias_swiglu_impl(x, None, probs)
+                    if is_fused
+                    else silu(gate) * up * probs
+                )
                 output.square().sum().backward()
                 assert x.grad is not None
                 assert probs.grad is not None

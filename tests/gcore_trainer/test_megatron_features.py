@@ -53,7 +53,9 @@ def test_megatron_accepts_what_is_chosen_on_cuda(name: str, granularity: Any) ->
     features |= recompute_options(config, device_type="cuda", num_parameters=size)
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     with megatron_runtime(torch.device("cuda")):
-        made = transformer_config(Architecture(CONFIGS[name]), parallel, features, dtype=torch.bfloat16)
+        made = transformer_config(
+            Architecture(CONFIGS[name]), parallel, features, dtype=torch.bfloat16
+        )
     assert features.items() <= vars(made).items()
     assert made.bf16
     assert made.bias_activation_fusion
@@ -69,15 +71,24 @@ def test_parameters_are_counted_by_the_headers_of_files(tmp_path: Path) -> None:
 def test_ranks_of_tensor_parallelism_have_one_queue_on_cuda() -> None:
     divided = ParallelConfig(tensor_model_parallel_size=2)
     assert MegatronConfig.environment(divided, "cuda") == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert MegatronConfig.environment(divided, "cpu") == MegatronConfig.environment(ParallelConfig(), "cuda") == {}
+    assert (
+        MegatronConfig.environment(divided, "cpu")
+        == MegatronConfig.environment(ParallelConfig(), "cuda")
+        == {}
+    )
 
 
 def test_refused_settings() -> None:
-    with pytest.raises(ConfigError, match="overlap_param_gather is True; expected false without overlap_grad_reduce"):
+    with pytest.raises(
+        ConfigError,
+        match="overlap_param_gather is True; expected false without overlap_grad_reduce",
+    ):
         MegatronConfig(overlap_param_gather=True).check()
     with pytest.raises(ConfigError, match="bucket_size is 0; expected 1 or more"):
         MegatronConfig(bucket_size=0)
-    with pytest.raises(ConfigError, match="recompute_granularity is 'some'; expected one of auto, none, selective"):
+    with pytest.raises(
+        ConfigError, match="recompute_granularity is 'some'; expected one of auto, none, selective"
+    ):
         MegatronConfig(recompute_granularity="some")  # pyright: ignore[reportArgumentType]
 
 

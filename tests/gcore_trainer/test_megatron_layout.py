@@ -27,22 +27,46 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
 @pytest.mark.parametrize(
     ("name", "layout", "message"),
     [
-        ("llama", {TP: 8}, "tensor_model_parallel_size=8 does not divide 4 attention heads; expected one of [1, 2, 4]"),
-        ("llama", {PP: 8}, "pipeline_model_parallel_size=8 does not divide 4 layers; expected one of [1, 2, 4]"),
+        (
+            "llama",
+            {TP: 8},
+            "tensor_model_parallel_size=8 does not divide 4 attention heads; expected one of [1, 2, 4]",
+        ),
+        (
+            "llama",
+            {PP: 8},
+            "pipeline_model_parallel_size=8 does not divide 4 layers; expected one of [1, 2, 4]",
+        ),
         (
             "llama",
             {PP: 4, VPP: 2},
             "pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 does not divide 4 layers",
         ),
-        ("llama", {EP: 2}, "expert_model_parallel_size is 2; expected 1 for a model without experts"),
+        (
+            "llama",
+            {EP: 2},
+            "expert_model_parallel_size is 2; expected 1 for a model without experts",
+        ),
         (
             "llama",
             {TP: 3},
             "tensor_model_parallel_size=3 is 3; expected a divisor of the world of 8 ranks: 6 ranks would fit",
         ),
-        ("qwen3_moe", {EP: 8}, "expert_model_parallel_size=8 does not divide 4 experts; expected one of [1, 2, 4]"),
-        ("qwen3_moe", {EP: 4, PP: 4}, "expert_model_parallel_size=4 does not divide 2 ranks of a pipeline stage"),
-        ("qwen3_moe", {EP: 2, TP: 2}, "sequence_parallel is false with tensor_model_parallel_size=2 and 4 experts"),
+        (
+            "qwen3_moe",
+            {EP: 8},
+            "expert_model_parallel_size=8 does not divide 4 experts; expected one of [1, 2, 4]",
+        ),
+        (
+            "qwen3_moe",
+            {EP: 4, PP: 4},
+            "expert_model_parallel_size=4 does not divide 2 ranks of a pipeline stage",
+        ),
+        (
+            "qwen3_moe",
+            {EP: 2, TP: 2},
+            "sequence_parallel is false with tensor_model_parallel_size=2 and 4 experts",
+        ),
         (
             "qwen3_moe",
             {TP: 2, SP: True},
@@ -51,7 +75,9 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
     ],
     ids=str,
 )
-def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[str, Any], message: str) -> None:
+def test_a_layout_that_does_not_divide_says_what_would(
+    name: str, layout: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         Architecture(CONFIGS[name]).check_layout(ParallelConfig(**layout), world_size=8)
     assert message in str(error.value)
@@ -77,7 +103,10 @@ def test_key_value_heads_are_divided_or_shared() -> None:
 
 
 def test_adapters_of_a_part_of_a_group_are_refused() -> None:
-    architecture, parallel = Architecture(CONFIGS["llama"]), ParallelConfig(tensor_model_parallel_size=4)
+    architecture, parallel = (
+        Architecture(CONFIGS["llama"]),
+        ParallelConfig(tensor_model_parallel_size=4),
+    )
     with pytest.raises(ConfigError) as error:
         check_targets(target_layers(architecture, LoRAConfig()), architecture, parallel)
     assert str(error.value) == (
@@ -95,7 +124,10 @@ def test_the_router_of_experts_needs_no_transformer_engine(device: str) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     with megatron_runtime(torch.device(device)):
-        inputs, weight = torch.randn(5, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+        inputs, weight = (
+            torch.randn(5, 8, requires_grad=True),
+            torch.randn(4, 8, requires_grad=True),
+        )
         logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
         torch.testing.assert_close(logits, inputs @ weight.T)
         logits.sum().backward()
@@ -106,10 +138,19 @@ def test_the_router_of_experts_needs_no_transformer_engine(device: str) -> None:
     ("config", "message"),
     [
         (GPT2Config(), "model_type is 'gpt2'; expected one of llama, qwen2, qwen3, qwen3_moe"),
-        (LlamaConfig(**SIZES, attention_bias=True), "attention_bias of 'llama' is True; expected False"),
+        (
+            LlamaConfig(**SIZES, attention_bias=True),
+            "attention_bias of 'llama' is True; expected False",
+        ),
         (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias of 'llama' is True; expected False"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act of 'llama' is 'gelu'; expected 'silu'"),
-        (Qwen2Config(**SIZES, use_sliding_window=True), "use_sliding_window of 'qwen2' is True; expected False"),
+        (
+            LlamaConfig(**SIZES, hidden_act="gelu"),
+            "hidden_act of 'llama' is 'gelu'; expected 'silu'",
+        ),
+        (
+            Qwen2Config(**SIZES, use_sliding_window=True),
+            "use_sliding_window of 'qwen2' is True; expected False",
+        ),
         (
             Qwen2Config(**SIZES, layer_types=["sliding_attention", "full_attention"]),
             "layer_types of 'qwen2' has sliding_attention; expected full_attention only",
@@ -120,13 +161,23 @@ def test_the_router_of_experts_needs_no_transformer_engine(device: str) -> None:
         ),
         (
             LlamaConfig(
-                **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                **SIZES,
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
             ),
             "partial_rotary_factor of 'llama' is 0.5; expected 1.0",
         ),
-        (Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]), "mlp_only_layers of 'qwen3_moe' is [0]; expected []"),
         (
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+            Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]),
+            "mlp_only_layers of 'qwen3_moe' is [0]; expected []",
+        ),
+        (
+            LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+            ),
             "rope_type of 'llama' is 'linear'; expected one of default, llama3",
         ),
     ],
@@ -146,7 +197,9 @@ def test_llama3_rotary_embeddings_are_accepted() -> None:
 def test_a_process_has_one_layout(ranks: RankPool, tmp_path: Path) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     [error, *_] = ranks.errors("megatron_is_made", str(path), {TP: 2}, {TP: 2}, {PP: 2}, size=4)
-    assert error.startswith("ConfigError: parallel is ParallelConfig(tensor_model_parallel_size=1, ")
+    assert error.startswith(
+        "ConfigError: parallel is ParallelConfig(tensor_model_parallel_size=1, "
+    )
     assert "; expected ParallelConfig(tensor_model_parallel_size=2" in error
     assert error.endswith("the layout of this process: Megatron-Core has only one")
 
@@ -162,7 +215,9 @@ def test_a_folder_without_a_tensor_is_refused(ranks: RankPool, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_folder_with_tensors_that_are_not_converted_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_folder_with_tensors_that_are_not_converted_is_refused(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     weights = load_file(path / "model.safetensors")
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(4)}
@@ -175,7 +230,9 @@ def test_a_folder_with_tensors_that_are_not_converted_is_refused(ranks: RankPool
     )
 
 
-def test_without_the_extra_the_error_holds_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_holds_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(ImportError, match=r"pip install 'gcore-trainer\[megatron\]'"):
         runpy.run_path(gcore_trainer.megatron.__file__)
@@ -189,7 +246,9 @@ def test_without_the_extra_the_error_holds_the_install_command(monkeypatch: pyte
     ),
     cuts=st.lists(st.integers(0, 50), max_size=4),
 )
-def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(shape: tuple[int, ...], cuts: list[int]) -> None:
+def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(
+    shape: tuple[int, ...], cuts: list[int]
+) -> None:
     first = 5
     offset = tuple(range(3, 3 + len(shape)))
     piece = TensorPiece(
@@ -206,7 +265,9 @@ def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(shape: tuple[int
         boxes = list(piece.split_range(start, end))
         assert len(boxes) <= 3
         for box in boxes:
-            target = whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]
+            target = whole[
+                tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+            ]
             assert (target == -1).all()
             target.copy_(box.view(flat[start:end], start))
     assert torch.equal(whole[tuple(slice(o, None) for o in offset)], piece.view(flat))

@@ -78,7 +78,9 @@ def alone(path: Path, lora: LoRAConfig = LORA) -> Alone:
     for batch in samples:
         metrics.append(trainer.train_step([batch]))
         states.append(copied(trainer.state()))
-    return Alone(samples=samples, metrics=metrics, states=states, weights=dict(trainer.export_weights()))
+    return Alone(
+        samples=samples, metrics=metrics, states=states, weights=dict(trainer.export_weights())
+    )
 
 
 def make_torch_trainer(path: Path, lora: LoRAConfig = LORA) -> TorchTrainer:
@@ -87,10 +89,14 @@ def make_torch_trainer(path: Path, lora: LoRAConfig = LORA) -> TorchTrainer:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {group: {name: t.clone() for name, t in state[group].items()} for group in GROUPS_OF_STATE}
+    return state | {
+        group: {name: t.clone() for name, t in state[group].items()} for group in GROUPS_OF_STATE
+    }
 
 
-def replicas_of(samples: list[list[Sample]], size: int, layout: dict[str, Any], first: int = 0) -> Any:
+def replicas_of(
+    samples: list[list[Sample]], size: int, layout: dict[str, Any], first: int = 0
+) -> Any:
     replicas = data_parallel_size(size, layout)
     return [uneven(batch, replicas, seed=first + i) for i, batch in enumerate(samples)]
 
@@ -116,14 +122,21 @@ def assert_same_metrics(metrics: list[dict[str, float]], expected: list[dict[str
     ids=str,
 )
 def test_ten_steps_are_those_of_the_torch_backend(
-    rank_server: RankServer, root: Path, name: str, size: int, layout: dict[str, Any], recompute: bool
+    rank_server: RankServer,
+    root: Path,
+    name: str,
+    size: int,
+    layout: dict[str, Any],
+    recompute: bool,
 ) -> None:
     """All-linear, as peft understands it: a mixture of experts has adapters in its attention alone."""
     path = save_megatron_model(name, root)
     expected = alone(path)
     steps = replicas_of(expected.samples, size, layout)
     options = OPTIONS | {"recompute": recompute}
-    results = rank_server.shared(size).run("megatron_trains", str(path), layout, options, steps, size=size)
+    results = rank_server.shared(size).run(
+        "megatron_trains", str(path), layout, options, steps, size=size
+    )
     for metrics, _, _ in results:
         assert_same_metrics(metrics, expected.metrics)
     state = assembled(box for _, _, boxes in results for box in boxes)
@@ -149,7 +162,9 @@ def test_adapters_move_between_the_backends(rank_server: RankServer, root: Path)
 
     state = {group: expected.states[SAVED - 1][group] for group in GROUPS_OF_STATE}
     rest = replicas_of(samples, 4, layout, SAVED)
-    metrics, weights = ranks.run("megatron_resumes", str(path), layout, OPTIONS, counts, state, rest, size=4)[0]
+    metrics, weights = ranks.run(
+        "megatron_resumes", str(path), layout, OPTIONS, counts, state, rest, size=4
+    )[0]
     assert_same_metrics(metrics, after)
     assert largest_difference(weights, dict(trainer.export_weights())) < 1e-5
 
@@ -173,14 +188,22 @@ def test_only_target_modules_learn(
     expected = alone(path, lora)
     options = OPTIONS | {"lora": lora, "recompute": True}
     steps = replicas_of(expected.samples, 2, layout)[:2]
-    results = rank_server.shared(2).run("megatron_trains", str(path), layout, options, steps, size=2)
+    results = rank_server.shared(2).run(
+        "megatron_trains", str(path), layout, options, steps, size=2
+    )
     assert_same_metrics(results[0][0], expected.metrics[:2])
     state = assembled(box for _, _, boxes in results for box in boxes)
     assert largest_difference(state["model"], expected.states[1]["model"]) < 1e-4
     before, weights = dict(load_padded(path).named_parameters()), results[0][1]
-    changed = {name.removesuffix(".weight") for name, w in weights.items() if not torch.equal(w, before[name])}
+    changed = {
+        name.removesuffix(".weight")
+        for name, w in weights.items()
+        if not torch.equal(w, before[name])
+    }
     assert changed == {name.partition(".lora_")[0] for name in state["model"]}
-    assert all(any(layer.endswith(f".{name}") for name in names) or layer in names for layer in changed)
+    assert all(
+        any(layer.endswith(f".{name}") for name in names) or layer in names for layer in changed
+    )
 
 
 def test_before_the_first_step_it_is_the_model(rank_server: RankServer, root: Path) -> None:
@@ -188,7 +211,9 @@ def test_before_the_first_step_it_is_the_model(rank_server: RankServer, root: Pa
     samples = make_samples(GROUPS, seed=0)
     arguments = str(path), {TP: 2, SP: True}
     ranks = rank_server.shared(2)
-    [with_adapters, weights], _ = ranks.run("megatron_predicts", *arguments, {"lora": LORA}, [samples], size=2)
+    [with_adapters, weights], _ = ranks.run(
+        "megatron_predicts", *arguments, {"lora": LORA}, [samples], size=2
+    )
     [without, expected], _ = ranks.run("megatron_predicts", *arguments, {}, [samples], size=2)
     for own, other in zip(with_adapters[0], without[0], strict=True):
         np.testing.assert_array_equal(own, other)
@@ -207,13 +232,17 @@ def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
         "recompute": True,
         "lora": LORA,
     }
-    results = rank_server.shared(2).run("megatron_trains", str(path), layout, options, steps, size=2)
+    results = rank_server.shared(2).run(
+        "megatron_trains", str(path), layout, options, steps, size=2
+    )
     metrics, weights, boxes = results[0]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] - 0.5
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
     assert {tensor.dtype for *_, tensor in boxes} == {torch.float32}
     state = assembled(box for *_, boxes in results for box in boxes)["model"]
-    adapters = {name: tensor.bfloat16() for name, tensor in state.items()}  # the model computes with the rounded ones
+    adapters = {
+        name: tensor.bfloat16() for name, tensor in state.items()
+    }  # the model computes with the rounded ones
     base = {name: p.detach().bfloat16() for name, p in load_padded(path).named_parameters()}
     assert nearest_merge_share(weights, base, adapters, LORA.alpha / LORA.rank) > 0.999
 

@@ -23,7 +23,13 @@ from megatron_oracles import (
 from rank_pool import RankServer
 from trainer_oracles import make_samples, routed
 
-from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    TorchTrainer,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +59,8 @@ def test_experts_are_recorded_and_imposed_in_every_layout(
     alone = TorchTrainer(PackedModel.from_pretrained(path), **OPTIONS)
     samples = make_samples(GROUPS, seed=0)
     recorded = {
-        id(s): experts for s, (_, experts) in zip(samples, alone.log_probs_and_routing([samples])[0], strict=True)
+        id(s): experts
+        for s, (_, experts) in zip(samples, alone.log_probs_and_routing([samples])[0], strict=True)
     }
     steps = [routed(samples, SHAPE, seed=i) for i in range(3)]
     expected = [alone.train_step([s]) for s in steps]
@@ -61,7 +68,9 @@ def test_experts_are_recorded_and_imposed_in_every_layout(
     num_replicas = data_parallel_size(size, layout)
     dealt = [uneven(s, num_replicas, seed=1) for s in [samples, *steps]]
     options = OPTIONS | {"recompute": recompute}
-    results = rank_server.shared(size).run("megatron_replays", str(path), layout, options, dealt, size=size)
+    results = rank_server.shared(size).run(
+        "megatron_replays", str(path), layout, options, dealt, size=size
+    )
     for rank, (experts, metrics) in enumerate(results):
         own = [s for batch in dealt[0][data_parallel_rank(rank, size, layout)] for s in batch]
         assert len(experts) == len(own)
@@ -77,5 +86,7 @@ def test_routing_of_another_model_is_refused(rank_server: RankServer, tmp_path: 
     path = save_megatron_model("qwen3_moe", tmp_path)
     [sample, *_] = routed(make_samples(GROUPS, seed=0), (3, 4, 2), seed=0)
     steps = [[[[replace(sample, old_log_probs=None)]]]]
-    for error in rank_server.shared(1).errors("megatron_replays", str(path), {}, OPTIONS, steps, size=1):
+    for error in rank_server.shared(1).errors(
+        "megatron_replays", str(path), {}, OPTIONS, steps, size=1
+    ):
         assert "routed_experts has layers and experts (3, 2): the model has (4, 2)" in error

@@ -57,9 +57,14 @@ def test_log_probs_and_weights_are_those_of_transformers(
     path = save_megatron_model(name, root)
     micro_batches = split(make_samples(GROUPS, seed=0), seed=0)
     pool = rank_server.shared(size)
-    results = pool.run("megatron_predicts", str(path), layout, {"temperature": 0.7}, micro_batches, size=size)
+    results = pool.run(
+        "megatron_predicts", str(path), layout, {"temperature": 0.7}, micro_batches, size=size
+    )
     with torch.no_grad():
-        expected = [padded_scores(load_padded(path), m, temperature=0.7).log_probs.numpy() for m in micro_batches]
+        expected = [
+            padded_scores(load_padded(path), m, temperature=0.7).log_probs.numpy()
+            for m in micro_batches
+        ]
     num_replicas = data_parallel_size(size, layout)
     for rank, (log_probs, _) in enumerate(results):
         own = expected[data_parallel_rank(rank, size, layout) :: num_replicas]
@@ -73,12 +78,16 @@ def test_log_probs_and_weights_are_those_of_transformers(
         assert torch.equal(weights[key], parameter), key
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen2", {TP: 2, PP: 2}), ("qwen3_moe", {EP: 2, PP: 2})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen2", {TP: 2, PP: 2}), ("qwen3_moe", {EP: 2, PP: 2})], ids=str
+)
 def test_transformers_loads_what_is_saved(
     rank_server: RankServer, root: Path, tmp_path: Path, name: str, layout: dict[str, Any]
 ) -> None:
     path = save_megatron_model(name, root)
-    rank_server.shared().run("megatron_saves", str(path), layout, {}, str(tmp_path / "saved"), size=4)
+    rank_server.shared().run(
+        "megatron_saves", str(path), layout, {}, str(tmp_path / "saved"), size=4
+    )
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     model, info = loaded
@@ -99,7 +108,9 @@ def test_a_critic_learns_from_zero_and_is_saved_as_a_classifier(
         for s in make_samples(GROUPS, seed=0)
     ]
     saved = tmp_path / "saved"
-    results = rank_server.shared().run("megatron_critic", str(path), layout, samples, str(saved), size=4)
+    results = rank_server.shared().run(
+        "megatron_critic", str(path), layout, samples, str(saved), size=4
+    )
     before, after, metrics = results[0]
     assert not any(row.any() for row in before)
     assert metrics["loss"] < 1.0

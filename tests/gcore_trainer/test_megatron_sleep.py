@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_oracles import EP, GROUPS, OPTIMIZER, TP, data_parallel_size, save_megatron_model, uneven
+from megatron_oracles import (
+    EP,
+    GROUPS,
+    OPTIMIZER,
+    TP,
+    data_parallel_size,
+    save_megatron_model,
+    uneven,
+)
 from rank_pool import RankServer
 from trainer_oracles import make_samples
 
@@ -26,7 +34,11 @@ OVERLAP = MegatronConfig(overlap_grad_reduce=True, overlap_param_gather=True)
     ids=["tp, bfloat16", "ep, late gathers", "adapters"],
 )
 def test_ranks_that_slept_continue_to_the_bit(
-    rank_server: RankServer, tmp_path: Path, name: str, layout: dict[str, Any], options: dict[str, Any]
+    rank_server: RankServer,
+    tmp_path: Path,
+    name: str,
+    layout: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     path = save_megatron_model(name, tmp_path)
     replicas = data_parallel_size(2, layout)

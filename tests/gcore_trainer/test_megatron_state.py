@@ -86,13 +86,19 @@ def test_a_state_of_other_parts_is_refused(ranks: RankPool, root: Path) -> None:
 def test_a_bfloat16_state_continues_to_the_bit(ranks: RankPool, root: Path) -> None:
     """Its ``model`` is the float32 original, more than what the weights hold."""
     path = save_megatron_model("qwen3_tied", root)
-    options = {"optimizer": OptimizerConfig(lr=1e-3), "objective": SFTObjective(), "dtype": torch.bfloat16}
+    options = {
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "objective": SFTObjective(),
+        "dtype": torch.bfloat16,
+    }
     steps = [uneven(make_samples(GROUPS, seed=i), 2, seed=i) for i in range(3)]
     whole = ranks.run("megatron_trains", str(path), {TP: 2}, options, steps, size=4)
     part = ranks.run("megatron_trains", str(path), {TP: 2}, options, steps[:2], size=4)
     saved = assembled(box for _, _, boxes in part for box in boxes)
     assert any((t.bfloat16().float() != t).any() for t in saved["model"].values())
-    resumed = ranks.run("megatron_resumes", str(path), {TP: 2}, options, COUNTS, saved, steps[2:], size=4)
+    resumed = ranks.run(
+        "megatron_resumes", str(path), {TP: 2}, options, COUNTS, saved, steps[2:], size=4
+    )
     weights = whole[0][1]
     assert resumed[0][0][0] == whole[0][0][2]
     assert all(torch.equal(resumed[0][1][name], w) for name, w in weights.items())

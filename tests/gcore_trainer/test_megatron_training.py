@@ -65,7 +65,12 @@ def plain(path: Path) -> Plain:
     ids=str,
 )
 def test_ten_steps_are_those_of_plain_adamw(
-    rank_server: RankServer, root: Path, name: str, size: int, layout: dict[str, Any], recompute: bool
+    rank_server: RankServer,
+    root: Path,
+    name: str,
+    size: int,
+    layout: dict[str, Any],
+    recompute: bool,
 ) -> None:
     """Clipping, weight decay and warm-up included; replicas have one and several micro-batches."""
     path = save_megatron_model(name, root)
@@ -73,10 +78,14 @@ def test_ten_steps_are_those_of_plain_adamw(
     replicas = data_parallel_size(size, layout)
     steps = [uneven(samples, replicas, seed=i) for i, samples in enumerate(expected.samples)]
     options = OPTIONS | {"recompute": recompute}
-    results = rank_server.shared(size).run("megatron_trains", str(path), layout, options, steps, size=size)
+    results = rank_server.shared(size).run(
+        "megatron_trains", str(path), layout, options, steps, size=size
+    )
     for metrics, _, _ in results:
         assert metrics == results[0][0]
-        np.testing.assert_allclose([m["actor/grad_norm"] for m in metrics], expected.grad_norms, rtol=1e-4)
+        np.testing.assert_allclose(
+            [m["actor/grad_norm"] for m in metrics], expected.grad_norms, rtol=1e-4
+        )
         assert all(m["actor/grad_norm"] > OPTIMIZER.grad_clip for m in metrics)
         assert metrics[0]["actor/lr"] == pytest.approx(OPTIMIZER.lr / 3)
     assert largest_difference(results[0][1], expected.tensors[-1]["model"]) < 1e-4
@@ -118,9 +127,13 @@ def test_settings_of_megatron_change_no_step(
     for own in ({}, settings):
         options = OPTIONS | {"megatron": MegatronConfig(**own)}
         results.append(
-            rank_server.shared(2).run("megatron_trains_and_scores", str(path), layout, options, steps, size=2)
+            rank_server.shared(2).run(
+                "megatron_trains_and_scores", str(path), layout, options, steps, size=2
+            )
         )
-    for (expected, expected_scores, weights), (actual, scores, actual_weights) in zip(*results, strict=True):
+    for (expected, expected_scores, weights), (actual, scores, actual_weights) in zip(
+        *results, strict=True
+    ):
         for one, other in zip(expected, actual, strict=True):
             assert other == pytest.approx(one, rel=tolerance, abs=tolerance)
         assert actual[0] == pytest.approx(expected[0], rel=1e-6, abs=1e-6)
@@ -132,8 +145,14 @@ def test_settings_of_megatron_change_no_step(
 def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
     steps = [uneven(make_samples(GROUPS, seed=0), 2, seed=0)] * 8
-    options = {"optimizer": OptimizerConfig(lr=3e-3), "objective": SFTObjective(), "dtype": torch.bfloat16}
-    results = rank_server.shared().run("megatron_trains", str(path), {TP: 2}, options, steps, size=4)
+    options = {
+        "optimizer": OptimizerConfig(lr=3e-3),
+        "objective": SFTObjective(),
+        "dtype": torch.bfloat16,
+    }
+    results = rank_server.shared().run(
+        "megatron_trains", str(path), {TP: 2}, options, steps, size=4
+    )
     metrics, weights, boxes = results[0]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] - 0.5
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
@@ -142,21 +161,32 @@ def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
 
 def test_a_step_of_idle_samples_alone_has_no_gradient(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
-    samples = [replace(s, advantages=np.zeros(s.response_ids.size, np.float32)) for s in make_samples(GROUPS, seed=0)]
+    samples = [
+        replace(s, advantages=np.zeros(s.response_ids.size, np.float32))
+        for s in make_samples(GROUPS, seed=0)
+    ]
     layout = {PP: 2, VPP: 2}
     [[metrics], _, _], *_ = rank_server.shared().run(
         "megatron_trains", str(path), layout, {}, [[[samples], []]], size=4
     )
-    assert metrics["actor/grad_norm"] == metrics["actor/pg_loss"] == metrics["perf/computed_tokens"] == 0
+    assert (
+        metrics["actor/grad_norm"]
+        == metrics["actor/pg_loss"]
+        == metrics["perf/computed_tokens"]
+        == 0
+    )
 
 
 def test_a_step_without_a_finite_gradient_is_skipped(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
     samples = [
-        replace(s, advantages=np.full(s.response_ids.size, 3e38, np.float32)) for s in make_samples(GROUPS, seed=0)
+        replace(s, advantages=np.full(s.response_ids.size, 3e38, np.float32))
+        for s in make_samples(GROUPS, seed=0)
     ]
     layout = {TP: 2, PP: 2}
-    results = rank_server.shared().run("megatron_trains", str(path), layout, {}, [[[samples]]], size=4)
+    results = rank_server.shared().run(
+        "megatron_trains", str(path), layout, {}, [[[samples]]], size=4
+    )
     [metrics], weights, _ = results[0]
     assert not np.isfinite(metrics["actor/grad_norm"])
     assert metrics["actor/nonfinite_steps"] == 1

@@ -44,25 +44,47 @@ OPTIONS: dict[str, Any] = {"optimizer": replace(OPTIMIZER, eps=1e-5), "objective
         ("qwen2", 1, {}, {}),
         ("qwen3", 2, {TP: 2, SP: True}, {}),
         pytest.param("qwen3_moe", 2, {EP: 2}, {"grouped_gemm": True}, marks=pytest.mark.slow),
-        pytest.param("qwen2", 4, {TP: 4}, {"recompute_granularity": "full"}, marks=pytest.mark.slow),
-        pytest.param("qwen3_tied", 4, {TP: 2, PP: 2}, {"recompute_granularity": "selective"}, marks=pytest.mark.slow),
         pytest.param(
-            "llama", 2, {}, {"overlap_grad_reduce": True, "overlap_param_gather": True}, marks=pytest.mark.slow
+            "qwen2", 4, {TP: 4}, {"recompute_granularity": "full"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "qwen3_tied",
+            4,
+            {TP: 2, PP: 2},
+            {"recompute_granularity": "selective"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama",
+            2,
+            {},
+            {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
 )
 def test_a_trainer_with_a_stand_in_is_one_without(
-    rank_server: RankServer, tmp_path: Path, name: str, size: int, layout: dict[str, Any], settings: dict[str, Any]
+    rank_server: RankServer,
+    tmp_path: Path,
+    name: str,
+    size: int,
+    layout: dict[str, Any],
+    settings: dict[str, Any],
 ) -> None:
     """Log-probs, two steps, exported weights and states, whose tensors have the same names."""
     path, ranks = save_megatron_model(name, tmp_path), rank_server.shared(size)
-    steps = [uneven(make_samples(GROUPS, seed=i), data_parallel_size(size, layout), seed=i) for i in range(2)]
+    steps = [
+        uneven(make_samples(GROUPS, seed=i), data_parallel_size(size, layout), seed=i)
+        for i in range(2)
+    ]
     options = OPTIONS | {"megatron": MegatronConfig(**settings)}
     (expected, expected_state), (found, state) = (
         (results[0], assembled(box for *_, boxes in results for box in boxes))
         for results in (
-            ranks.run("megatron_scores_and_trains", str(path), layout, options | own, steps, size=size)
+            ranks.run(
+                "megatron_scores_and_trains", str(path), layout, options | own, steps, size=size
+            )
             for own in ({}, {"stand_in": True})
         )
     )
@@ -92,7 +114,11 @@ def test_it_is_used_on_cuda_where_it_is_installed(
     setting: Any, device: str, is_installed: bool, has_lora: bool, expected: bool | str
 ) -> None:
     config = MegatronConfig(transformer_engine=setting)
-    options: dict[str, Any] = {"device_type": device, "is_installed": is_installed, "has_lora": has_lora}
+    options: dict[str, Any] = {
+        "device_type": device,
+        "is_installed": is_installed,
+        "has_lora": has_lora,
+    }
     if isinstance(expected, bool):
         assert uses_transformer_engine(config, **options) == expected
         return
@@ -109,6 +135,7 @@ def test_without_it_a_trainer_that_is_to_use_it_is_refused_before_anything_is_re
         "device": torch.device("cuda"),
     }
     with pytest.raises(
-        ConfigError, match=r"transformer_engine is True; .* pip install 'transformer-engine\[pytorch\]'"
+        ConfigError,
+        match=r"transformer_engine is True; .* pip install 'transformer-engine\[pytorch\]'",
     ):
         MegatronTrainer("no folder", **options, megatron=MegatronConfig(transformer_engine=True))

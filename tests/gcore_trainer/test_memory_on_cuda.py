@@ -18,14 +18,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
     cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"synchronize {device}"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: log.append(f"synchronize {device}")
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
     return log
 
 
 # One parameter: fake tensors have no addresses, by which storages are told apart.
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_memory_is_freed_once_all_of_it_is_copied(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_freed_once_all_of_it_is_copied(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     resize = torch.UntypedStorage.resize_
 
     def noting_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -45,9 +49,13 @@ def test_memory_is_freed_once_all_of_it_is_copied(calls: list[str], monkeypatch:
         assert module.weight.untyped_storage().nbytes() == 64
 
 
-def test_gradients_have_arrived_before_the_host_updates(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_have_arrived_before_the_host_updates(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16, device="cuda:0"))}
+        parameters = {
+            "w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16, device="cuda:0"))
+        }
         adamw: Any = make_adamw(parameters, OptimizerConfig(lr=1e-3), offload=True)
         calls.clear()
         for step in ("_update_masters", "_round"):

@@ -69,19 +69,30 @@ def test_longrope_scores_do_not_depend_on_neighbours(tmp_path: Path, family: Any
     np.testing.assert_allclose(together, apart, rtol=1e-4, atol=1e-4)
 
 
-def test_a_length_that_rotary_embeddings_need_is_refused_where_it_is_missing_or_exceeded(tmp_path: Path) -> None:
+def test_a_length_that_rotary_embeddings_need_is_refused_where_it_is_missing_or_exceeded(
+    tmp_path: Path,
+) -> None:
     path = save_model(PHI3, tmp_path, seed=0)
-    with pytest.raises(UnsupportedModelError, match=r"^max_length is None; expected .* rope_type 'longrope'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^max_length is None; expected .* rope_type 'longrope'"
+    ):
         PackedModel.from_pretrained(path)
     packed = PackedModel.from_pretrained(path, max_length=ORIGINAL)
-    with pytest.raises(BatchError, match=r"^a sample has 23 input tokens; expected at most max_length = 16$"):
+    with pytest.raises(
+        BatchError, match=r"^a sample has 23 input tokens; expected at most max_length = 16$"
+    ):
         packed.log_probs([make_samples([Group(4, [20])], seed=0)])
 
 
 def test_dynamic_rope_is_computed_up_to_the_length_from_which_it_changes(tmp_path: Path) -> None:
     path = save_model(DYNAMIC, tmp_path, seed=0)
-    assert differences(PackedModel.from_pretrained(path, max_length=32), load_padded(path), LONG) < 2e-4
-    with pytest.raises(UnsupportedModelError, match=r"^max_length is 33; expected at most .* = 32 for .* 'dynamic'"):
+    assert (
+        differences(PackedModel.from_pretrained(path, max_length=32), load_padded(path), LONG)
+        < 2e-4
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"^max_length is 33; expected at most .* = 32 for .* 'dynamic'"
+    ):
         PackedModel.from_pretrained(path, max_length=33)
 
 
@@ -100,15 +111,28 @@ def test_dynamic_rope_is_computed_up_to_the_length_from_which_it_changes(tmp_pat
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rotary_embeddings_that_do_not_depend_on_length_need_none(tmp_path: Path, rope: dict[str, Any]) -> None:
-    path = save_model(LlamaConfig(**SIZES, rope_parameters={**rope, "rope_theta": 10000.0}), tmp_path, seed=0)
+def test_rotary_embeddings_that_do_not_depend_on_length_need_none(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    path = save_model(
+        LlamaConfig(**SIZES, rope_parameters={**rope, "rope_theta": 10000.0}), tmp_path, seed=0
+    )
     assert differences(PackedModel.from_pretrained(path), load_padded(path), [*SHORT, *LONG]) < 2e-4
 
 
-MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+MOE: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 MASK_BORNE: dict[str, PreTrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(
-        **SIZES, **MOE, num_experts=4, use_sliding_window=True, sliding_window=8, max_window_layers=1
+        **SIZES,
+        **MOE,
+        num_experts=4,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
     ),
     "phimoe": PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
 }
@@ -131,7 +155,10 @@ def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**SIZES, "pad_token_id": 0, "head_dim": 16}
     config = Gemma3TextConfig(**sizes, use_bidirectional_attention=True)
     path = save_model(config, tmp_path, seed=0)
-    with pytest.raises(UnsupportedModelError, match=r"attention mask is made by \w+: packed training computes causal"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"attention mask is made by \w+: packed training computes causal",
+    ):
         PackedModel.from_pretrained(path)
 
 
@@ -139,7 +166,10 @@ def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
     ("model_type", "reason"),
     [
         ("doge", "computes an attention mask of its own"),
-        ("modernbert-decoder", r"scores of 'modernbert-decoder' in a packed row differ from those of transformers by"),
+        (
+            "modernbert-decoder",
+            r"scores of 'modernbert-decoder' in a packed row differ from those of transformers by",
+        ),
         ("bart", r"scores of 'bart' in a packed row differ"),
         ("bert", r"scores of 'bert' in a packed row differ"),
         ("falcon", r"'falcon' does not load with an attention"),
@@ -150,7 +180,9 @@ def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
         ("mpt", "0 of the 2 layers of 'mpt' called"),
     ],
 )
-def test_models_are_refused_when_they_are_loaded(tmp_path: Path, model_type: str, reason: str) -> None:
+def test_models_are_refused_when_they_are_loaded(
+    tmp_path: Path, model_type: str, reason: str
+) -> None:
     path = save_model(tiny_config(model_type), tmp_path, seed=0)
     with pytest.raises(UnsupportedModelError, match=reason):
         PackedModel.from_pretrained(path)
@@ -158,7 +190,9 @@ def test_models_are_refused_when_they_are_loaded(tmp_path: Path, model_type: str
 
 def test_a_critic_of_a_type_without_a_classifier_is_refused(tmp_path: Path) -> None:
     path = save_model(tiny_config("apertus"), tmp_path, seed=0)
-    with pytest.raises(UnsupportedModelError, match=r"'apertus'; expected one that AutoModel.*Classification has"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'apertus'; expected one that AutoModel.*Classification has"
+    ):
         PackedValueModel.from_pretrained(path)
 
 
@@ -171,14 +205,19 @@ class MixingMLP(torch.nn.Module):
 
 def mixing(path: Path, auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
     packed_attention.register()
-    model: Any = auto_class.from_pretrained(path, attn_implementation=packed_attention.ATTENTION_NAME, **options)
+    model: Any = auto_class.from_pretrained(
+        path, attn_implementation=packed_attention.ATTENTION_NAME, **options
+    )
     model.base_model.layers[1].mlp = MixingMLP()
     return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layers_that_mix_the_tokens_of_a_row_are_refused(qwen2: Path, dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'qwen2' in a packed row differ .* by [\d.]+ .*most at token \d+"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'qwen2' in a packed row differ .* by [\d.]+ .*most at token \d+",
+    ):
         PackedModel(mixing(qwen2, dtype=dtype))
 
 
@@ -209,13 +248,17 @@ def test_what_a_gpu_rounds_is_no_difference(
 ) -> None:
     """Products of its tensor cores have fewer digits, unless they are turned off."""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    packed = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)), compute_dtype=dtype)
+    packed = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device(device)), compute_dtype=dtype
+    )
     assert loading._rounds(packed) == rounds  # pyright: ignore[reportPrivateUsage]  # decides the bound of a comparison
 
 
 def test_the_comparison_leaves_no_trace(qwen2: Path) -> None:
     packed_attention.register()
-    model: Any = AutoModelForCausalLM.from_pretrained(qwen2, attn_implementation=packed_attention.ATTENTION_NAME)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        qwen2, attn_implementation=packed_attention.ATTENTION_NAME
+    )
     model.train()
     before = {name: p.clone() for name, p in model.state_dict().items()}
     random_state = torch.get_rng_state()

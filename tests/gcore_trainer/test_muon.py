@@ -32,7 +32,10 @@ def make_trainer(path: Path, config: OptimizerConfig = CONFIG, **options: Any) -
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {n: {k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v for n, v in state.items()}
+    return {
+        n: {k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v
+        for n, v in state.items()
+    }
 
 
 def is_hidden(name: str, tensor: torch.Tensor) -> bool:
@@ -60,9 +63,13 @@ def test_three_steps_are_those_of_torch(folders: dict[str, Path], name: str) -> 
         adamw.step()
     state = trainer.state()
     for n, parameter in own.items():
-        torch.testing.assert_close(state["model"][n], parameter.detach(), rtol=1e-5, atol=1e-6, msg=n)
+        torch.testing.assert_close(
+            state["model"][n], parameter.detach(), rtol=1e-5, atol=1e-6, msg=n
+        )
         if is_hidden(n, parameter):
-            torch.testing.assert_close(state["exp_avg"][n], muon.state[parameter]["momentum_buffer"])
+            torch.testing.assert_close(
+                state["exp_avg"][n], muon.state[parameter]["momentum_buffer"]
+            )
             assert n not in state["exp_avg_sq"]
     assert state["optimizer_step"] == 3
 
@@ -106,11 +113,18 @@ def test_what_is_no_matrix_of_a_hidden_layer_is_adamws(qwen2: Path, tmp_path: Pa
 
 def test_settings_that_do_not_fit_are_refused(qwen2: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2)
-    with pytest.raises(ConfigError, match=r"^name is 'muon'; expected 'adamw' or 'adamw_8bit' with optimizer states"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^name is 'muon'; expected 'adamw' or 'adamw_8bit' with optimizer states",
+    ):
         packed.optimizer(CONFIG, offload=True)
-    with pytest.raises(ConfigError, match=r"^name is 'muon'; expected 'adamw' or 'adamw_8bit' for this model"):
+    with pytest.raises(
+        ConfigError, match=r"^name is 'muon'; expected 'adamw' or 'adamw_8bit' for this model"
+    ):
         make_adamw(packed.named_parameters(), CONFIG, offload=False)
-    with pytest.raises(ConfigError, match=r"^muon_lr is 0; expected a finite number above 0, or none"):
+    with pytest.raises(
+        ConfigError, match=r"^muon_lr is 0; expected a finite number above 0, or none"
+    ):
         OptimizerConfig(muon_lr=0)
 
 

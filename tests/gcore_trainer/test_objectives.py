@@ -49,7 +49,9 @@ def classifier(llama: Path, tmp_path: Path) -> Path:
 
 def padded_values(path: Path, samples: list[Sample]) -> list[torch.Tensor]:
     """Of every place of a prompt and its response, [P + R] each."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        path, attn_implementation="eager"
+    )
     values: list[torch.Tensor] = []
     for sample in samples:
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]))[None]
@@ -57,7 +59,9 @@ def padded_values(path: Path, samples: list[Sample]) -> list[torch.Tensor]:
     return values
 
 
-def make_trainer(path: Path, objective: Objective[Any], optimizer: OptimizerConfig = STILL) -> TorchTrainer:
+def make_trainer(
+    path: Path, objective: Objective[Any], optimizer: OptimizerConfig = STILL
+) -> TorchTrainer:
     kind = PackedModel if objective.scores == "tokens" else PackedValueModel
     return TorchTrainer(kind.from_pretrained(path), optimizer=optimizer, objective=objective)
 
@@ -66,7 +70,9 @@ def test_values_are_those_of_transformers(classifier: Path) -> None:
     samples = make_samples(GROUPS, seed=0)
     trainer = make_trainer(classifier, ValueObjective(ValueLossConfig()))
     found = [v for batch in trainer.values(split(samples, seed=1)) for v in batch]
-    for sample, values, expected in zip(samples, found, padded_values(classifier, samples), strict=True):
+    for sample, values, expected in zip(
+        samples, found, padded_values(classifier, samples), strict=True
+    ):
         start = sample.prompt_ids.size - 1
         wanted = expected[start : start + sample.response_ids.size].detach().numpy()
         np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
@@ -98,7 +104,9 @@ def test_the_value_loss_and_what_it_reports(classifier: Path) -> None:
     metrics = trainer.train_step(split(samples, seed=2))
 
     def column(arrays: list[Any]) -> Any:
-        return np.concatenate([a[s.mask] for a, s in zip(arrays, samples, strict=True)]).astype(np.float64)
+        return np.concatenate([a[s.mask] for a, s in zip(arrays, samples, strict=True)]).astype(
+            np.float64
+        )
 
     new, old = column(current), column([s.values for s in samples])
     returns = column([s.returns for s in samples])
@@ -112,14 +120,19 @@ def test_the_value_loss_and_what_it_reports(classifier: Path) -> None:
 
 
 def test_a_critic_learns_its_returns(llama: Path) -> None:
-    trainer = make_trainer(llama, ValueObjective(ValueLossConfig(cliprange_value=1e6)), OptimizerConfig(lr=3e-3))
+    trainer = make_trainer(
+        llama, ValueObjective(ValueLossConfig(cliprange_value=1e6)), OptimizerConfig(lr=3e-3)
+    )
     samples = with_targets(make_samples(GROUPS, seed=0), trainer, seed=1)
     losses = [trainer.train_step(split(samples, seed=step))["critic/vf_loss"] for step in range(40)]
     assert losses[-1] < 0.3 * losses[0]
 
 
 def make_pairs(seed: int) -> list[Sample]:
-    samples = [replace(s, response_mask=None) for s in make_samples([Group(9, [12, 5]), Group(4, [7, 21])], seed=seed)]
+    samples = [
+        replace(s, response_mask=None)
+        for s in make_samples([Group(9, [12, 5]), Group(4, [7, 21])], seed=seed)
+    ]
     return sorted(samples, key=lambda s: s.prompt_ids.tobytes())
 
 
@@ -128,7 +141,9 @@ def test_the_reward_model_loss(classifier: Path) -> None:
     rewards = torch.stack([v[-1] for v in padded_values(classifier, pairs)]).double()
     chosen, rejected = rewards[0::2], rewards[1::2]
     expected = (-(chosen - rejected).sigmoid().log() + 0.01 * (chosen + rejected) ** 2).mean()
-    trainer = make_trainer(classifier, RewardModelObjective(RewardModelConfig(center_rewards_coefficient=0.01)))
+    trainer = make_trainer(
+        classifier, RewardModelObjective(RewardModelConfig(center_rewards_coefficient=0.01))
+    )
     scored = [scored_at_end(s) for s in pairs]
     metrics = trainer.train_step([scored[:2], scored[2:]])
     assert metrics["rm/loss"] == pytest.approx(expected.item(), rel=1e-5)
@@ -170,7 +185,9 @@ def test_the_dpo_loss(llama: Path, loss_type: Any) -> None:
         "ipo": (margin - 1 / 0.6) ** 2,
         "hinge": (1 - 0.3 * margin).clamp(min=0),
     }[loss_type].mean()
-    trainer = TorchTrainer(packed, optimizer=STILL, objective=DPOObjective(DPOConfig(beta=0.3, loss_type=loss_type)))
+    trainer = TorchTrainer(
+        packed, optimizer=STILL, objective=DPOObjective(DPOConfig(beta=0.3, loss_type=loss_type))
+    )
     metrics = trainer.train_step([pairs[:2], pairs[2:]])
     assert metrics["dpo/loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert metrics["dpo/margin"] == pytest.approx(0.3 * margin.mean().item(), rel=1e-3, abs=1e-5)
@@ -181,7 +198,10 @@ def test_importance_weights_scale_the_policy_gradient(llama: Path) -> None:
     trainer = make_trainer(llama, PolicyObjective(PolicyLossConfig()))
     samples = make_samples(GROUPS, seed=0)
     plain = trainer.train_step([samples])
-    half = [replace(s, rollout_is_weights=np.full(s.response_ids.size, 0.5, np.float32)) for s in samples]
+    half = [
+        replace(s, rollout_is_weights=np.full(s.response_ids.size, 0.5, np.float32))
+        for s in samples
+    ]
     weighted = trainer.train_step([half])
     assert weighted["actor/pg_loss"] == pytest.approx(0.5 * plain["actor/pg_loss"], rel=1e-5)
     assert weighted["actor/grad_norm"] == pytest.approx(0.5 * plain["actor/grad_norm"], rel=1e-5)
@@ -189,18 +209,31 @@ def test_importance_weights_scale_the_policy_gradient(llama: Path) -> None:
 
 def test_what_an_objective_lacks_is_named(llama: Path, classifier: Path) -> None:
     samples = make_samples(GROUPS, seed=0)
-    with pytest.raises(BatchError, match=r"^values is None; expected an array for every sample, which the value loss"):
+    with pytest.raises(
+        BatchError,
+        match=r"^values is None; expected an array for every sample, which the value loss",
+    ):
         make_trainer(classifier, ValueObjective(ValueLossConfig())).train_step([samples])
     dpo = make_trainer(llama, DPOObjective(DPOConfig()))
-    with pytest.raises(BatchError, match=r"^micro-batch 1 holds 1 samples; expected chosen and rejected"):
+    with pytest.raises(
+        BatchError, match=r"^micro-batch 1 holds 1 samples; expected chosen and rejected"
+    ):
         dpo.train_step([samples[:2], samples[:1]])
-    with pytest.raises(BatchError, match=r"^ref_log_probs is None; expected an array for every sample, which DPO"):
+    with pytest.raises(
+        BatchError, match=r"^ref_log_probs is None; expected an array for every sample, which DPO"
+    ):
         dpo.train_step([samples[:2]])
     reward = make_trainer(classifier, RewardModelObjective(RewardModelConfig()))
     with pytest.raises(BatchError, match=r"^response_mask has 33 tokens; expected exactly one"):
         reward.train_step([[replace(s, response_mask=None) for s in samples[:2]]])
-    with pytest.raises(ConfigError, match=r"^objective is ValueObjective; expected one that reads tokens"):
-        TorchTrainer(PackedModel.from_pretrained(llama), optimizer=STILL, objective=ValueObjective(ValueLossConfig()))
+    with pytest.raises(
+        ConfigError, match=r"^objective is ValueObjective; expected one that reads tokens"
+    ):
+        TorchTrainer(
+            PackedModel.from_pretrained(llama),
+            optimizer=STILL,
+            objective=ValueObjective(ValueLossConfig()),
+        )
     with pytest.raises(TrainerError, match=r"the trainer's model gives tokens; expected values"):
         dpo.values([samples])
 

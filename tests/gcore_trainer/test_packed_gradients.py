@@ -46,17 +46,27 @@ _loaded: dict[tuple[Path, torch.dtype], tuple[PackedModel, Any]] = {}
 def load(path: Path, dtype: torch.dtype = torch.float64) -> tuple[PackedModel, Any]:
     key = path, dtype
     if key not in _loaded:
-        _loaded[key] = PackedModel.from_pretrained(path, dtype=dtype), load_padded(path, dtype=dtype)
+        _loaded[key] = (
+            PackedModel.from_pretrained(path, dtype=dtype),
+            load_padded(path, dtype=dtype),
+        )
     packed, padded = _loaded[key]
     packed.share_prefix, packed.temperature = True, 1.0
     return packed, padded
 
 
 def check(
-    packed: PackedModel, padded: Any, config: PolicyLossConfig, micro_batches: list[MicroBatch], *, bound: float = 1e-6
+    packed: PackedModel,
+    padded: Any,
+    config: PolicyLossConfig,
+    micro_batches: list[MicroBatch],
+    *,
+    bound: float = 1e-6,
 ) -> None:
     samples = [s for micro_batch in micro_batches for s in micro_batch]
-    loss = padded_loss(padded, samples, replace(config, entropy_coeff=0.0), temperature=packed.temperature)
+    loss = padded_loss(
+        padded, samples, replace(config, entropy_coeff=0.0), temperature=packed.temperature
+    )
     full_loss = padded_loss(padded, samples, config, temperature=packed.temperature)
     full_loss.backward()
     expected = gradients(padded)
@@ -99,14 +109,18 @@ def samples(qwen2: Path) -> list[Sample]:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_float32(folders: dict[str, Path], samples: list[Sample], architecture: str, name: str) -> None:
+def test_float32(
+    folders: dict[str, Path], samples: list[Sample], architecture: str, name: str
+) -> None:
     packed, padded = load(folders[architecture], torch.float32)
     samples = off_policy(samples, packed, seed=1)
     check(packed, padded, CONFIGS[name], split(samples, seed=1), bound=2e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_micro_batch_or_one_for_each_sample(qwen2: Path, samples: list[Sample], name: str) -> None:
+def test_one_micro_batch_or_one_for_each_sample(
+    qwen2: Path, samples: list[Sample], name: str
+) -> None:
     packed, padded = load(qwen2)
     check(packed, padded, CONFIGS[name], [samples])
     check(packed, padded, CONFIGS[name], [[s] for s in samples])
@@ -117,7 +131,9 @@ def test_samples_with_nothing_to_learn(qwen2: Path, samples: list[Sample], name:
     """Without KL and entropy their passes are saved; the gradient is that of the batch with them."""
     packed, padded = load(qwen2)
     muted = [replace(s, advantages=np.zeros_like(s.advantages)) for s in samples[::2]]
-    masked = [replace(s, response_mask=np.zeros(s.response_ids.size, np.bool_)) for s in samples[1:3]]
+    masked = [
+        replace(s, response_mask=np.zeros(s.response_ids.size, np.bool_)) for s in samples[1:3]
+    ]
     check(packed, padded, CONFIGS[name], [[*muted, samples[1]], [*masked, samples[3]], muted])
 
 

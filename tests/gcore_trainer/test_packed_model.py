@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
-from trainer_oracles import SIZES, Group, groups, load_padded, make_samples, padded_scores, save_model
+from trainer_oracles import (
+    SIZES,
+    Group,
+    groups,
+    load_padded,
+    make_samples,
+    padded_scores,
+    save_model,
+)
 from transformers import (
     BloomConfig,
     Lfm2Config,
@@ -60,7 +68,9 @@ def test_scores_are_those_of_a_plain_forward(
     torch.testing.assert_close(actual.entropies, entropies, rtol=1e-5, atol=1e-5)
     for array, sample, e in zip(packed.log_probs([samples])[0], samples, expected, strict=True):
         assert array.dtype == np.float32
-        np.testing.assert_allclose(array, e.log_probs[0, : sample.response_ids.size], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            array, e.log_probs[0, : sample.response_ids.size], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_distributions_of_the_tiny_models_are_not_flat(folders: dict[str, Path]) -> None:
@@ -102,13 +112,18 @@ def test_a_temperature_out_of_bounds_is_refused(qwen2: Path, temperature: float)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("shape", r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[\d+\]"),
+        (
+            "shape",
+            r"the weights in .* do not fit its config.json: model.norm.weight has shape \[7\]; expected \[\d+\]",
+        ),
         ("nan", r"model.norm.weight of 'qwen2' holds nan or infinity; expected finite weights"),
         ("missing", r"lack 1 of the model's tensors, such as model.norm.weight"),
         ("config", r"the model in .* does not load \(ZeroDivisionError: "),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(qwen2: Path, tmp_path: Path, change: str, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(
+    qwen2: Path, tmp_path: Path, change: str, message: str
+) -> None:
     folder = shutil.copytree(qwen2, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     norm = weights.pop("model.norm.weight")
@@ -132,7 +147,9 @@ def test_a_model_with_ordinary_attention_is_refused(qwen2: Path) -> None:
         PackedModel(load_padded(qwen2))
 
 
-def test_weights_of_more_layers_than_the_configuration_has_are_refused(qwen2: Path, tmp_path: Path) -> None:
+def test_weights_of_more_layers_than_the_configuration_has_are_refused(
+    qwen2: Path, tmp_path: Path
+) -> None:
     """transformers leaves them out, without an error: the model would be another one."""
     path = tmp_path / "more"
     shutil.copytree(qwen2, path)
@@ -144,12 +161,24 @@ def test_weights_of_more_layers_than_the_configuration_has_are_refused(qwen2: Pa
     with pytest.raises(StateError, match=message):
         PackedModel.from_pretrained(path)
     with pytest.raises(StateError, match=message):
-        make_model(PackedModel, path, attention="gcore_packed", dtype=torch.float32, device=torch.device("cpu"))
+        make_model(
+            PackedModel,
+            path,
+            attention="gcore_packed",
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
 
 
 UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96), "0 of the 2 layers of 'bloom'"),
-    "state space": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=96), "linear_attention"),
+    "alibi": (
+        BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96),
+        "0 of the 2 layers of 'bloom'",
+    ),
+    "state space": (
+        MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=96),
+        "linear_attention",
+    ),
     "short convolution": (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "conv"),
 }
 

@@ -60,7 +60,9 @@ def describe_real_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
 def group(prompt_length: int, *lengths: int) -> list[Sample]:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 128, prompt_length)
-    return [Sample(prompt_ids=prompt, response_ids=rng.integers(0, 128, length)) for length in lengths]
+    return [
+        Sample(prompt_ids=prompt, response_ids=rng.integers(0, 128, length)) for length in lengths
+    ]
 
 
 def fake_model(config: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -73,22 +75,31 @@ def fake_model(config: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) 
         )
     # It compares values, of which fake tensors have none.
     monkeypatch.setattr(PackedModel, "_probe", lambda *_: None)
-    monkeypatch.setitem(vars(AttentionMaskInterface)["_global_mapping"], ATTENTION_NAME, describe_real_mask)
+    monkeypatch.setitem(
+        vars(AttentionMaskInterface)["_global_mapping"], ATTENTION_NAME, describe_real_mask
+    )
     for module in model.modules():
         for name, own in module._parameters.items():
             if own is not None:
                 fake = torch.empty(own.shape, dtype=own.dtype, device="cuda")
                 module._parameters[name] = torch.nn.Parameter(fake)
         for name, own in module._buffers.items():
-            module._buffers[name] = None if own is None else torch.empty(own.shape, dtype=own.dtype, device="cuda")
+            module._buffers[name] = (
+                None if own is None else torch.empty(own.shape, dtype=own.dtype, device="cuda")
+            )
     return model
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "activation_offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_checkpointing": True, "activation_offload": True}], ids=str
+)
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, Gemma3TextConfig])
 def test_a_pass_is_flash_attention_and_waits_for_nothing(
-    config: type[PreTrainedConfig], options: dict[str, Any], share_prefix: bool, monkeypatch: pytest.MonkeyPatch
+    config: type[PreTrainedConfig],
+    options: dict[str, Any],
+    share_prefix: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The widest of these tiny activations are large enough.
     offload = partial(activations.offload_activations, smallest_bytes=1 << 16)
@@ -103,13 +114,20 @@ def test_a_pass_is_flash_attention_and_waits_for_nothing(
         assert list(scores.log_probs.shape) == [855]
     assert {"_local_scalar_dense", "nonzero"}.isdisjoint(operations.names)
     assert not any("scaled_dot_product" in name for name in operations.names)
-    assert ("empty_like" in operations.names) == ("activation_offload" in options), "pinned memory of the host"
+    assert ("empty_like" in operations.names) == ("activation_offload" in options), (
+        "pinned memory of the host"
+    )
     calls = operations.names.count("_flash_attention_forward")
     assert calls == 2, "one of each layer"
 
 
 def add_product(
-    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, out: torch.Tensor
+    total: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    out: torch.Tensor,
 ) -> None:
     """Do what `torch.addmm` does on CUDA alone; kernels there take this type of a sum."""
     with FakeTensorMode():
@@ -168,7 +186,10 @@ def test_linear_layers_without_a_float32_sum_are_torchs(dtype: torch.dtype) -> N
     ],
 )
 def test_compiled_layers_are_the_same_graphs_for_all_rows(
-    config: type[PreTrainedConfig], options: dict[str, Any], with_gradient: bool, monkeypatch: pytest.MonkeyPatch
+    config: type[PreTrainedConfig],
+    options: dict[str, Any],
+    with_gradient: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No more is traced than on a CPU, whose results `test_compiled.py` compares."""
     torch.compiler.reset()

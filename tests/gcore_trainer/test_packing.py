@@ -18,13 +18,17 @@ def test_the_row_predicts_every_response_token_from_its_predecessor(
     samples = make_samples(lengths, seed=seed)
     batch = pack(samples, share_prefix=share_prefix)
     ids = np.concatenate([np.append(s.prompt_ids[-1], s.response_ids[:-1]) for s in samples])
-    places = np.concatenate([s.prompt_ids.size - 1 + np.arange(s.response_ids.size) for s in samples])
+    places = np.concatenate(
+        [s.prompt_ids.size - 1 + np.arange(s.response_ids.size) for s in samples]
+    )
     assert (batch.input_ids[batch.predict_index][batch.target_place] == ids).all()
     assert (batch.positions[batch.predict_index][batch.target_place] == places).all()
     assert (batch.target_ids == np.concatenate([s.response_ids for s in samples])).all()
 
 
-@pytest.mark.parametrize(("share_prefix", "num_tokens"), [(True, 40 + 7 + 0 + 2 + 5 + 2), (False, 3 * 40 + 9 + 5 + 2)])
+@pytest.mark.parametrize(
+    ("share_prefix", "num_tokens"), [(True, 40 + 7 + 0 + 2 + 5 + 2), (False, 3 * 40 + 9 + 5 + 2)]
+)
 def test_a_shared_prompt_is_computed_once(share_prefix: bool, num_tokens: int) -> None:
     samples = make_samples([Group(40, [8, 1, 3]), Group(5, [3])], seed=0)
     assert pack(samples, share_prefix=share_prefix).input_ids.size == num_tokens
@@ -60,7 +64,12 @@ def test_padding_stands_where_no_real_token_sees_it(
         segment_multiple_of = 1
     samples = make_samples(lengths, seed=seed)
     plain = pack(samples, share_prefix=share_prefix)
-    batch = pack(samples, share_prefix=share_prefix, multiple_of=multiple_of, segment_multiple_of=segment_multiple_of)
+    batch = pack(
+        samples,
+        share_prefix=share_prefix,
+        multiple_of=multiple_of,
+        segment_multiple_of=segment_multiple_of,
+    )
     assert batch.input_ids.size % multiple_of == 0
     assert (batch.segment_lengths % segment_multiple_of == 0).all()
     assert batch.segment_lengths.sum() == batch.input_ids.size
@@ -83,21 +92,46 @@ def test_padding_fills_segments_and_a_last_one_of_its_own() -> None:
     batch = pack(make_samples([Group(3, [3]), Group(6, [3])], seed=0), share_prefix=False)
     first, second = np.split(batch.input_ids, batch.segment_lengths[:1])
     padded = pack(
-        make_samples([Group(3, [3]), Group(6, [3])], seed=0), share_prefix=False, multiple_of=5, segment_multiple_of=4
+        make_samples([Group(3, [3]), Group(6, [3])], seed=0),
+        share_prefix=False,
+        multiple_of=5,
+        segment_multiple_of=4,
     )
     lengths = {5: 8, 8: 8}
     assert padded.segment_lengths.tolist() == [lengths[first.size], lengths[second.size], 4]
-    assert padded.input_ids.tolist() == [*first, *[0] * (8 - first.size), *second, *[0] * (8 - second.size), 0, 0, 0, 0]
+    assert padded.input_ids.tolist() == [
+        *first,
+        *[0] * (8 - first.size),
+        *second,
+        *[0] * (8 - second.size),
+        0,
+        0,
+        0,
+        0,
+    ]
     positions = {5: [0, 1, 2, 3, 4, 4, 4, 4], 8: list(range(8))}
-    assert padded.positions.tolist() == [*positions[first.size], *positions[second.size], 0, 1, 2, 3]
+    assert padded.positions.tolist() == [
+        *positions[first.size],
+        *positions[second.size],
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"multiple_of": 0}, "multiple_of is 0; expected 1 or more"),
-        ({"share_prefix": False, "segment_multiple_of": -1}, "segment_multiple_of is -1; expected 1 or more"),
-        ({"segment_multiple_of": 2}, "segment_multiple_of is 2 with share_prefix=True; expected False"),
+        (
+            {"share_prefix": False, "segment_multiple_of": -1},
+            "segment_multiple_of is -1; expected 1 or more",
+        ),
+        (
+            {"segment_multiple_of": 2},
+            "segment_multiple_of is 2 with share_prefix=True; expected False",
+        ),
     ],
 )
 def test_multiples_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

@@ -25,7 +25,9 @@ token = st.tuples(log_prob, log_prob, advantage, st.booleans())
 sequences = st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def columns(rows: list[list[tuple[float, float, float, bool]]]) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
+def columns(
+    rows: list[list[tuple[float, float, float, bool]]],
+) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
     table = np.array([token for sequence in rows for token in sequence], np.float64)
     return table[:, 0], table[:, 1], table[:, 2], table[:, 3].astype(bool)
 
@@ -55,10 +57,19 @@ def test_gspo(rows: list[list[tuple[float, float, float, bool]]]) -> None:
     result = gspo(tokens, PolicyLossConfig(clip_ratio_low=0.3, clip_ratio_high=0.3))
     assert_allclose(result.ratio.detach().numpy(), ratio, rtol=1e-10)
     clipped = ratio.clip(0.7, 1.3)
-    assert_allclose(result.loss.detach().numpy(), np.maximum(-advantages * ratio, -advantages * clipped), atol=1e-9)
+    assert_allclose(
+        result.loss.detach().numpy(),
+        np.maximum(-advantages * ratio, -advantages * clipped),
+        atol=1e-9,
+    )
     cut = np.where(advantages > 0, ratio > 1.3, (ratio < 0.7) & (advantages < 0))
     assert_allclose(result.clipped.numpy(), cut)
-    assert_allclose(gradient(result.loss, log_probs), np.where(cut, 0.0, -advantages * ratio), rtol=1e-9, atol=1e-12)
+    assert_allclose(
+        gradient(result.loss, log_probs),
+        np.where(cut, 0.0, -advantages * ratio),
+        rtol=1e-9,
+        atol=1e-12,
+    )
 
 
 @given(rows=sequences, low=st.floats(0.0, 1.0), high=st.floats(0.0, 5.0))
@@ -66,13 +77,17 @@ def test_cispo(rows: list[list[tuple[float, float, float, bool]]], low: float, h
     new, old, advantages, _ = columns(rows)
     weight = np.exp(new - old).clip(1 - low, 1 + high)
     log_probs = torch.from_numpy(new).requires_grad_()
-    result = flat_loss("cispo", log_probs, old, advantages, clip_ratio_low=low, clip_ratio_high=high)
+    result = flat_loss(
+        "cispo", log_probs, old, advantages, clip_ratio_low=low, clip_ratio_high=high
+    )
     assert_allclose(result.loss.detach().numpy(), -weight * advantages * new, rtol=1e-9, atol=1e-12)
     assert_allclose(gradient(result.loss, log_probs), -weight * advantages, rtol=1e-9, atol=1e-12)
 
 
 @given(rows=sequences, tau_pos=st.floats(0.1, 5.0), tau_neg=st.floats(0.1, 5.0))
-def test_sapo(rows: list[list[tuple[float, float, float, bool]]], tau_pos: float, tau_neg: float) -> None:
+def test_sapo(
+    rows: list[list[tuple[float, float, float, bool]]], tau_pos: float, tau_neg: float
+) -> None:
     new, old, advantages, _ = columns(rows)
     ratio = np.exp(new - old)
     tau = np.where(advantages > 0, tau_pos, tau_neg)
@@ -80,7 +95,9 @@ def test_sapo(rows: list[list[tuple[float, float, float, bool]]], tau_pos: float
     log_probs = torch.from_numpy(new).requires_grad_()
     result = flat_loss("sapo", log_probs, old, advantages, tau_pos=tau_pos, tau_neg=tau_neg)
     # float32 in where()'s scalars would show here
-    assert_allclose(result.loss.detach().numpy(), -advantages * gate * 4 / tau, rtol=1e-9, atol=1e-9)
+    assert_allclose(
+        result.loss.detach().numpy(), -advantages * gate * 4 / tau, rtol=1e-9, atol=1e-9
+    )
     expected = -advantages * 4 * gate * (1 - gate) * ratio
     assert_allclose(gradient(result.loss, log_probs), expected, rtol=1e-9, atol=1e-9)
 
@@ -102,7 +119,8 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: str) -> None:
 
 def test_a_loss_that_there_is_not_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH\.py:function"
+        ConfigError,
+        match=r"loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH\.py:function",
     ):
         PolicyLossConfig(loss_mode="ppo")
     with pytest.raises(ConfigError, match="tau_neg is 0"):

@@ -20,7 +20,9 @@ seeds = st.integers(0, 2**32 - 1)
 def trl() -> Iterator[Any]:
     """TRL without vLLM, which it would import (ten seconds) and warn about."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False)
+        patch.setattr(
+            import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False
+        )
         yield SimpleNamespace(
             DPOTrainer=import_module("trl.trainer.dpo_trainer").DPOTrainer,
             RewardTrainer=import_module("trl.trainer.reward_trainer").RewardTrainer,
@@ -105,7 +107,13 @@ def test_dpo(trl: Any, kind: tuple[DPOLossType, float], seed: int, beta: float) 
     tokens = (ref_tokens + noise * 2).requires_grad_()
     ref = (ref_tokens * mask).sum(1)
     expected, metrics = trl_dpo(
-        trl, tokens, ref, mask, loss_type=TRL_LOSS_TYPES[kind], beta=beta, label_smoothing=label_smoothing
+        trl,
+        tokens,
+        ref,
+        mask,
+        loss_type=TRL_LOSS_TYPES[kind],
+        beta=beta,
+        label_smoothing=label_smoothing,
     )
     (expected_gradient,) = torch.autograd.grad(expected, tokens)
 
@@ -138,7 +146,9 @@ def test_bradley_terry(trl: Any, seed: int, center: float, has_margin: bool) -> 
     margin = torch.rand(5, generator=generator, dtype=torch.float64) if has_margin else None
     trainer = stand_in(args=SimpleNamespace(center_rewards_coefficient=center or None))
     inputs = {"attention_mask": torch.ones(10, 3)} | ({} if margin is None else {"margin": margin})
-    expected = trl.RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=rewards[:, None]), inputs)
+    expected = trl.RewardTrainer.compute_loss(
+        trainer, lambda **_: SimpleNamespace(logits=rewards[:, None]), inputs
+    )
     (expected_gradient,) = torch.autograd.grad(expected, rewards)
     chosen, rejected = rewards.chunk(2)
     loss = bradley_terry_loss(chosen, rejected, margin=margin, center_coefficient=center)
@@ -163,17 +173,25 @@ def test_far_apart_the_losses_stay_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "label_smoothing"), [("sigmoid", 0.5), ("sigmoid", -0.1), ("ipo", 0.1), ("hinge", 0.1)]
+    ("loss_type", "label_smoothing"),
+    [("sigmoid", 0.5), ("sigmoid", -0.1), ("ipo", 0.1), ("hinge", 0.1)],
 )
-def test_label_smoothing_out_of_bounds_is_refused(loss_type: DPOLossType, label_smoothing: float) -> None:
+def test_label_smoothing_out_of_bounds_is_refused(
+    loss_type: DPOLossType, label_smoothing: float
+) -> None:
     x = torch.zeros(2)
-    with pytest.raises(ConfigError, match=rf"label_smoothing is {label_smoothing}; .* \(loss_type is '{loss_type}'\)"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"label_smoothing is {label_smoothing}; .* \(loss_type is '{loss_type}'\)",
+    ):
         dpo_loss(x, x, x, x, beta=0.1, loss_type=loss_type, label_smoothing=label_smoothing)
 
 
 def test_shapes_that_differ_are_refused() -> None:
     x = torch.zeros(2)
-    with pytest.raises(BatchError, match=r"'ref_rejected': \(2, 1\)\}; expected equal shapes of one dimension"):
+    with pytest.raises(
+        BatchError, match=r"'ref_rejected': \(2, 1\)\}; expected equal shapes of one dimension"
+    ):
         dpo_loss(x, x, x, x[:, None], beta=0.1)
     with pytest.raises(BatchError, match="'rejected': \\(2, 1\\)"):
         bradley_terry_loss(x, x[:, None])

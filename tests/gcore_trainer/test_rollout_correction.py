@@ -47,7 +47,9 @@ def test_token_weights_are_truncated() -> None:
     assert weights[0].dtype == np.float32
     assert_array_equal(np.concatenate(masks), True)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(5.6 / 5)
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx((5.6 / 5) ** 2 / (9.76 / 5))
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+        (5.6 / 5) ** 2 / (9.76 / 5)
+    )
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)
 
@@ -86,7 +88,9 @@ def test_without_rules_a_batch_is_only_measured() -> None:
     assert_array_equal(np.concatenate(masks), True)
     log_ratio = np.log(np.concatenate(RATIOS))
     assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio.mean())
-    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(-(np.log(3.0) / 3 + np.log(0.1) / 2) / 2)
+    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(
+        -(np.log(3.0) / 3 + np.log(0.1) / 2) / 2
+    )
     assert not [name for name in metrics if "rollout_is" in name or "rollout_rs" in name]
 
 
@@ -110,7 +114,11 @@ def test_rejection(rule: RolloutRS, upper: float, kept: list[list[float]]) -> No
 
 def test_a_bound_of_k1_is_one_of_the_inverse_ratio() -> None:
     _, masks, _ = correct(
-        RATIOS, MASKS, rollout_rs="token_k1", rollout_rs_threshold=12.0, rollout_rs_threshold_lower=0.9
+        RATIOS,
+        MASKS,
+        rollout_rs="token_k1",
+        rollout_rs_threshold=12.0,
+        rollout_rs_threshold_lower=0.9,
     )
     assert_rows(masks, [[0, 0, 1], [1, 1]])
 
@@ -121,14 +129,20 @@ def test_one_vetoed_token_rejects_its_sequence() -> None:
     assert metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 5)
     assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(1 / 2)
     _, masks, _ = correct(
-        RATIOS, MASKS, rollout_token_veto_threshold=0.2, rollout_rs="token_k1", rollout_rs_threshold=2.5
+        RATIOS,
+        MASKS,
+        rollout_token_veto_threshold=0.2,
+        rollout_rs="token_k1",
+        rollout_rs_threshold=2.5,
     )
     assert_rows(masks, [[1, 0, 1], [0, 0]])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 4))
-def test_parts_of_a_batch_are_normalised_like_the_whole(level: RolloutIS, seed: int, cut: int) -> None:
+def test_parts_of_a_batch_are_normalised_like_the_whole(
+    level: RolloutIS, seed: int, cut: int
+) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 6, 5)
     masks = [np.append(rng.random(n - 1) < 0.6, True) for n in lengths]
@@ -151,9 +165,15 @@ def test_parts_of_a_batch_are_normalised_like_the_whole(level: RolloutIS, seed: 
 
 
 def test_ratios_too_large_for_a_float_are_bounded() -> None:
-    old, rollout, masks = [np.array([0.0, -900.0])], [np.array([-900.0, 0.0])], [np.array([True, True])]
+    old, rollout, masks = (
+        [np.array([0.0, -900.0])],
+        [np.array([-900.0, 0.0])],
+        [np.array([True, True])],
+    )
     for level in ("token", "sequence"):
-        config = RolloutCorrectionConfig(rollout_is=level, rollout_rs="seq_mean_k3", rollout_rs_threshold=1.0)
+        config = RolloutCorrectionConfig(
+            rollout_is=level, rollout_rs="seq_mean_k3", rollout_rs_threshold=1.0
+        )
         weights, kept, metrics = rollout_correction(old, rollout, masks, config)
         assert weights is not None
         assert np.isfinite(weights[0]).all()
@@ -162,7 +182,10 @@ def test_ratios_too_large_for_a_float_are_bounded() -> None:
 
 
 def test_all_weights_zero_is_no_division_by_zero() -> None:
-    settings: dict[str, Any] = {"rollout_is_threshold_lower": 1.9, "rollout_is_batch_normalize": True}
+    settings: dict[str, Any] = {
+        "rollout_is_threshold_lower": 1.9,
+        "rollout_is_batch_normalize": True,
+    }
     weights, _, metrics = correct([np.array([1.0, 1.0])], MASKS[1:], rollout_is="token", **settings)
     assert_rows(weights, [[0.0, 0.0]])
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
@@ -172,23 +195,55 @@ def test_all_weights_zero_is_no_division_by_zero() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_is": "group"}, "rollout_is is 'group'; expected one of token, sequence, or none"),
+        (
+            {"rollout_is": "group"},
+            "rollout_is is 'group'; expected one of token, sequence, or none",
+        ),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0"),
         ({"rollout_is_threshold": math.nan}, "rollout_is_threshold is nan"),
-        ({"rollout_is": "token", "rollout_is_threshold_lower": 3.0}, "rollout_is_threshold_lower is 3.0"),
-        ({"rollout_is_threshold_lower": 0.5}, "rollout_is_threshold_lower is 0.5.* and a rollout_is"),
-        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize is True; expected a rollout_is"),
-        ({"rollout_rs": "seq_max_k1"}, "rollout_rs is 'seq_max_k1'; expected one of token_k1"),
-        ({"rollout_rs": "token_k2"}, "rollout_rs_threshold is None; expected a finite number above 0"),
-        ({"rollout_rs_threshold": 1.0}, "rollout_rs_threshold is 1.0; expected none without a rollout_rs"),
-        ({"rollout_rs_threshold_lower": 1.0}, "rollout_rs_threshold_lower is 1.0; expected none without a rollout_rs"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "rollout_rs_threshold is 0.5; expected 1 or more"),
         (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5, "rollout_rs_threshold_lower": 0.6},
+            {"rollout_is": "token", "rollout_is_threshold_lower": 3.0},
+            "rollout_is_threshold_lower is 3.0",
+        ),
+        (
+            {"rollout_is_threshold_lower": 0.5},
+            "rollout_is_threshold_lower is 0.5.* and a rollout_is",
+        ),
+        (
+            {"rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize is True; expected a rollout_is",
+        ),
+        ({"rollout_rs": "seq_max_k1"}, "rollout_rs is 'seq_max_k1'; expected one of token_k1"),
+        (
+            {"rollout_rs": "token_k2"},
+            "rollout_rs_threshold is None; expected a finite number above 0",
+        ),
+        (
+            {"rollout_rs_threshold": 1.0},
+            "rollout_rs_threshold is 1.0; expected none without a rollout_rs",
+        ),
+        (
+            {"rollout_rs_threshold_lower": 1.0},
+            "rollout_rs_threshold_lower is 1.0; expected none without a rollout_rs",
+        ),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
+            "rollout_rs_threshold is 0.5; expected 1 or more",
+        ),
+        (
+            {
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": 0.5,
+                "rollout_rs_threshold_lower": 0.6,
+            },
             "rollout_rs_threshold_lower is 0.6; expected a number above 0 and up to rollout_rs_threshold=0.5",
         ),
         (
-            {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.5, "rollout_rs_threshold_lower": 0.1},
+            {
+                "rollout_rs": "token_k3",
+                "rollout_rs_threshold": 0.5,
+                "rollout_rs_threshold_lower": 0.1,
+            },
             r"rollout_rs_threshold_lower is 0.1; expected none \(rollout_rs is 'token_k3', which has no lower bound\)",
         ),
         ({"rollout_token_veto_threshold": 1.0}, "rollout_token_veto_threshold is 1.0"),
@@ -202,13 +257,18 @@ def test_settings_out_of_bounds_are_refused(settings: dict[str, Any], message: s
 def test_batches_that_cannot_be_corrected_are_refused() -> None:
     config = RolloutCorrectionConfig(rollout_is="token")
     two, mask = np.zeros(2), np.ones(2, np.bool_)
-    with pytest.raises(BatchError, match=r"have shapes \[\[\(2,\)\], \[\(3,\)\], \[\(2,\)\]\]; expected equal shapes"):
+    with pytest.raises(
+        BatchError,
+        match=r"have shapes \[\[\(2,\)\], \[\(3,\)\], \[\(2,\)\]\]; expected equal shapes",
+    ):
         rollout_correction([two], [np.zeros(3)], [mask], config)
     with pytest.raises(BatchError, match="have shapes"):
         rollout_correction([two, two], [two], [mask], config)
     with pytest.raises(BatchError, match="masks of 1 samples have no token that counts"):
         rollout_correction([two], [two], [~mask], config)
-    with pytest.raises(BatchError, match=r"^rollout_log_probs\[0\]\[1\] is -inf; expected a finite float32"):
+    with pytest.raises(
+        BatchError, match=r"^rollout_log_probs\[0\]\[1\] is -inf; expected a finite float32"
+    ):
         rollout_correction([two], [np.array([0.0, -np.inf])], [mask], config)
     with pytest.raises(ConfigError, match="rollout_is is None; expected token or sequence"):
         weight_moments([two], [two], [mask], RolloutCorrectionConfig())

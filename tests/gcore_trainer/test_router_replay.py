@@ -20,7 +20,13 @@ from trainer_oracles import (
     routed,
     save_model,
 )
-from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from gcore_trainer import (
     BatchError,
@@ -40,7 +46,11 @@ from gcore_trainer import (
 
 NUM_EXPERTS, TOP_K = 6, 2
 SHAPE = (SIZES["num_hidden_layers"], NUM_EXPERTS, TOP_K)
-EXPERTS: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 32}
+EXPERTS: dict[str, Any] = {
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "moe_intermediate_size": 32,
+}
 QWEN3: dict[str, Any] = EXPERTS | {"head_dim": 16}
 OLMOE: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -89,7 +99,9 @@ def plain_log_probs(model: Any, sample: Sample, chosen: list[torch.Tensor]) -> t
 
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("name", ["normalised", "raw"])
-def test_experts_and_log_probs_are_those_of_transformers(tmp_path: Path, name: str, share_prefix: bool) -> None:
+def test_experts_and_log_probs_are_those_of_transformers(
+    tmp_path: Path, name: str, share_prefix: bool
+) -> None:
     """What is recorded, and what imposed experts give."""
     path = save_model(CONFIGS[name], tmp_path, seed=3)
     model = load_padded(path)
@@ -125,7 +137,9 @@ def test_imposing_what_was_chosen_changes_nothing(tmp_path: Path, name: str) -> 
     samples = make_samples(GROUPS, seed=0)
     free, bound = trainer_of(path), trainer_of(path)
     [found] = free.log_probs_and_routing([samples])
-    replayed = [replace(s, routed_experts=experts) for s, (_, experts) in zip(samples, found, strict=True)]
+    replayed = [
+        replace(s, routed_experts=experts) for s, (_, experts) in zip(samples, found, strict=True)
+    ]
     assert replayed[0].routed_experts is not None
     assert replayed[0].routed_experts.shape == (samples[0].num_inputs, SHAPE[0], TOP_K)
     assert bound.train_step([replayed]) == free.train_step([samples])
@@ -139,7 +153,8 @@ def test_experts_stay_when_weights_move(moe: Path) -> None:
     samples = make_samples(GROUPS, seed=0)
     [recorded] = trainer.log_probs_and_routing([samples])
     replayed = [
-        replace(s, old_log_probs=x, routed_experts=experts) for s, (x, experts) in zip(samples, recorded, strict=True)
+        replace(s, old_log_probs=x, routed_experts=experts)
+        for s, (x, experts) in zip(samples, recorded, strict=True)
     ]
     for _ in range(3):
         trainer.train_step([replayed])
@@ -173,11 +188,18 @@ def test_ranks_record_and_replay_as_one_process(
     steps = [routed(samples, SHAPE, seed=i) for i in range(3)]
     expected = [alone.train_step([s]) for s in steps]
     num_replicas = parallel.data_parallel_size(size)
-    dealt = [[micro_batches_of(s)[r::num_replicas] for r in range(num_replicas)] for s in [samples, *steps]]
-    found = rank_server.shared(size).run("record_and_train", str(moe), OBJECTIVE, optimizer, parallel, dealt, size=size)
+    dealt = [
+        [micro_batches_of(s)[r::num_replicas] for r in range(num_replicas)]
+        for s in [samples, *steps]
+    ]
+    found = rank_server.shared(size).run(
+        "record_and_train", str(moe), OBJECTIVE, optimizer, parallel, dealt, size=size
+    )
     for rank, (routing, metrics) in enumerate(found):
         replica = rank * num_replicas // size
-        own = [recorded[[s is t for t in samples].index(True)][1] for m in dealt[0][replica] for s in m]
+        own = [
+            recorded[[s is t for t in samples].index(True)][1] for m in dealt[0][replica] for s in m
+        ]
         assert all(np.array_equal(a, b) for a, b in zip(routing, own, strict=True))
         for a, b in zip(metrics, expected, strict=True):
             assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
@@ -189,8 +211,12 @@ def test_a_critic_has_experts_of_its_own(moe: Path) -> None:
     samples = make_samples(GROUPS, seed=0)
     packed = PackedValueModel.from_pretrained(moe)
     torch.nn.init.normal_(packed.model.score.weight)
-    critic = TorchTrainer(packed, optimizer=OptimizerConfig(), objective=ValueObjective(ValueLossConfig()))
-    for a, b in zip(critic.values([samples])[0], critic.values([routed(samples, SHAPE, seed=0)])[0], strict=True):
+    critic = TorchTrainer(
+        packed, optimizer=OptimizerConfig(), objective=ValueObjective(ValueLossConfig())
+    )
+    for a, b in zip(
+        critic.values([samples])[0], critic.values([routed(samples, SHAPE, seed=0)])[0], strict=True
+    ):
         assert np.array_equal(a, b)
 
 

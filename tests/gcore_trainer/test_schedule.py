@@ -35,9 +35,15 @@ def rates_of_transformers(schedule: Any, **options: Any) -> list[float]:
         ("cosine", 0.1, get_cosine_with_min_lr_schedule_with_warmup, {"min_lr_rate": 0.1}),
     ],
 )
-def test_decay_is_that_of_transformers(kind: Any, ratio: float, schedule: Any, options: dict[str, float]) -> None:
+def test_decay_is_that_of_transformers(
+    kind: Any, ratio: float, schedule: Any, options: dict[str, float]
+) -> None:
     config = OptimizerConfig(
-        lr=0.3, lr_warmup_steps=WARMUP, lr_scheduler_type=kind, total_training_steps=TOTAL, min_lr_ratio=ratio
+        lr=0.3,
+        lr_warmup_steps=WARMUP,
+        lr_scheduler_type=kind,
+        total_training_steps=TOTAL,
+        min_lr_ratio=ratio,
     )
     expected = rates_of_transformers(schedule, **options)
     rates = [learning_rate(config, step) for step in range(TOTAL + 1)]
@@ -53,5 +59,7 @@ def test_a_constant_rate_needs_no_end() -> None:
 
 
 def test_an_end_before_the_warm_up_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^total_training_steps is 5; expected more than lr_warmup_steps=5, or 0"):
+    with pytest.raises(
+        ConfigError, match=r"^total_training_steps is 5; expected more than lr_warmup_steps=5, or 0"
+    ):
         OptimizerConfig(lr_warmup_steps=5, lr_scheduler_type="linear", total_training_steps=5)

@@ -39,7 +39,10 @@ def samples(seed: int) -> list[list[Sample]]:
 
 def held_bytes(trainer: TorchTrainer) -> int:
     packed = trainer._model  # pyright: ignore[reportPrivateUsage]  # nothing else says what memory is held
-    tensors = [*packed.model.parameters(), *(p.grad for p in packed.model.parameters() if p.grad is not None)]
+    tensors = [
+        *packed.model.parameters(),
+        *(p.grad for p in packed.model.parameters() if p.grad is not None),
+    ]
     return sum(local(t).untyped_storage().nbytes() for t in tensors)
 
 
@@ -71,7 +74,9 @@ def test_a_sleeping_trainer_refuses_all_else(qwen2: Path, tmp_path: Path) -> Non
         lambda: trainer.load_state(state),
     ]
     for call in calls:
-        with pytest.raises(TrainerError, match=r"^the trainer is asleep.*expected a call of wake\(\) before"):
+        with pytest.raises(
+            TrainerError, match=r"^the trainer is asleep.*expected a call of wake\(\) before"
+        ):
             call()
     assert trainer.step == 0
     assert not (tmp_path / "model").exists()
@@ -101,7 +106,9 @@ def test_shared_memory_moves_once() -> None:
 
 def test_an_arena_gives_aligned_pieces() -> None:
     sizes = [(3, torch.bfloat16), (5, torch.float32)]
-    arena = OffloadArena(sum(piece_bytes(n * dtype.itemsize) for n, dtype in sizes), torch.device("cpu"))
+    arena = OffloadArena(
+        sum(piece_bytes(n * dtype.itemsize) for n, dtype in sizes), torch.device("cpu")
+    )
     pieces = [arena.take((n,), dtype) for n, dtype in sizes]
     assert [piece.tolist() for piece in pieces] == [[0] * 3, [0] * 5]
     assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
@@ -126,7 +133,9 @@ class FakeCudart:
         del self.pinned[address]
 
 
-def test_pages_for_a_gpu_are_pinned_until_no_tensor_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_for_a_gpu_are_pinned_until_no_tensor_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cudart = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     arena = OffloadArena(10_000, torch.device("cuda"))
@@ -142,7 +151,9 @@ def test_pages_for_a_gpu_are_pinned_until_no_tensor_uses_them(monkeypatch: pytes
 
 def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
-    with pytest.raises(TrainerError, match=r"cannot pin 3\.0 GiB of host memory \(cudaHostRegister: error 2\)"):
+    with pytest.raises(
+        TrainerError, match=r"cannot pin 3\.0 GiB of host memory \(cudaHostRegister: error 2\)"
+    ):
         OffloadArena(3 << 30, torch.device("cuda"))
 
 

@@ -50,13 +50,17 @@ def compare(
     """
     parallel = parallel or ParallelConfig()
     size = 2 * parallel.fsdp_size or 2
-    parts = [dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)]
+    parts = [
+        dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)
+    ]
     arguments = (str(path), objective, parallel, parts, options)
     outcomes = server.shared(size).run("compare", *arguments, size=size)
     for different, (whole, sliced), _ in outcomes:
         assert different == []
         for own, expected in zip(sliced, whole, strict=True):
-            assert without_tokens(own) == pytest.approx(without_tokens(expected), rel=1e-6, abs=1e-6)
+            assert without_tokens(own) == pytest.approx(
+                without_tokens(expected), rel=1e-6, abs=1e-6
+            )
     return outcomes[0][2]
 
 
@@ -66,16 +70,22 @@ def compare(
 def test_shards_are_those_of_a_whole_model(
     rank_server: RankServer, folders: dict[str, Path], family: str, options: dict[str, Any]
 ) -> None:
-    assert compare(rank_server, folders[family], POLICY, steps_of(folders[family], 2), **options) == []
+    assert (
+        compare(rank_server, folders[family], POLICY, steps_of(folders[family], 2), **options) == []
+    )
 
 
 @pytest.mark.slow
 def test_copies_of_shards_are_those_of_a_whole_model(rank_server: RankServer, qwen2: Path) -> None:
-    assert compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), ParallelConfig(fsdp_size=2)) == []
+    assert (
+        compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), ParallelConfig(fsdp_size=2)) == []
+    )
 
 
 @pytest.mark.slow
-def test_ranks_that_divide_tokens_check_the_model_undivided(rank_server: RankServer, llama: Path) -> None:
+def test_ranks_that_divide_tokens_check_the_model_undivided(
+    rank_server: RankServer, llama: Path
+) -> None:
     assert compare(rank_server, llama, POLICY, steps_of(llama, 2), ULYSSES) == []
 
 
@@ -84,7 +94,10 @@ def test_ranks_that_divide_tokens_check_the_model_undivided(rank_server: RankSer
 def test_adapters_start_as_those_of_a_whole_model(
     rank_server: RankServer, qwen2: Path, options: dict[str, Any]
 ) -> None:
-    assert compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), lora=LoRAConfig(rank=3), **options) == []
+    assert (
+        compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), lora=LoRAConfig(rank=3), **options)
+        == []
+    )
 
 
 def with_targets(samples: list[Sample], seed: int) -> list[Sample]:
@@ -95,7 +108,9 @@ def with_targets(samples: list[Sample], seed: int) -> list[Sample]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_trained", [False, True], ids=["new-head", "own-head"])
-def test_value_heads_too(rank_server: RankServer, llama: Path, tmp_path: Path, is_trained: bool) -> None:
+def test_value_heads_too(
+    rank_server: RankServer, llama: Path, tmp_path: Path, is_trained: bool
+) -> None:
     path = llama
     if is_trained:
         model: Any = AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
@@ -109,22 +124,31 @@ def test_value_heads_too(rank_server: RankServer, llama: Path, tmp_path: Path, i
 def test_vision_models_too(rank_server: RankServer, tmp_path: Path, tie: bool) -> None:
     path = save_vision_model(tmp_path / "model", tie=tie)
     steps = [make_samples([Group(9, [5, 3]), Group(4, [7])], seed=i) for i in range(2)]
-    steps = [[replace(s, prompt_ids=s.prompt_ids % 32, response_ids=s.response_ids % 32) for s in own] for own in steps]
+    steps = [
+        [replace(s, prompt_ids=s.prompt_ids % 32, response_ids=s.response_ids % 32) for s in own]
+        for own in steps
+    ]
     assert compare(rank_server, path, SFTObjective(), steps) == []
 
 
 @pytest.mark.slow
 def test_frozen_models_too(rank_server: RankServer, qwen2: Path) -> None:
-    for whole, sliced in rank_server.shared(2).run("frozen_scores", str(qwen2), [make_samples(GROUPS, seed=0)], size=2):
+    for whole, sliced in rank_server.shared(2).run(
+        "frozen_scores", str(qwen2), [make_samples(GROUPS, seed=0)], size=2
+    ):
         for own, expected in zip(sliced[0], whole[0], strict=True):
             np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_fused_experts_are_loaded_whole_and_the_log_says_so(rank_server: RankServer, tmp_path: Path) -> None:
+def test_fused_experts_are_loaded_whole_and_the_log_says_so(
+    rank_server: RankServer, tmp_path: Path
+) -> None:
     path = save_model(tiny_config("qwen3_moe"), tmp_path, seed=0)
     [line] = compare(rank_server, path, POLICY, steps_of(path, 2))
-    assert line.startswith(f"{path} is loaded whole by each process, in torch.float32: model.layers.0.mlp.experts.0.")
+    assert line.startswith(
+        f"{path} is loaded whole by each process, in torch.float32: model.layers.0.mlp.experts.0."
+    )
     assert line.endswith("is converted on loading")
 
 
@@ -143,7 +167,11 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
     size_bytes = 4 * model.num_parameters()
     model.bfloat16().save_pretrained(tmp_path)
     assert size_bytes > 90e6
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    expected = {
+        name: tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     del model
     export, file_bytes = tmp_path / "export", 4 << 20
     # Processes of its own: where others' tests have run, allocations take what they left, and freed memory stays.
@@ -155,13 +183,18 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
     for number, (peak, dtypes, exported_bytes) in enumerate(exports):
         # bfloat16, not the originals in float32; a file's tensors and a layer on the first rank, a layer on the other.
         assert (dtypes, exported_bytes) == ({torch.bfloat16}, size_bytes // 2)
-        assert peak < (file_bytes if number == 0 else 0) + 8e6 < 0.25 * exported_bytes, (number, peak)
+        assert peak < (file_bytes if number == 0 else 0) + 8e6 < 0.25 * exported_bytes, (
+            number,
+            peak,
+        )
     assert len(list(export.glob("model-*-of-*.safetensors"))) > 9
     loaded = AutoModelForCausalLM.from_pretrained(export).state_dict()
     torch.testing.assert_close({name: loaded[name] for name in expected}, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5_text"]
+)
 def test_one_process_has_the_same_tensors(tmp_path: Path, model_type: str) -> None:
     """What a process with CUDA does, on the CPU."""
     path = save_model(tiny_config(model_type), tmp_path, seed=0)
@@ -170,7 +203,10 @@ def test_one_process_has_the_same_tensors(tmp_path: Path, model_type: str) -> No
     sliced.load_weights()
     for named in ("named_parameters", "named_buffers"):
         torch.testing.assert_close(
-            dict(getattr(sliced.model, named)()), dict(getattr(whole.model, named)()), rtol=0, atol=0
+            dict(getattr(sliced.model, named)()),
+            dict(getattr(whole.model, named)()),
+            rtol=0,
+            atol=0,
         )
     samples = make_samples(GROUPS, seed=0)
     for own, expected in zip(sliced.predict([samples]), whole.predict([samples]), strict=True):

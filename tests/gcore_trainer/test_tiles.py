@@ -41,16 +41,27 @@ def test_a_row_is_cut_exactly(lengths: list[Group], share_prefix: bool, window: 
         if parent is not None:
             keys = np.append(np.arange(parent.start, parent.start + parent.length), keys)
         places, own = batch.positions[keys], batch.positions[start : start + length, None]
-        expected[start : start + length, keys] = (places <= own) & (places > own - (window or num_tokens + own))
+        expected[start : start + length, keys] = (places <= own) & (
+            places > own - (window or num_tokens + own)
+        )
     tiles = row_tiles(batch.segments, window)
     assert (seen(tiles, num_tokens) == expected).all()
     # Every query sees a key of the first call that it is in: its own.
-    first = np.concatenate([np.arange(t.queries.start, sum(t.queries)) for t in tiles if t.seen == "until"])
+    first = np.concatenate(
+        [np.arange(t.queries.start, sum(t.queries)) for t in tiles if t.seen == "until"]
+    )
     assert (np.sort(first) == np.arange(num_tokens)).all()
 
 
-@given(num_queries=st.integers(1, 30), num_keys=st.integers(1, 30), gap=st.integers(0, 30), window=windows)
-def test_earlier_keys_are_cut_exactly(num_queries: int, num_keys: int, gap: int, window: int | None) -> None:
+@given(
+    num_queries=st.integers(1, 30),
+    num_keys=st.integers(1, 30),
+    gap=st.integers(0, 30),
+    window=windows,
+)
+def test_earlier_keys_are_cut_exactly(
+    num_queries: int, num_keys: int, gap: int, window: int | None
+) -> None:
     queries, keys = TokenSpan(num_keys, num_queries), TokenSpan(0, num_keys)
     tiles = list(earlier_tiles(queries, keys, num_keys + gap, window))
     distance = num_keys + gap + np.arange(num_queries)[:, None] - np.arange(num_keys)
@@ -71,17 +82,24 @@ def test_work_under_a_window_is_that_of_the_window() -> None:
 
 @settings(max_examples=30)
 @given(lengths=groups, share_prefix=st.booleans())
-def test_short_rows_under_a_mask_are_those_of_tiles(lengths: list[Group], share_prefix: bool) -> None:
+def test_short_rows_under_a_mask_are_those_of_tiles(
+    lengths: list[Group], share_prefix: bool
+) -> None:
     segments = pack(make_samples(lengths, seed=0), share_prefix=share_prefix).segments
     num_tokens, cpu = sum(s.length for s in segments), torch.device("cpu")
     torch.manual_seed(0)
-    q, k, v = (torch.randn(num_tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(num_tokens, heads, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
     masked = ShortRow(segments, device=cpu).attend(q, k, v, None)
     tiled = RowCalls(segments, device=cpu).attend(q, k, v, AttentionKind())
     torch.testing.assert_close(masked, tiled)
     weights = torch.randn_like(masked)
     expected = torch.autograd.grad((tiled * weights).sum(), (q, k, v))
-    for found, gradient in zip(torch.autograd.grad((masked * weights).sum(), (q, k, v)), expected, strict=True):
+    for found, gradient in zip(
+        torch.autograd.grad((masked * weights).sum(), (q, k, v)), expected, strict=True
+    ):
         torch.testing.assert_close(found, gradient)
 
 
@@ -93,7 +111,11 @@ class Kernels(TorchDispatchMode):
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self.seen.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -124,18 +146,30 @@ class Context:
     ids=["bf16", "fp16", "odd", "fp32", "softcap"],
 )
 def test_what_cuda_kernels_are_given_and_give(
-    dtype: torch.dtype, head_dim: int, softcap: float | None, share_prefix: bool, has_sinks: bool, window: int | None
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: float | None,
+    share_prefix: bool,
+    has_sinks: bool,
+    window: int | None,
 ) -> None:
     """Arguments and shapes are checked without a device, and nothing is read from one."""
-    samples = make_samples([Group(100, [30, 1, 40, 70]), Group(20, [9]), Group(5, [12, 13])], seed=0)
+    samples = make_samples(
+        [Group(100, [30, 1, 40, 70]), Group(20, [9]), Group(5, [12, 13])], seed=0
+    )
     batch = pack(samples, share_prefix=share_prefix)
     num_tokens = batch.input_ids.size
     with FakeTensorMode():
-        q, k = (torch.empty((num_tokens, heads, head_dim), dtype=dtype, device="cuda") for heads in (4, 2))
+        q, k = (
+            torch.empty((num_tokens, heads, head_dim), dtype=dtype, device="cuda")
+            for heads in (4, 2)
+        )
         sinks = torch.empty(4, dtype=dtype, device="cuda") if has_sinks else None
         kind = AttentionKind(sliding_window=window, softcap=softcap, sinks=sinks)
         is_varlen = has_varlen_kernel(q, k, softcap)
-        calls = RowCalls(batch.segments, device=torch.device("cuda")).of(window, is_varlen=is_varlen)
+        calls = RowCalls(batch.segments, device=torch.device("cuda")).of(
+            window, is_varlen=is_varlen
+        )
         context: Any = Context(True, True, True, has_sinks, False, False)
         with Kernels() as kernels:
             # Autograd itself would ask for the device.
@@ -148,13 +182,25 @@ def test_what_cuda_kernels_are_given_and_give(
         assert all(x.device.type == "cuda" for x in args if isinstance(x, torch.Tensor) and x.dim())
     # Nothing waits for the device.
     names = [str(func) for func, _, _ in kernels.seen]
-    assert not [n for n in names if any(x in n for x in ("_local_scalar", "nonzero", "masked_select", "_to_copy.cpu"))]
-    forward = [(a, kw) for func, a, kw in kernels.seen if func is torch.ops.aten._flash_attention_forward.default]
+    assert not [
+        n
+        for n in names
+        if any(x in n for x in ("_local_scalar", "nonzero", "masked_select", "_to_copy.cpu"))
+    ]
+    forward = [
+        (a, kw)
+        for func, a, kw in kernels.seen
+        if func is torch.ops.aten._flash_attention_forward.default
+    ]
     assert is_varlen == bool(forward)
     if not is_varlen:
         return
     # A call for each kind of tile; keys keep their two heads, and the first call has its own window.
-    assert len(forward) == len(calls) == (1 if not share_prefix else 2 if window is None else len(calls))
+    assert (
+        len(forward)
+        == len(calls)
+        == (1 if not share_prefix else 2 if window is None else len(calls))
+    )
     assert {args[1].shape[1] for args, _ in forward} == {2}
     assert forward[0][1].get("window_size_left") == (None if window is None else window - 1)
     assert all("window_size_left" not in kw for _, kw in forward[1:])

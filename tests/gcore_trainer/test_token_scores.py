@@ -16,11 +16,15 @@ from gcore_trainer.packing.head import CPU_LOGITS, CUDA_LOGITS, Head, chunk_rows
 N, D, V = 23, 16, 37
 
 
-def make_inputs(dtype: torch.dtype, *, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
+def make_inputs(
+    dtype: torch.dtype, *, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return (
+            torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
 
     targets = torch.randint(0, V, (N,), generator=generator)
     return random(N, D), random(V, D), random(V) if has_bias else None, targets
@@ -42,7 +46,9 @@ def written_out(
     return distribution.log_prob(targets), distribution.entropy()
 
 
-def gradients(log_probs: torch.Tensor, entropies: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def gradients(
+    log_probs: torch.Tensor, entropies: torch.Tensor, inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Of a sum in which every token and both scores have weights of their own."""
     weights = torch.arange(1, N + 1, dtype=log_probs.dtype) / N
     loss = (weights * log_probs).sum() + (weights.flip(0) * entropies).sum()
@@ -51,7 +57,9 @@ def gradients(log_probs: torch.Tensor, entropies: torch.Tensor, inputs: list[tor
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, N, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"logit_scale": 0.4}, {"softcap": 3.0}, {"logit_scale": 2.5, "softcap": 5.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"logit_scale": 0.4}, {"softcap": 3.0}, {"logit_scale": 2.5, "softcap": 5.0}]
+)
 def test_scores_and_gradients(chunk_tokens: int, has_bias: bool, changes: dict[str, Any]) -> None:
     hidden, weight, bias, targets = make_inputs(torch.float64, has_bias=has_bias)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
@@ -66,7 +74,9 @@ def test_scores_and_gradients(chunk_tokens: int, has_bias: bool, changes: dict[s
         max_logits=chunk_tokens * V,
         **changes,
     )
-    torch.testing.assert_close((scores.log_probs, scores.entropies), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        (scores.log_probs, scores.entropies), expected, rtol=1e-12, atol=1e-12
+    )
     actual_grads = gradients(scores.log_probs, scores.entropies, inputs)
     for actual, wanted in zip(actual_grads, gradients(*expected, inputs), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-12)
@@ -123,7 +133,8 @@ def test_any_head(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "vocab_size"), [(0, 10), (1, 64), (16_384, 151_936), (65_536, 32_000), (7, 10**9)]
+    ("num_tokens", "vocab_size"),
+    [(0, 10), (1, 64), (16_384, 151_936), (65_536, 32_000), (7, 10**9)],
 )
 @pytest.mark.parametrize(("device", "limit"), [("cpu", CPU_LOGITS), ("cuda", CUDA_LOGITS)])
 def test_rows_of_a_chunk(num_tokens: int, vocab_size: int, device: str, limit: int) -> None:
@@ -141,7 +152,12 @@ def test_a_gpu_gets_large_chunks_of_equal_size() -> None:
 
 
 def fake_addmm(
-    given: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor
+    given: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """Check what the CUDA kernel of ``addmm.dtype_out`` does, which sums bfloat16 products in float32."""
     assert given.dtype in (out_dtype, a.dtype)
@@ -179,12 +195,23 @@ def test_on_a_gpu_nothing_waits_and_logits_are_float32(
         weight = torch.empty(151_936, 64, device="cuda", dtype=torch.float32 if master else dtype)
         bias = torch.empty(151_936, device="cuda", dtype=weight.dtype)
         targets = torch.empty(300, device="cuda", dtype=torch.int64)
-        scores = token_scores(hidden, weight, targets, bias_V=bias, temperature=0.9, softcap=softcap)
+        scores = token_scores(
+            hidden, weight, targets, bias_V=bias, temperature=0.9, softcap=softcap
+        )
         assert scores.log_probs.dtype == scores.entropies.dtype == torch.float32
         head = Head(temperature=0.9, scale=1.0, softcap=softcap, vocab=None, chunk=128)
-        rows, entropies = torch.empty(300, device="cuda"), scores.entropies if entropy_grad else None
-        grads = head.gradients(hidden, weight, bias, targets, rows, rows, entropies, rows, True, True)
-    assert [grad.dtype for grad in grads if grad is not None] == [dtype, torch.float32, torch.float32]
+        rows, entropies = (
+            torch.empty(300, device="cuda"),
+            scores.entropies if entropy_grad else None,
+        )
+        grads = head.gradients(
+            hidden, weight, bias, targets, rows, rows, entropies, rows, True, True
+        )
+    assert [grad.dtype for grad in grads if grad is not None] == [
+        dtype,
+        torch.float32,
+        torch.float32,
+    ]
     assert [grad.device.type for grad in grads if grad is not None] == ["cuda"] * 3
     used = {name for name, _ in recorder.found}
     # The products of half precision that add to float32, in place.
@@ -203,7 +230,10 @@ def test_a_float32_head_gets_a_gradient_that_was_never_rounded(entropy_grad: boo
     options: dict[str, Any] = {"entropy_grad": entropy_grad, "max_logits": 5 * V}
     scores = [token_scores(hidden, own, targets, **options) for own in (weight, wide)]
     torch.testing.assert_close(scores[0].log_probs, scores[1].log_probs, rtol=0, atol=0)
-    rounded, whole = (torch.autograd.grad(s.log_probs.sum(), w)[0] for s, w in zip(scores, (weight, wide), strict=True))
+    rounded, whole = (
+        torch.autograd.grad(s.log_probs.sum(), w)[0]
+        for s, w in zip(scores, (weight, wide), strict=True)
+    )
     assert whole.dtype == torch.float32
     torch.testing.assert_close(rounded, whole.bfloat16(), rtol=0, atol=0)
     assert not torch.equal(whole, whole.bfloat16().float())
@@ -238,17 +268,23 @@ def test_a_vocabulary_divided_among_ranks(ranks: RankPool, softcap: float | None
     grad_hidden, grad_weight = gradients(*expected, [hidden, weight])
     padded = torch.cat([weight.detach(), torch.full((3, D), 50.0, dtype=torch.float64)])
     parts = [padded[a:b] for a, b in pairwise([0, 10, 20, 30, 40])]
-    found = ranks.run("score_part_of_vocabulary", hidden.detach(), parts, targets, V, 1.3, softcap, size=4)
+    found = ranks.run(
+        "score_part_of_vocabulary", hidden.detach(), parts, targets, V, 1.3, softcap, size=4
+    )
     for rank, (log_probs, entropies, own_hidden, own_weight) in enumerate(found):
         torch.testing.assert_close((log_probs, entropies), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(own_hidden, grad_hidden, rtol=1e-11, atol=1e-12)
         rows = min(10, V - 10 * rank)
-        torch.testing.assert_close(own_weight[:rows], grad_weight[10 * rank :][:rows], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            own_weight[:rows], grad_weight[10 * rank :][:rows], rtol=1e-11, atol=1e-12
+        )
         assert not own_weight[rows:].any()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run by pytest -m gpu there")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; run by pytest -m gpu there"
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_on_a_cuda_device(dtype: torch.dtype, tolerance: float, softcap: float | None) -> None:
@@ -261,7 +297,13 @@ def test_on_a_cuda_device(dtype: torch.dtype, tolerance: float, softcap: float |
     torch.cuda.set_sync_debug_mode("error")
     try:
         scores = token_scores(
-            hidden, weight, targets, temperature=0.8, softcap=softcap, entropy_grad=True, max_logits=128 * 151_936
+            hidden,
+            weight,
+            targets,
+            temperature=0.8,
+            softcap=softcap,
+            entropy_grad=True,
+            max_logits=128 * 151_936,
         )
         weights = torch.linspace(0, 1, 384, device="cuda")
         loss = (weights * scores.log_probs).sum() + (weights.flip(0) * scores.entropies).sum()
@@ -270,12 +312,16 @@ def test_on_a_cuda_device(dtype: torch.dtype, tolerance: float, softcap: float |
         torch.cuda.set_sync_debug_mode("default")
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logits = wide[0] @ wide[1].T
-    log_softmax = ((logits if softcap is None else torch.tanh(logits / softcap) * softcap) / 0.8).log_softmax(-1)
+    log_softmax = (
+        (logits if softcap is None else torch.tanh(logits / softcap) * softcap) / 0.8
+    ).log_softmax(-1)
     expected = log_softmax.gather(1, targets[:, None])[:, 0]
     entropies = -(log_softmax.exp() * log_softmax).sum(-1)
     # The logits are never rounded, in either type.
     torch.testing.assert_close(scores.log_probs.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(scores.entropies.double(), entropies, rtol=1e-4, atol=1e-4)
-    wanted = torch.autograd.grad((weights * expected).sum() + (weights.flip(0) * entropies).sum(), wide)
+    wanted = torch.autograd.grad(
+        (weights * expected).sum() + (weights.flip(0) * entropies).sum(), wide
+    )
     for own, other in zip(actual, wanted, strict=True):
         assert (own.double() - other).norm() < tolerance * other.norm()

@@ -38,7 +38,9 @@ LOSS = PolicyLossConfig()
 
 def make_trainer(path: Path, *, loss: PolicyLossConfig = LOSS, **optimizer: Any) -> TorchTrainer:
     return TorchTrainer(
-        PackedModel.from_pretrained(path), optimizer=OptimizerConfig(**optimizer), objective=PolicyObjective(loss)
+        PackedModel.from_pretrained(path),
+        optimizer=OptimizerConfig(**optimizer),
+        objective=PolicyObjective(loss),
     )
 
 
@@ -53,12 +55,16 @@ def exploding(samples: list[Sample]) -> list[Sample]:
 
 def test_five_steps_are_those_of_plain_adamw(llama: Path) -> None:
     """Warm-up, weight decay and gradient clipping included."""
-    config = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, lr_warmup_steps=3, grad_clip=0.05)
+    config = OptimizerConfig(
+        lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, lr_warmup_steps=3, grad_clip=0.05
+    )
     loss = PolicyLossConfig(kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
     packed = PackedModel.from_pretrained(llama, dtype=torch.float64)
     trainer = TorchTrainer(packed, optimizer=config, objective=PolicyObjective(loss))
     model = load_padded(llama, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
+    )
     for step in range(5):
         samples = off_policy(make_samples(GROUPS, seed=step), packed, seed=step)
         metrics = trainer.train_step(split(samples, seed=step))
@@ -102,17 +108,25 @@ def test_metrics_of_an_off_policy_update(qwen2: Path) -> None:
     (log_probs,) = packed.log_probs([samples])
 
     def column(arrays: list[Any]) -> Any:
-        kept = [a[True if s.response_mask is None else s.response_mask] for a, s in zip(arrays, samples, strict=True)]
+        kept = [
+            a[True if s.response_mask is None else s.response_mask]
+            for a, s in zip(arrays, samples, strict=True)
+        ]
         return np.concatenate([np.ravel(a) for a in kept]).astype(np.float64)
 
     new, old = column(log_probs), column([s.old_log_probs for s in samples])
-    rollout, advantages = column([s.rollout_log_probs for s in samples]), column([s.advantages for s in samples])
+    rollout, advantages = (
+        column([s.rollout_log_probs for s in samples]),
+        column([s.advantages for s in samples]),
+    )
     ratio = np.exp(new - old)
     metrics = trainer.train_step(split(samples, seed=0))
     assert metrics["actor/ppo_kl"] == pytest.approx((old - new).mean(), abs=1e-5)
     clipped = np.where(advantages > 0, ratio > 1.28, ratio < 0.8)
     assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped.mean(), abs=1e-6)
-    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(((advantages < 0) & (ratio > 1.3)).mean(), abs=1e-6)
+    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(
+        ((advantages < 0) & (ratio > 1.3)).mean(), abs=1e-6
+    )
     difference = np.abs(np.exp(new) - np.exp(rollout)).mean()
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(difference, abs=1e-6)
 
@@ -120,14 +134,19 @@ def test_metrics_of_an_off_policy_update(qwen2: Path) -> None:
 def test_a_batch_without_a_signal_computes_nothing(qwen2: Path) -> None:
     trainer = make_trainer(qwen2, lr=1e-2)
     before = weights(trainer)
-    samples = [replace(s, advantages=np.zeros(s.response_ids.size, np.float32)) for s in make_samples(GROUPS, seed=0)]
+    samples = [
+        replace(s, advantages=np.zeros(s.response_ids.size, np.float32))
+        for s in make_samples(GROUPS, seed=0)
+    ]
     metrics = trainer.train_step([samples])
     assert metrics["perf/computed_tokens"] == 0
     assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
 
 
-def test_a_step_without_a_finite_gradient_is_skipped(qwen2: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_a_finite_gradient_is_skipped(
+    qwen2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = make_trainer(qwen2, lr=1e-3)
     good = make_samples(GROUPS, seed=0)
     trainer.train_step([good])
@@ -140,13 +159,17 @@ def test_a_step_without_a_finite_gradient_is_skipped(qwen2: Path, caplog: pytest
         assert f"step {count}: the gradient norm is " in caplog.text
         assert f"the update is skipped ({count} in a row, of at most 10)" in caplog.text
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
-    assert all(torch.equal(moments[name], tensor) for name, tensor in trainer.state()["exp_avg"].items())
+    assert all(
+        torch.equal(moments[name], tensor) for name, tensor in trainer.state()["exp_avg"].items()
+    )
     assert trainer.train_step([good])["actor/nonfinite_steps"] == 0
     assert not all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
     assert all(tensor.isfinite().all() for _, tensor in trainer.export_weights())
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gcore_trainer.trainer.MAX_NONFINITE_STEPS", 2)
     trainer = make_trainer(qwen2)
     bad = exploding(make_samples(GROUPS, seed=0))
@@ -156,7 +179,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(qwen2: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3"])
-def test_exported_weights_load_into_transformers(folders: dict[str, Path], architecture: str) -> None:
+def test_exported_weights_load_into_transformers(
+    folders: dict[str, Path], architecture: str
+) -> None:
     path = folders[architecture]
     trainer = make_trainer(path, lr=1e-3)
     samples = make_samples(GROUPS, seed=0)
@@ -164,7 +189,9 @@ def test_exported_weights_load_into_transformers(folders: dict[str, Path], archi
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     missing, unexpected = model.load_state_dict(dict(trainer.export_weights()), strict=False)
     assert unexpected == []
-    assert missing == (["lm_head.weight"] if architecture == "qwen2" else [])  # tied to the embedding
+    assert missing == (
+        ["lm_head.weight"] if architecture == "qwen2" else []
+    )  # tied to the embedding
     model.tie_weights()
     with torch.no_grad():
         expected = padded_scores(model, samples).log_probs
@@ -193,10 +220,18 @@ def test_supervision_is_the_labels_loss_of_transformers(qwen2: Path) -> None:
 
     model = load_padded(qwen2)
     ids = [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
-    targets = [np.where(True if s.response_mask is None else s.response_mask, s.response_ids, -100) for s in samples]
-    labels = [np.concatenate([np.full(s.prompt_ids.size, -100), t]) for s, t in zip(samples, targets, strict=True)]
+    targets = [
+        np.where(True if s.response_mask is None else s.response_mask, s.response_ids, -100)
+        for s in samples
+    ]
+    labels = [
+        np.concatenate([np.full(s.prompt_ids.size, -100), t])
+        for s, t in zip(samples, targets, strict=True)
+    ]
     output = model(
-        input_ids=padded(ids, 0), attention_mask=padded([np.ones_like(x) for x in ids], 0), labels=padded(labels, -100)
+        input_ids=padded(ids, 0),
+        attention_mask=padded([np.ones_like(x) for x in ids], 0),
+        labels=padded(labels, -100),
     )
     output.loss.backward()
     assert metrics["sft/loss"] == pytest.approx(output.loss.item(), rel=1e-6)

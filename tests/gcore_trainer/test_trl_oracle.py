@@ -37,7 +37,9 @@ LOSS_TYPES: dict[LossAggMode, str] = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:You are using 'rollout_func', which is an experimental:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:You are using 'rollout_func', which is an experimental:UserWarning"
+    ),
 ]
 
 
@@ -45,7 +47,9 @@ pytestmark = [
 def trl() -> Iterator[Any]:
     """TRL without vLLM, which it would import (ten seconds) and warn about."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False)
+        patch.setattr(
+            import_module("trl.import_utils"), "is_vllm_available", lambda *_, **__: False
+        )
         yield import_module("trl.trainer.grpo_trainer")
 
 
@@ -62,13 +66,17 @@ def samples(packed: PackedModel) -> list[Sample]:
     scored = [
         replace(sample, advantages=np.full(sample.response_ids.size, advantage, np.float32))
         for sample, advantage in zip(
-            in_order, np.concatenate([grpo_advantages(s, epsilon=TRL_EPSILON) for s in SCORES]), strict=True
+            in_order,
+            np.concatenate([grpo_advantages(s, epsilon=TRL_EPSILON) for s in SCORES]),
+            strict=True,
         )
     ]
     return off_policy(scored, packed, seed=0)
 
 
-def make_trainer(trl: Any, folder: Path, output: Path, samples: list[Sample], **settings: Any) -> Any:
+def make_trainer(
+    trl: Any, folder: Path, output: Path, samples: list[Sample], **settings: Any
+) -> Any:
     """A `GRPOTrainer` that is handed the samples as its rollouts and the scores as its rewards."""
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -77,7 +85,9 @@ def make_trainer(trl: Any, folder: Path, output: Path, samples: list[Sample], **
             "prompt_ids": [s.prompt_ids.tolist() for s in samples],
             "completion_ids": [s.response_ids.tolist() for s in samples],
             "logprobs": None,
-            "env_mask": [np.broadcast_to(mask(s), s.response_ids.shape).astype(int).tolist() for s in samples],
+            "env_mask": [
+                np.broadcast_to(mask(s), s.response_ids.shape).astype(int).tolist() for s in samples
+            ],
         }
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -104,7 +114,9 @@ def make_trainer(trl: Any, folder: Path, output: Path, samples: list[Sample], **
         rollout_func=rollout,
         train_dataset=trl.Dataset.from_dict({"prompt": ["t1"] * len(samples)}),
         processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")), pad_token="t0", eos_token="t1"
+            tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+            pad_token="t0",
+            eos_token="t1",
         ),
     )
     trainer.model.train()
@@ -113,7 +125,9 @@ def make_trainer(trl: Any, folder: Path, output: Path, samples: list[Sample], **
 
 
 def make_inputs(trainer: Any, samples: list[Sample]) -> dict[str, Any]:
-    inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": "t1"}] * len(samples))
+    inputs: dict[str, Any] = trainer._generate_and_score_completions(
+        [{"prompt": "t1"}] * len(samples)
+    )
     return inputs
 
 
@@ -173,19 +187,31 @@ def test_loss_and_gradients(
     ours = samples if has_old_log_probs else [replace(s, old_log_probs=None) for s in samples]
     actual_loss, actual = packed_gradients(packed, split(ours, seed=0), config)
     assert actual_loss == pytest.approx(loss.item(), rel=1e-6, abs=1e-6)
-    assert deviation(actual, expected) < 3e-6  # TRL's fused head computes in float32, we in the model's float64
+    assert (
+        deviation(actual, expected) < 3e-6
+    )  # TRL's fused head computes in float32, we in the model's float64
 
 
 TRL_SETTINGS: dict[str, dict[str, Any]] = {
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 0.02,
+        "epsilon_high": 0.03,
+    },
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
     "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.4},
 }
 OUR_SETTINGS: dict[str, PolicyLossConfig] = {
     "gspo": PolicyLossConfig(
-        loss_mode="gspo", clip_ratio_low=0.02, clip_ratio_high=0.03, loss_agg_mode="seq-mean-token-mean"
+        loss_mode="gspo",
+        clip_ratio_low=0.02,
+        clip_ratio_high=0.03,
+        loss_agg_mode="seq-mean-token-mean",
     ),
-    "cispo": PolicyLossConfig(loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.3, loss_agg_mode="token-mean"),
+    "cispo": PolicyLossConfig(
+        loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.3, loss_agg_mode="token-mean"
+    ),
     "sapo": PolicyLossConfig(loss_mode="sapo", tau_neg=1.4, loss_agg_mode="seq-mean-token-mean"),
 }
 
@@ -205,7 +231,9 @@ def test_other_policy_losses(
     assert deviation(actual, expected) < 3e-6
 
 
-@pytest.mark.parametrize(("scale_rewards", "norm_adv_by_std_in_grpo"), [("group", True), ("none", False)])
+@pytest.mark.parametrize(
+    ("scale_rewards", "norm_adv_by_std_in_grpo"), [("group", True), ("none", False)]
+)
 def test_advantages(
     trl: Any,
     llama: Path,
@@ -217,6 +245,9 @@ def test_advantages(
     trainer = make_trainer(trl, llama, tmp_path, samples, scale_rewards=scale_rewards)
     expected = make_inputs(trainer, samples)["advantages"]
     actual = np.concatenate(
-        [grpo_advantages(s, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, epsilon=TRL_EPSILON) for s in SCORES]
+        [
+            grpo_advantages(s, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, epsilon=TRL_EPSILON)
+            for s in SCORES
+        ]
     )
     torch.testing.assert_close(torch.from_numpy(actual), expected, rtol=1e-6, atol=1e-6)

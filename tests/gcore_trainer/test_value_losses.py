@@ -10,7 +10,9 @@ from numpy.testing import assert_allclose
 
 from gcore_trainer import explained_variance, value_loss, value_moments
 
-number = st.integers(-3000, 3000).map(lambda n: n / 1000)  # no subnormals: which clip they hit is rounding's choice
+number = st.integers(-3000, 3000).map(
+    lambda n: n / 1000
+)  # no subnormals: which clip they hit is rounding's choice
 rows = st.lists(st.tuples(number, number, number), min_size=1, max_size=20)
 
 
@@ -24,7 +26,9 @@ def one_token(value: float, old: float, target: float, c: float) -> tuple[float,
 
 @given(table=rows, c=st.floats(0.01, 3.0))
 def test_value_loss(table: list[tuple[float, float, float]], c: float) -> None:
-    v, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*table, strict=True))
+    v, old, target = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*table, strict=True)
+    )
     assume((((v - old).abs() - c).abs() > 1e-9).all())
     nearest = old + (v - old).clamp(-c, c)
     assume(((nearest == v) | (((nearest - target).abs() - (v - target).abs()).abs() > 1e-9)).all())
@@ -45,17 +49,26 @@ def test_without_a_bound_it_is_half_the_squared_error() -> None:
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), num=st.integers(2, 60), cut=st.integers(0, 60), offset=st.sampled_from([0.0, 100.0])
+    seed=st.integers(0, 2**32 - 1),
+    num=st.integers(2, 60),
+    cut=st.integers(0, 60),
+    offset=st.sampled_from([0.0, 100.0]),
 )
-def test_explained_variance_of_a_batch_in_parts(seed: int, num: int, cut: int, offset: float) -> None:
+def test_explained_variance_of_a_batch_in_parts(
+    seed: int, num: int, cut: int, offset: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     returns, noise = torch.randn(2, num, generator=generator, dtype=torch.float64)
     returns, values = returns + offset, returns + 0.5 * noise + 0.2
     mask = torch.rand(num, generator=generator) < 0.8
     mask[:2] = True
-    assume(torch.var(returns[mask]) > 0.01)  # sums of squares hold a spread far below the mean less exactly
+    assume(
+        torch.var(returns[mask]) > 0.01
+    )  # sums of squares hold a spread far below the mean less exactly
     whole = value_moments(values, returns, mask)
-    parts = sum(value_moments(values[s], returns[s], mask[s]) for s in (slice(0, cut), slice(cut, num)))
+    parts = sum(
+        value_moments(values[s], returns[s], mask[s]) for s in (slice(0, cut), slice(cut, num))
+    )
     assert isinstance(parts, torch.Tensor)
     assert_allclose(parts.numpy(), whole.numpy(), rtol=1e-12, atol=1e-9)
     # As verl measures it.

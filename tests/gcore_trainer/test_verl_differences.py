@@ -39,11 +39,19 @@ from gcore_trainer.config import POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/verl.md").read_text()
-SEQ_MEANS: list[LossAggMode] = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SEQ_MEANS: list[LossAggMode] = [
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 
 
 def test_every_difference_names_its_tests_and_every_test_is_named() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| what ")]
+    rows = [
+        line
+        for line in PAGE.splitlines()
+        if line.startswith("| ") and not line.startswith("| what ")
+    ]
     assert rows
     named: set[str] = set()
     for row in rows:
@@ -57,14 +65,18 @@ def test_every_difference_names_its_tests_and_every_test_is_named() -> None:
     assert own - named == {"test_every_difference_names_its_tests_and_every_test_is_named"}
 
 
-def verl_advantages(verl: Any, name: str, scores: list[float], *, mask: Any = None, **options: Any) -> torch.Tensor:
+def verl_advantages(
+    verl: Any, name: str, scores: list[float], *, mask: Any = None, **options: Any
+) -> torch.Tensor:
     """[n, R] of one group, in float32 as verl's trainers have it; scores are on the last token."""
     mask = torch.ones(len(scores), 2) if mask is None else torch.tensor(mask)
     rewards = torch.zeros_like(mask)
     rewards[:, -1] = torch.tensor(scores)
     if name.startswith(("grpo", "rloo")):
         options["index"] = np.zeros(len(scores), np.int64)
-    return verl.algos.get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=mask, **options)[0]
+    return verl.algos.get_adv_estimator_fn(name)(
+        token_level_rewards=rewards, response_mask=mask, **options
+    )[0]
 
 
 def test_equal_scores(verl: Any) -> None:
@@ -75,7 +87,10 @@ def test_equal_scores(verl: Any) -> None:
 
 def test_whitening_without_two_tokens(verl: Any) -> None:
     config = SimpleNamespace(gamma=1.0)
-    for mask, message in (([[1.0, 0.0]], "sum of the mask is one"), ([[0.0, 0.0]], "At least one element in the mask")):
+    for mask, message in (
+        ([[1.0, 0.0]], "sum of the mask is one"),
+        ([[0.0, 0.0]], "At least one element in the mask"),
+    ):
         with pytest.raises(ValueError, match=message):
             verl_advantages(verl, "reinforce_plus_plus", [1.0], mask=mask, config=config)
         returns, own = np.array([1.0, 0.0]), np.array(mask[0], np.bool_)
@@ -84,7 +99,10 @@ def test_whitening_without_two_tokens(verl: Any) -> None:
 
 def test_a_score_on_a_masked_out_token(verl: Any) -> None:
     mask, config = [[1.0, 0.0], [1.0, 1.0]], SimpleNamespace(gamma=1.0)
-    plus_plus = [verl_advantages(verl, "reinforce_plus_plus", [s, 0.5], mask=mask, config=config) for s in (1.0, -1.0)]
+    plus_plus = [
+        verl_advantages(verl, "reinforce_plus_plus", [s, 0.5], mask=mask, config=config)
+        for s in (1.0, -1.0)
+    ]
     assert torch.equal(*plus_plus)
     baselines = {"reward_baselines": torch.tensor([0.25, 0.25])}
     remax = verl_advantages(verl, "remax", [1.0, 1.0], mask=mask, **baselines)
@@ -119,11 +137,16 @@ def test_names_that_verl_alone_has(verl: Any) -> None:
 
 @given(values=st.lists(st.floats(-30, 30), min_size=1, max_size=9))
 def test_other_names_of_the_kl_penalties(verl: Any, values: list[float]) -> None:
-    log_probs, reference = torch.tensor(values, dtype=torch.float64), torch.zeros(len(values), dtype=torch.float64)
+    log_probs, reference = (
+        torch.tensor(values, dtype=torch.float64),
+        torch.zeros(len(values), dtype=torch.float64),
+    )
     names: dict[str, KLPenalty] = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
     for theirs, ours in names.items():
         expected = verl.algos.kl_penalty(log_probs, reference, theirs)
-        torch.testing.assert_close(kl_penalty(log_probs, reference, ours), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            kl_penalty(log_probs, reference, ours), expected, rtol=1e-12, atol=1e-12
+        )
     assert torch.equal(verl.algos.kl_penalty(log_probs, reference, "abs"), log_probs.abs())
     with pytest.raises(NotImplementedError):
         verl.algos.kl_penalty(log_probs, reference, "full")
@@ -141,7 +164,9 @@ def test_defaults(verl: Any) -> None:
     assert (theirs.kl_loss_type, ours.kl_loss_type) == ("low_var_kl", "k3")
 
 
-def verl_loss(verl: Any, actor: Any, arrays: Any, mode: str, loss: str = "vanilla") -> tuple[torch.Tensor, Any]:
+def verl_loss(
+    verl: Any, actor: Any, arrays: Any, mode: str, loss: str = "vanilla"
+) -> tuple[torch.Tensor, Any]:
     """Of log-probs, old log-probs, advantages and mask, [B, R] each."""
     log_probs, old, advantages, mask = arrays
     return verl.algos.get_policy_loss_fn(loss)(old, log_probs, advantages, mask, mode, actor)
@@ -152,14 +177,20 @@ def test_sapo_is_aggregated_as_asked(verl: Any) -> None:
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     arrays = torch.zeros(2, 3), torch.zeros(2, 3), torch.tensor([[1.0] * 3, [-2.0] * 3]), mask
     actor = actor_of(verl)
-    token_mean, seq_mean = (verl_loss(verl, actor, arrays, m, "sapo")[0] for m in ("token-mean", "seq-mean-token-mean"))
+    token_mean, seq_mean = (
+        verl_loss(verl, actor, arrays, m, "sapo")[0] for m in ("token-mean", "seq-mean-token-mean")
+    )
     assert token_mean == seq_mean
     masks = [row.bool().numpy() for row in mask]
     ours: dict[LossAggMode, float] = {}
     for mode in get_args(LossAggMode)[::2]:
-        weights = aggregation_weights(masks, mode, totals=BatchTotals.of(masks), max_response_length=3)
+        weights = aggregation_weights(
+            masks, mode, totals=BatchTotals.of(masks), max_response_length=3
+        )
         flat = [x.flatten() for x in arrays]
-        loss = policy_loss(PolicyLossConfig(loss_mode="sapo"), *flat[:3], mask=flat[3].bool(), lengths=[3, 3]).loss
+        loss = policy_loss(
+            PolicyLossConfig(loss_mode="sapo"), *flat[:3], mask=flat[3].bool(), lengths=[3, 3]
+        ).loss
         ours[mode] = float((torch.from_numpy(np.concatenate(weights)) * loss).sum())
     assert ours["seq-mean-token-mean"] == pytest.approx(seq_mean.item())
     assert ours["token-mean"] != pytest.approx(seq_mean.item())
@@ -192,7 +223,10 @@ def sample_of(num_tokens: int, old_log_prob: float) -> Sample:
 def test_ppo_kl_is_not_bounded(verl: Any) -> None:
     log_probs = torch.full((1, 2), -100.0)
     _, metrics = verl_loss(
-        verl, actor_of(verl), (log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2)), "token-mean"
+        verl,
+        actor_of(verl),
+        (log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2)),
+        "token-mean",
     )
     assert metrics["actor/ppo_kl"] == pytest.approx(20.0)
     assert own_metrics(log_probs[0], [[sample_of(2, 0.0)]])["actor/ppo_kl"] == pytest.approx(100.0)
@@ -208,7 +242,10 @@ def test_metrics_do_not_depend_on_micro_batches(verl: Any) -> None:
     theirs = [verl_loss(verl, actor_of(verl), row, "token-mean")[1]["actor/ppo_kl"] for row in rows]
     assert np.mean(theirs) == pytest.approx(-0.5)
     first, second = sample_of(1, 0.0), sample_of(3, -1.0)
-    whole, parts = own_metrics(log_probs, [[first, second]]), own_metrics(log_probs, [[first], [second]])
+    whole, parts = (
+        own_metrics(log_probs, [[first, second]]),
+        own_metrics(log_probs, [[first], [second]]),
+    )
     assert whole == pytest.approx(parts, rel=1e-6)
     assert whole["actor/ppo_kl"] == pytest.approx(-0.75)
 
@@ -250,7 +287,9 @@ def test_a_batch_without_a_token(verl: Any, mode: LossAggMode) -> None:
 def test_nan_at_a_masked_out_token(verl: Any) -> None:
     mask, advantages = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[1.0, float("nan"), 1.0]])
     log_probs = torch.zeros(1, 3)
-    theirs, _ = verl_loss(verl, actor_of(verl), (log_probs, log_probs, advantages, mask), "seq-mean-token-mean")
+    theirs, _ = verl_loss(
+        verl, actor_of(verl), (log_probs, log_probs, advantages, mask), "seq-mean-token-mean"
+    )
     assert theirs.isnan()
     flat = log_probs[0], log_probs[0], advantages[0]
     ours = policy_loss(PolicyLossConfig(), *flat, mask=mask[0].bool(), lengths=[3]).loss
@@ -268,16 +307,22 @@ def test_kl_controllers_refuse_what_would_break_them(verl: Any) -> None:
         assert ours.value == 0.2
 
 
-def verl_explained_variance(verl: Any, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+def verl_explained_variance(
+    verl: Any, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+) -> float:
     zeros, ones = torch.zeros_like(values), torch.ones_like(values)
-    batch = dict.fromkeys(("token_level_scores", "token_level_rewards", "advantages", "prompts", "responses"), zeros)
+    batch = dict.fromkeys(
+        ("token_level_scores", "token_level_rewards", "advantages", "prompts", "responses"), zeros
+    )
     batch |= {
         "attention_mask": torch.cat([ones, ones], -1),
         "response_mask": mask,
         "values": values,
         "returns": returns,
     }
-    metrics = verl.metrics.compute_data_metrics(SimpleNamespace(batch=batch, non_tensor_batch={}), use_critic=True)
+    metrics = verl.metrics.compute_data_metrics(
+        SimpleNamespace(batch=batch, non_tensor_batch={}), use_critic=True
+    )
     return metrics["critic/vf_explained_var"]
 
 
@@ -318,7 +363,9 @@ def test_rows_without_a_token_are_left_out_of_the_correction_metrics(verl: Any) 
 
 
 def test_correction_metrics_of_extreme_ratios(verl: Any) -> None:
-    theirs, ours = correction(verl, [[800.0, 0.0], [-30.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]], rollout_is="sequence")
+    theirs, ours = correction(
+        verl, [[800.0, 0.0], [-30.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]], rollout_is="sequence"
+    )
     assert theirs["rollout_corr/k3_kl"] == float("inf")
     assert theirs["rollout_corr/rollout_is_min"] == pytest.approx(np.exp(-30.0))
     assert ours["rollout_corr/k3_kl"] < np.exp(20.0)
@@ -326,18 +373,27 @@ def test_correction_metrics_of_extreme_ratios(verl: Any) -> None:
 
 
 def test_weights_that_are_all_zero(verl: Any) -> None:
-    settings: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.5}
+    settings: dict[str, Any] = {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_threshold_lower": 0.5,
+    }
     with pytest.raises(ZeroDivisionError):
         correction(verl, [[3.0, 3.0]], [[1.0, 1.0]], **settings)
     _, _, ours = rollout_correction(
-        [np.full(2, 3.0)], [np.zeros(2)], [np.ones(2, np.bool_)], RolloutCorrectionConfig(**settings)
+        [np.full(2, 3.0)],
+        [np.zeros(2)],
+        [np.ones(2, np.bool_)],
+        RolloutCorrectionConfig(**settings),
     )
     assert np.isfinite(list(ours.values())).all()
 
 
 def test_settings_of_the_correction(verl: Any) -> None:
     mask, log_ratio = torch.ones(1, 2), torch.zeros(1, 2)
-    kept, _ = verl.helper.compute_rollout_rejection_mask(log_ratio, mask, "token_k1,seq_mean_k3", "0.5_2.0,0.1")
+    kept, _ = verl.helper.compute_rollout_rejection_mask(
+        log_ratio, mask, "token_k1,seq_mean_k3", "0.5_2.0,0.1"
+    )
     assert torch.equal(kept, mask)
     for settings in ({"rollout_rs": "token_k1,seq_mean_k3"}, {"rollout_is_threshold": "0.5_2.0"}):
         with pytest.raises((ConfigError, TypeError)):

@@ -40,7 +40,12 @@ from gcore_trainer.config import POLICY_LOSSES as BUILT_IN, RolloutIS, RolloutRS
 
 TOLERANCE = 1e-6
 """Of a difference, relative to the largest expected entry; our advantages and weights are float32."""
-AGG_MODES: list[LossAggMode] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AGG_MODES: list[LossAggMode] = [
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -77,7 +82,9 @@ class Batch:
 
     def flat(self, values_BR: torch.Tensor) -> torch.Tensor:
         """[N], through which gradients flow."""
-        return torch.cat([row[:length] for row, length in zip(values_BR, self.lengths, strict=True)])
+        return torch.cat(
+            [row[:length] for row, length in zip(values_BR, self.lengths, strict=True)]
+        )
 
     @property
     def masks(self) -> list[NDArray[np.bool_]]:
@@ -86,7 +93,9 @@ class Batch:
     def weights(self, mode: LossAggMode) -> torch.Tensor:
         """[N], ours; verl takes the padded length for the longest response allowed."""
         totals = BatchTotals.of(self.masks)
-        weights = aggregation_weights(self.masks, mode, totals=totals, max_response_length=self.mask.shape[1])
+        weights = aggregation_weights(
+            self.masks, mode, totals=totals, max_response_length=self.mask.shape[1]
+        )
         return torch.from_numpy(np.concatenate(weights)).double()
 
     def assert_equal(self, actual: list[NDArray[Any]], expected_BR: torch.Tensor) -> None:
@@ -154,7 +163,9 @@ def test_remax(verl: Any, seed: int) -> None:
         batch_of_scores(batch, scores), torch.from_numpy(greedy), batch.mask
     )
     advantages = [remax_advantages([s], g)[0] for s, g in zip(scores, greedy, strict=True)]
-    batch.assert_equal([np.full(n, a) for n, a in zip(batch.lengths, advantages, strict=True)], expected)
+    batch.assert_equal(
+        [np.full(n, a) for n, a in zip(batch.lengths, advantages, strict=True)], expected
+    )
 
 
 @given(seed=seeds, gamma=st.sampled_from([1.0, 0.97, 0.5]))
@@ -164,7 +175,10 @@ def test_reinforce_plus_plus(verl: Any, seed: int, gamma: float) -> None:
     advantages, returns = verl.algos.compute_reinforce_plus_plus_outcome_advantage(
         rewards, batch.mask, config=SimpleNamespace(gamma=gamma)
     )
-    ours = [discounted_returns(r, m, gamma=gamma) for r, m in zip(batch.rows(rewards), batch.masks, strict=True)]
+    ours = [
+        discounted_returns(r, m, gamma=gamma)
+        for r, m in zip(batch.rows(rewards), batch.masks, strict=True)
+    ]
     batch.assert_equal(ours, returns)
     batch.assert_equal(whitened(ours, batch), advantages)
 
@@ -173,7 +187,9 @@ def test_reinforce_plus_plus(verl: Any, seed: int, gamma: float) -> None:
 def test_gae(verl: Any, seed: int, gamma: float, lam: float) -> None:
     batch = Batch.of(seed)
     rewards, values = batch.normal() * batch.mask, batch.normal()
-    advantages, returns = verl.algos.compute_gae_advantage_return(rewards, values, batch.mask, gamma, lam)
+    advantages, returns = verl.algos.compute_gae_advantage_return(
+        rewards, values, batch.mask, gamma, lam
+    )
     rows = zip(batch.rows(rewards), batch.rows(values), batch.masks, strict=True)
     ours = [gae_advantages(r, v, m, gamma=gamma, lam=lam) for r, v, m in rows]
     batch.assert_equal([r for _, r in ours], returns)
@@ -193,7 +209,9 @@ def test_aggregation(verl: Any, mode: LossAggMode, seed: int) -> None:
 
 POLICY_LOSSES: dict[str, PolicyLossConfig] = {
     "vanilla": PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1e6),
-    "vanilla with dual clip": PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.4),
+    "vanilla with dual clip": PolicyLossConfig(
+        clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.4
+    ),
     "gspo": PolicyLossConfig(loss_mode="gspo", clip_ratio_low=0.05, clip_ratio_high=0.1),
     "cispo": PolicyLossConfig(loss_mode="cispo", clip_ratio_low=0.3, clip_ratio_high=0.4),
     "sapo": PolicyLossConfig(loss_mode="sapo", tau_pos=1.1, tau_neg=1.7),
@@ -202,14 +220,22 @@ POLICY_LOSSES: dict[str, PolicyLossConfig] = {
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(seed=seeds, mode=st.sampled_from(AGG_MODES), scale=st.sampled_from([0.4, 4.0, 40.0]))
-def test_policy_loss_and_gradient(verl: Any, name: str, seed: int, mode: LossAggMode, scale: float) -> None:
+def test_policy_loss_and_gradient(
+    verl: Any, name: str, seed: int, mode: LossAggMode, scale: float
+) -> None:
     config, batch = POLICY_LOSSES[name], Batch.of(seed)
     if config.loss_mode == "sapo":
         mode = "seq-mean-token-mean"  # whatever verl is asked for
     old, advantages, weights = -batch.normal().abs(), batch.normal(), batch.normal().abs()
     log_probs = (old + batch.normal(scale)).requires_grad_()
     expected, metrics = verl.algos.get_policy_loss_fn(config.loss_mode)(
-        old, log_probs, advantages, batch.mask, mode, verl_actor(verl, config, len(batch.lengths)), weights
+        old,
+        log_probs,
+        advantages,
+        batch.mask,
+        mode,
+        verl_actor(verl, config, len(batch.lengths)),
+        weights,
     )
     (expected_gradient,) = torch.autograd.grad(expected, log_probs)
 
@@ -238,7 +264,11 @@ def verl_actor(verl: Any, config: PolicyLossConfig, num_sequences: int) -> Any:
 
 
 def our_policy_loss(
-    config: PolicyLossConfig, batch: Batch, log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    config: PolicyLossConfig,
+    batch: Batch,
+    log_probs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
 ) -> PolicyLoss:
     return policy_loss(
         config,
@@ -280,7 +310,9 @@ def test_kl_in_the_reward(verl: Any, kind: RewardKL, seed: int, coef: float, sca
     penalty = verl.algos.kl_penalty(log_probs, reference, kind) * batch.mask
     rows = zip(scores, batch.rows(log_probs), batch.rows(reference), batch.masks, strict=True)
     # Of a response without a token that counts nothing is read.
-    actual = [kl_rewards(s, p, q, m, coef=coef, kind=kind) if m.any() else 0.0 * p for s, p, q, m in rows]
+    actual = [
+        kl_rewards(s, p, q, m, coef=coef, kind=kind) if m.any() else 0.0 * p for s, p, q, m in rows
+    ]
     batch.assert_equal(actual, batch_of_scores(batch, scores) - coef * penalty)
 
 
@@ -305,7 +337,9 @@ def test_value_loss_and_gradient(verl: Any, seed: int, mode: LossAggMode, clipra
         values, returns, old, batch.mask, cliprange, mode, global_batch_size=len(batch.lengths)
     )
     (expected_gradient,) = torch.autograd.grad(expected, values)
-    losses, clipped = value_loss(batch.flat(values), batch.flat(old), batch.flat(returns), cliprange_value=cliprange)
+    losses, clipped = value_loss(
+        batch.flat(values), batch.flat(old), batch.flat(returns), cliprange_value=cliprange
+    )
     actual = (batch.weights(mode) * losses).sum()
     (gradient,) = torch.autograd.grad(actual, values)
     assert_near(actual.detach(), expected.detach())
@@ -328,7 +362,9 @@ def assert_metrics(actual: dict[str, float], expected: dict[str, float]) -> None
     for name, value in actual.items():
         # verl's variance is a difference of two means, whose denominators have 1e-8 added: compared before the root.
         power = 2 if name.endswith("_std") else 1
-        assert value**power == pytest.approx(expected[name] ** power, rel=TOLERANCE, abs=TOLERANCE), name
+        assert value**power == pytest.approx(
+            expected[name] ** power, rel=TOLERANCE, abs=TOLERANCE
+        ), name
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -346,7 +382,9 @@ def test_importance_weights(
         rollout_is_threshold_lower=lower,
         rollout_is_batch_normalize=normalize,
     )
-    weights, masks, metrics = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+    weights, masks, metrics = rollout_correction(
+        batch.rows(old), batch.rows(rollout), batch.masks, config
+    )
     assert weights is not None
     assume(any(w.any() for w in weights))  # verl divides by the weights' mean square
     expected_weights, expected_mask, expected_metrics = verl_correction(
@@ -383,13 +421,17 @@ RULES: dict[RolloutRS, tuple[float, float | None]] = {
 @pytest.mark.parametrize("rule", RULES)
 def test_rejection(verl: Any, rule: RolloutRS) -> None:
     upper, lower = RULES[rule]
-    config = RolloutCorrectionConfig(rollout_rs=rule, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower)
+    config = RolloutCorrectionConfig(
+        rollout_rs=rule, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower
+    )
     fractions: list[float] = []
     for seed in range(100):
         batch = Batch.of(seed, has_empty=False)
         rollout = -batch.normal().abs()
         old = rollout + batch.normal(0.4)
-        weights, masks, metrics = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+        weights, masks, metrics = rollout_correction(
+            batch.rows(old), batch.rows(rollout), batch.masks, config
+        )
         _, expected_mask, expected_metrics = verl_correction(
             verl,
             batch,
@@ -413,19 +455,30 @@ def test_veto(verl: Any, seed: int) -> None:
     rollout = -batch.normal().abs()
     old = rollout - batch.normal(0.5).abs()
     config = RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
-    _, masks, metrics = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+    _, masks, metrics = rollout_correction(
+        batch.rows(old), batch.rows(rollout), batch.masks, config
+    )
     _, expected_mask, expected_metrics = verl_correction(
-        verl, batch, old, rollout, rollout_rs="seq_max_k2", rollout_rs_threshold=float(np.log(0.4) ** 2 / 2)
+        verl,
+        batch,
+        old,
+        rollout,
+        rollout_rs="seq_max_k2",
+        rollout_rs_threshold=float(np.log(0.4) ** 2 / 2),
     )
     for mask, expected in zip(masks, batch.rows(expected_mask), strict=True):
         np.testing.assert_array_equal(mask, expected.astype(np.bool_))
     vetoed = expected_metrics["rollout_corr/rollout_rs_seq_masked_fraction"]
-    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(vetoed, rel=TOLERANCE, abs=TOLERANCE)
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(
+        vetoed, rel=TOLERANCE, abs=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @given(seed=seeds, rule=st.sampled_from(list(RULES)), normalize=st.booleans())
-def test_correction_of_extreme_ratios(verl: Any, level: RolloutIS, seed: int, rule: RolloutRS, normalize: bool) -> None:
+def test_correction_of_extreme_ratios(
+    verl: Any, level: RolloutIS, seed: int, rule: RolloutRS, normalize: bool
+) -> None:
     """Weights and masks, with ratios far beyond e^20 and sequences of which no token counts."""
     batch = Batch.of(seed)
     rollout = -batch.normal().abs()
@@ -438,7 +491,9 @@ def test_correction_of_extreme_ratios(verl: Any, level: RolloutIS, seed: int, ru
         rollout_rs_threshold=upper,
         rollout_rs_threshold_lower=lower,
     )
-    weights, masks, _ = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+    weights, masks, _ = rollout_correction(
+        batch.rows(old), batch.rows(rollout), batch.masks, config
+    )
     expected_weights, expected_mask, _ = verl_correction(
         verl,
         batch,

@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
-def segments_of(q: Any, k: Any, v: Any, lengths: VarlenLengths, scale: float) -> Iterator[tuple[Any, ...]]:
+def segments_of(
+    q: Any, k: Any, v: Any, lengths: VarlenLengths, scale: float
+) -> Iterator[tuple[Any, ...]]:
     """Yield the queries' and keys' places of each segment, its keys and values for all heads, and its scores.
 
     As flash attention on CUDA: causal, and windows, by the distance from the last query and the last key.
@@ -37,7 +39,9 @@ def segments_of(q: Any, k: Any, v: Any, lengths: VarlenLengths, scale: float) ->
         yield queries, keys, own_keys, own_values, scores.masked_fill(hidden, -torch.inf)
 
 
-def written_out(q: Any, k: Any, v: Any, lengths: VarlenLengths, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def written_out(
+    q: Any, k: Any, v: Any, lengths: VarlenLengths, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
     for queries, _, _, values, scores in segments_of(q, k, v, lengths, scale):
         out[queries] = torch.einsum("hql,lhd->qhd", scores.softmax(-1), values)
@@ -46,7 +50,15 @@ def written_out(q: Any, k: Any, v: Any, lengths: VarlenLengths, *, scale: float)
 
 
 def written_out_gradients(
-    grad: torch.Tensor, q: Any, k: Any, v: Any, out: Any, lse: Any, lengths: VarlenLengths, *, scale: float
+    grad: torch.Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    lengths: VarlenLengths,
+    *,
+    scale: float,
 ) -> tuple[torch.Tensor, ...]:
     """Flash attention's backward pass, which has the log-sum-exp over all that a query sees, a sink included."""
     grads = [torch.zeros_like(x) for x in (q, k, v)]
@@ -64,7 +76,10 @@ def written_out_gradients(
 
 @settings(max_examples=40)
 @given(
-    groups=st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=3)), min_size=1),
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=3)),
+        min_size=1,
+    ),
     window=st.sampled_from([None, 1, 3, 8, 100]),
     has_sinks=st.booleans(),
     share_prefix=st.booleans(),

@@ -43,7 +43,10 @@ _NAMES_OF_SIZES = (
         linear_value_head_dim mamba_chunk_size mamba_d_head mamba_headdim mamba_n_heads q_lora_rank v_head_dim""",
     ),
     (32, "intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size"),
-    (64, "d_model emb_dim embed_dim embedding_size hidden_size hidden_size_global n_embd word_embed_proj_dim"),
+    (
+        64,
+        "d_model emb_dim embed_dim embedding_size hidden_size hidden_size_global n_embd word_embed_proj_dim",
+    ),
     (96, "decoder_ffn_dim encoder_ffn_dim ffn_dim ffn_hidden_size intermediate_size n_inner"),
     (256, "context_length max_position_embeddings max_seq_len n_ctx n_positions"),
     (
@@ -51,11 +54,23 @@ _NAMES_OF_SIZES = (
         """attention_chunk_size attention_window_size keep_window_size local_attention sliding_window
         sliding_window_size window_size""",
     ),
-    (VOCAB_SIZE, "audio_vocab_size encoder_hash_byte_group_vocab vocab_size vocab_size_per_layer_input"),
+    (
+        VOCAB_SIZE,
+        "audio_vocab_size encoder_hash_byte_group_vocab vocab_size vocab_size_per_layer_input",
+    ),
 )
 _SIZES = {name: size for size, names in _NAMES_OF_SIZES for name in names.split()}
-_SWITCHES: dict[str, Any] = {"use_sliding_window": True, "is_decoder": True, "num_kv_shared_layers": 0}
-_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_expand": 2}
+_SWITCHES: dict[str, Any] = {
+    "use_sliding_window": True,
+    "is_decoder": True,
+    "num_kv_shared_layers": 0,
+}
+_MAMBA_2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_expand": 2,
+}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
@@ -66,7 +81,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {
         "d_model": 64,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 64,
+            "ffn_hidden_size": 96,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
     },
     "falcon_h1": {**_MAMBA_2, "num_hidden_layers": 2},
     "gemma3n_text": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.95, 0.0]},
@@ -86,9 +106,16 @@ _OWN: dict[str, dict[str, Any]] = {
         "ple_embed_dim": 64,
         "ngram_vocab_size_base": 96,
     },
-    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16},
+    "reformer": {
+        "axial_pos_embds": False,
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+    },
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }

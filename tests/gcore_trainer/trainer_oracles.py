@@ -55,7 +55,9 @@ def load_padded(path: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     Attention is written out in float32, where transformers does softmax in float32 whatever the dtype.
     """
     attention = "eager" if dtype == torch.float32 else "sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention
+    )
     return model
 
 
@@ -68,7 +70,9 @@ class Group:
 
 
 groups = st.lists(
-    st.builds(Group, st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=4
+    st.builds(Group, st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -91,7 +95,9 @@ def make_samples(groups: Iterable[Group], *, seed: int) -> list[Sample]:
     return [samples[i] for i in rng.permutation(len(samples))]
 
 
-def off_policy(samples: list[Sample], packed: PackedModel, *, seed: int, scale: float = 0.4) -> list[Sample]:
+def off_policy(
+    samples: list[Sample], packed: PackedModel, *, seed: int, scale: float = 0.4
+) -> list[Sample]:
     """The samples as an older policy wrote them: ratios off 1, and a reference policy somewhere near."""
     rng = np.random.default_rng(seed)
 
@@ -111,11 +117,20 @@ def routed(samples: list[Sample], shape: tuple[int, int, int], *, seed: int) -> 
     num_layers, num_experts, top_k = shape
 
     def choice(num_tokens: int) -> np.ndarray[Any, np.dtype[np.int16]]:
-        return rng.random((num_tokens, num_layers, num_experts)).argsort(-1)[..., :top_k].astype(np.int16)
+        return (
+            rng.random((num_tokens, num_layers, num_experts))
+            .argsort(-1)[..., :top_k]
+            .astype(np.int16)
+        )
 
     prompts = {s.prompt_ids.tobytes(): choice(s.prompt_ids.size) for s in samples}
     return [
-        replace(s, routed_experts=np.concatenate([prompts[s.prompt_ids.tobytes()], choice(s.response_ids.size - 1)]))
+        replace(
+            s,
+            routed_experts=np.concatenate(
+                [prompts[s.prompt_ids.tobytes()], choice(s.response_ids.size - 1)]
+            ),
+        )
         for s in samples
     ]
 
@@ -141,19 +156,27 @@ def padded_scores(model: Any, samples: list[Sample], *, temperature: float = 1.0
     """Every sample with its own copy of the prompt, padded on the right to the longest."""
     sequences = [torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])) for s in samples]
     ids_BL = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    seen_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in sequences], batch_first=True)
-    log_probs_BLV = (model(input_ids=ids_BL, attention_mask=seen_BL).logits / temperature).log_softmax(-1)
+    seen_BL = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(x) for x in sequences], batch_first=True
+    )
+    log_probs_BLV = (
+        model(input_ids=ids_BL, attention_mask=seen_BL).logits / temperature
+    ).log_softmax(-1)
     log_probs: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     for sample, log_probs_LV in zip(samples, log_probs_BLV, strict=True):
         start = sample.prompt_ids.size - 1
         log_probs_RV = log_probs_LV[start : start + sample.response_ids.size]
-        log_probs.append(log_probs_RV.gather(1, torch.from_numpy(sample.response_ids)[:, None])[:, 0])
+        log_probs.append(
+            log_probs_RV.gather(1, torch.from_numpy(sample.response_ids)[:, None])[:, 0]
+        )
         entropies.append(torch.distributions.Categorical(logits=log_probs_RV).entropy())
     return PaddedScores(
         log_probs=torch.nn.utils.rnn.pad_sequence(log_probs, batch_first=True),
         entropies=torch.nn.utils.rnn.pad_sequence(entropies, batch_first=True),
-        mask=torch.nn.utils.rnn.pad_sequence([torch.from_numpy(_mask(s)) for s in samples], batch_first=True).float(),
+        mask=torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(_mask(s)) for s in samples], batch_first=True
+        ).float(),
     )
 
 
@@ -164,7 +187,9 @@ def padded_loss(
     scores = padded_scores(model, samples, temperature=temperature)
     log_probs_BR = scores.log_probs
     advantages_BR = _rows([s.advantages for s in samples], log_probs_BR.detach())
-    ratio_BR = (log_probs_BR - _rows([s.old_log_probs for s in samples], log_probs_BR.detach())).exp()
+    ratio_BR = (
+        log_probs_BR - _rows([s.old_log_probs for s in samples], log_probs_BR.detach())
+    ).exp()
     clipped_BR = ratio_BR.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
     objective_BR = torch.min(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
     if config.clip_ratio_c is not None:
@@ -172,8 +197,14 @@ def padded_loss(
         objective_BR = torch.where(advantages_BR < 0, bounded_BR, objective_BR)
     loss_BR = -objective_BR - config.entropy_coeff * scores.entropies
     if config.kl_loss_coef:
-        log_ratio_BR = _rows([s.ref_log_probs for s in samples], log_probs_BR.detach()) - log_probs_BR
-        kl_BR = {"k1": -log_ratio_BR, "k2": log_ratio_BR**2 / 2, "k3": log_ratio_BR.exp() - log_ratio_BR - 1}
+        log_ratio_BR = (
+            _rows([s.ref_log_probs for s in samples], log_probs_BR.detach()) - log_probs_BR
+        )
+        kl_BR = {
+            "k1": -log_ratio_BR,
+            "k2": log_ratio_BR**2 / 2,
+            "k3": log_ratio_BR.exp() - log_ratio_BR - 1,
+        }
         loss_BR = loss_BR + config.kl_loss_coef * kl_BR[config.kl_loss_type]
     mask_BR = scores.mask
     sums_B = (loss_BR * mask_BR).sum(1)
@@ -194,7 +225,9 @@ def packed_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Policy loss and gradients of one `TorchTrainer.train_step` that changes nothing."""
     optimizer = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
-    metrics = TorchTrainer(packed, optimizer=optimizer, objective=PolicyObjective(config)).train_step(micro_batches)
+    metrics = TorchTrainer(
+        packed, optimizer=optimizer, objective=PolicyObjective(config)
+    ).train_step(micro_batches)
     loss = metrics["actor/pg_loss"] + config.kl_loss_coef * metrics.get("actor/kl_loss", 0.0)
     return loss, gradients(packed.model)
 
@@ -235,12 +268,18 @@ def nearest_merge_share(
         layer = name.removesuffix(".weight")
         if layer + A_OF in adapters:
             a, b = (adapters[layer + end].double() for end in (A_OF, B_OF))
-            are_nearest.append((tensor == (base[name].double() + scale * (b @ a)).to(tensor.dtype)).flatten())
+            are_nearest.append(
+                (tensor == (base[name].double() + scale * (b @ a)).to(tensor.dtype)).flatten()
+            )
     return torch.cat(are_nearest).double().mean().item()
 
 
 def _mask(sample: Sample) -> np.ndarray[Any, Any]:
-    return np.ones(sample.response_ids.size, np.bool_) if sample.response_mask is None else sample.response_mask
+    return (
+        np.ones(sample.response_ids.size, np.bool_)
+        if sample.response_mask is None
+        else sample.response_mask
+    )
 
 
 def _rows(arrays: list[Any], default_BR: torch.Tensor) -> torch.Tensor:

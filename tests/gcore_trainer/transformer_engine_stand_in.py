@@ -29,7 +29,9 @@ class NormAndColumn(ColumnParallelLinear):
         assert not others["is_expert"]
         super().__init__(input_size, output_size, config=config, **others)
         self._eps = config.layernorm_epsilon
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight = torch.nn.Parameter(
+            torch.ones(input_size, dtype=config.params_dtype)
+        )
         mark: Any = self.layer_norm_weight
         mark.sequence_parallel = config.sequence_parallel
 

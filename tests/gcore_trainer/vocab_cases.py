@@ -19,7 +19,9 @@ def score_part_of_vocabulary(
     """Log-probs, entropies, and the gradients of the hidden states and this rank's rows."""
     weight = parts[rank.number].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
-    vocab = VocabShard(group=rank.groups[len(parts)], start=rank.number * parts[0].shape[0], vocab_size=vocab_size)
+    vocab = VocabShard(
+        group=rank.groups[len(parts)], start=rank.number * parts[0].shape[0], vocab_size=vocab_size
+    )
     scores = token_scores(
         hidden,
         weight,

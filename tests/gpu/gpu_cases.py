@@ -8,14 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from gcore_rollout import open_weights
-from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, Sample, TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+)
 
 ON_CUDA = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/gpu"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/gpu"
+    ),
 ]
 VOCAB_SIZE = 96
 WINDOW = 8
@@ -35,7 +51,9 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=False),
     "window": MistralConfig(**_SIZES, sliding_window=WINDOW),
-    "sinks": GptOssConfig(**_SIZES, head_dim=32, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "sinks": GptOssConfig(
+        **_SIZES, head_dim=32, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 """All with grouped queries; gpt-oss has sinks, and windows in every other layer."""
 
@@ -66,25 +84,35 @@ def make_samples(lengths: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0)
 SAMPLES = make_samples([(30, (20, 5, 60)), (3, (1,)), (70, (12, 40))])
 
 
-def load_packed(path: Path, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> PackedModel:
+def load_packed(
+    path: Path, device: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> PackedModel:
     """Load a model whose parameters, as those in training, are float32."""
     return PackedModel.from_pretrained(path, device=device, compute_dtype=dtype, **options)
 
 
-def make_trainer(path: Path, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> TorchTrainer:
+def make_trainer(
+    path: Path, device: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> TorchTrainer:
     """Load a model with an optimizer and the loss of GRPO."""
     packed = load_packed(path, device, dtype, **options)
-    return TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-3), objective=PolicyObjective(PolicyLossConfig()))
+    return TorchTrainer(
+        packed, optimizer=OptimizerConfig(lr=1e-3), objective=PolicyObjective(PolicyLossConfig())
+    )
 
 
 def plain_log_probs(path: Path, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """Compute log-probabilities [R] of each sample by transformers alone, in float32 on the CPU."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     found: list[torch.Tensor] = []
     for sample in samples:
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]))
         with torch.no_grad():
-            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, sample.prompt_ids.size - 1 :]
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[
+                0, sample.prompt_ids.size - 1 :
+            ]
         found.append(logits.log_softmax(-1).gather(1, ids[sample.prompt_ids.size :, None])[:, 0])
     return found
 

@@ -14,7 +14,11 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def dense_attention(
-    batch: PackedBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: AttentionKind
+    batch: PackedBatch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kind: AttentionKind,
 ) -> torch.Tensor:
     """Compute [1, T, H, D]: a token sees those before it in its sample, its own included."""
     num_tokens, groups = batch.input_ids.size, HEADS // KV_HEADS
@@ -49,7 +53,11 @@ def test_packed_attention_is_that_of_a_dense_mask(
     def computed(dtype: torch.dtype, device: str, *, is_dense: bool) -> list[torch.Tensor]:
         """Return the output and all gradients, in float64 on the CPU."""
         q, k, v = (x.to(device, dtype).requires_grad_() for x in rounded)
-        own_sinks = None if sinks is None else sinks.to(device, torch.float64 if is_dense else torch.float32)
+        own_sinks = (
+            None
+            if sinks is None
+            else sinks.to(device, torch.float64 if is_dense else torch.float32)
+        )
         leaves = [q, k, v] if own_sinks is None else [q, k, v, own_sinks.requires_grad_()]
         kind = AttentionKind(
             sliding_window=WINDOW if "window" in name else None,
@@ -60,7 +68,10 @@ def test_packed_attention_is_that_of_a_dense_mask(
         out = dense_attention(batch, q, k, v, kind) if is_dense else plan.attend(q, k, v, kind)
         weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
         (out * weights.to(out)).sum().backward()
-        return [x.detach().double().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
+        return [
+            x.detach().double().cpu()
+            for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))
+        ]
 
     expected = computed(torch.float64, "cpu", is_dense=True)
     actual = computed(dtype, device, is_dense=False)

@@ -14,7 +14,8 @@ from gcore_rollout import Completion, HFEngine, Request, SamplingParams
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/gpu runs it there"
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device: pytest -m gpu tests/gpu runs it there",
     ),
 ]
 
@@ -73,11 +74,15 @@ def test_graphs_draw_the_tokens_of_dynamic_shapes(tmp_path: Path, temperature: f
             asyncio.run(graphs.wake())
         recorded = dict(graphs._decoder._graphs._graphs)
         expected, found = _generate(dynamic, requests), _generate(graphs, requests)
-        same = [found[key].token_ids.tolist() == c.token_ids.tolist() for key, c in expected.items()]
+        same = [
+            found[key].token_ids.tolist() == c.token_ids.tolist() for key, c in expected.items()
+        ]
         assert np.mean(same) >= 0.9
         for (key, completion), is_same in zip(expected.items(), same, strict=True):
             if is_same:
-                np.testing.assert_allclose(found[key].log_probs, completion.log_probs, atol=1e-4, rtol=0)
+                np.testing.assert_allclose(
+                    found[key].log_probs, completion.log_probs, atol=1e-4, rtol=0
+                )
         if stage == "new weights":
             # Weights are replaced where graphs read them.
             assert recorded

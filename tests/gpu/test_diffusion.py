@@ -49,10 +49,14 @@ def request(count: int = 4) -> ImageRequest:
 
 
 async def images_of(engine: DiffusersEngine) -> list[ImageSample]:
-    return sorted([sample async for sample in engine.generate([request()])], key=lambda sample: sample.index)
+    return sorted(
+        [sample async for sample in engine.generate([request()])], key=lambda sample: sample.index
+    )
 
 
-def assert_same(found: Sequence[ImageSample], expected: Sequence[ImageSample], *, atol: float) -> None:
+def assert_same(
+    found: Sequence[ImageSample], expected: Sequence[ImageSample], *, atol: float
+) -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.latents, other.latents, atol=atol)
         np.testing.assert_allclose(one.trajectory.log_probs, other.trajectory.log_probs, atol=atol)
@@ -62,7 +66,9 @@ def assert_same(found: Sequence[ImageSample], expected: Sequence[ImageSample], *
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_what_was_sampled_is_computed_again(name: str, device: str, tmp_path: Path) -> None:
     """On a CPU, gcore_rollout's tests do this for every family."""
-    found = await measured(FAMILIES[name], tmp_path, FAMILIES[name].guidance_scales[-1], device=device)
+    found = await measured(
+        FAMILIES[name], tmp_path, FAMILIES[name].guidance_scales[-1], device=device
+    )
     assert found.deviation <= TOLERANCES[torch.float32]
 
 
@@ -70,7 +76,9 @@ async def test_what_was_sampled_is_computed_again(name: str, device: str, tmp_pa
 async def test_a_step_of_training(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Its ratios are one before the step; the engine takes the weights after it, and so do adapters after a sleep."""
     path = flow_pipeline(tmp_path)
-    engine = DiffusersEngine.from_pretrained(path, device=device, dtype=str(dtype).removeprefix("torch."))
+    engine = DiffusersEngine.from_pretrained(
+        path, device=device, dtype=str(dtype).removeprefix("torch.")
+    )
     samples = [in_training(sample, index) for index, sample in enumerate(await images_of(engine))]
     for lora in (None, LoRAConfig(rank=2, alpha=4)):
         denoiser = Denoiser.from_pretrained(path, device=device, compute_dtype=dtype, lora=lora)
@@ -109,7 +117,9 @@ async def test_an_engine_gives_its_memory_back(device: str, offloads: bool, tmp_
     assert all(on_device) == (device == "cpu" or not offloads)
     assert_same(await images_of(engine), expected, atol=1e-4)
     await engine.sleep()
-    parts = [part for part in engine.pipeline.components.values() if isinstance(part, torch.nn.Module)]
+    parts = [
+        part for part in engine.pipeline.components.values() if isinstance(part, torch.nn.Module)
+    ]
     assert {tensor.device.type for part in parts for tensor in part.parameters()} == {"cpu"}
     await engine.wake()
     assert_same(await images_of(engine), expected, atol=1e-4)
@@ -120,7 +130,9 @@ async def test_an_engine_gives_its_memory_back(device: str, offloads: bool, tmp_
 async def test_compiled_blocks_make_the_same_images(device: str, tmp_path: Path) -> None:
     """On a CPU, gcore_rollout's tests compile them."""
     path = flow_pipeline(tmp_path)
-    plain, compiled = (DiffusersEngine.from_pretrained(path, device=device, compiles=c) for c in (False, True))
+    plain, compiled = (
+        DiffusersEngine.from_pretrained(path, device=device, compiles=c) for c in (False, True)
+    )
     made = await images_of(compiled)
     assert_same(made, await images_of(plain), atol=1e-3)
     denoiser = Denoiser(copy.deepcopy(plain.pipeline.transformer).requires_grad_(True))
@@ -130,7 +142,9 @@ async def test_compiled_blocks_make_the_same_images(device: str, tmp_path: Path)
         objective=DenoisingPolicyObjective(DenoisingPolicyConfig(), KERNEL),
     )
     trainer.compile()
-    metrics = trainer.train_step([[in_training(sample, index) for index, sample in enumerate(made)]])
+    metrics = trainer.train_step(
+        [[in_training(sample, index) for index, sample in enumerate(made)]]
+    )
     assert metrics["actor/grad_norm"] > 0
     for engine in (plain, compiled):
         await engine.close()

@@ -42,28 +42,38 @@ def generate(engine: HFEngine) -> list[Completion]:
 
 
 def as_samples(completions: list[Completion]) -> list[Sample]:
-    prompts = {request.request_id: np.array(request.prompt_token_ids) for request in make_requests()}
+    prompts = {
+        request.request_id: np.array(request.prompt_token_ids) for request in make_requests()
+    }
     return [Sample(prompt_ids=prompts[c.request_id], response_ids=c.token_ids) for c in completions]
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "window"])
-def test_engine_and_trainer_agree(device: str, folders: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+def test_engine_and_trainer_agree(
+    device: str, folders: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
     completions = generate(load_engine(folders[name], device, dtype))
     [own] = load_packed(folders[name], device, dtype).log_probs([as_samples(completions)])
     mean, largest = BOUNDS[dtype]
-    differences = np.concatenate([np.abs(a - c.log_probs) for a, c in zip(own, completions, strict=True)])
+    differences = np.concatenate(
+        [np.abs(a - c.log_probs) for a, c in zip(own, completions, strict=True)]
+    )
     assert differences.mean() <= mean
     assert differences.max() <= largest
 
 
-def test_engine_computes_with_the_trainers_new_weights(device: str, folders: dict[str, Path]) -> None:
+def test_engine_computes_with_the_trainers_new_weights(
+    device: str, folders: dict[str, Path]
+) -> None:
     engine, trainer = load_engine(folders["qwen2"], device), make_trainer(folders["qwen2"], device)
     before = generate(engine)
     trainer.train_step([make_samples([(20, (30, 10, 15))])])
     asyncio.run(engine.update_weights(trainer.export_weights(), version=1))
     after = generate(engine)
-    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(before, after, strict=True))
+    assert any(
+        not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(before, after, strict=True)
+    )
     [own] = trainer.log_probs([as_samples(after)])
     for a, completion in zip(own, after, strict=True):
         np.testing.assert_allclose(a, completion.log_probs, rtol=1e-4, atol=1e-4)
@@ -81,7 +91,9 @@ def test_an_engine_wakes_as_it_was(device: str, folders: dict[str, Path]) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/gpu")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: pytest -m gpu tests/gpu"
+)
 def test_another_process_reads_the_weights_by_cuda_ipc(folders: dict[str, Path]) -> None:
     trainer = make_trainer(folders["qwen2"], "cuda")
     weights = {name: tensor.bfloat16() for name, tensor in trainer.export_weights()}

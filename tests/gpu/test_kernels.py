@@ -15,7 +15,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape)))
+    return torch.randn(
+        shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape))
+    )
 
 
 def test_layers_use_them(folders: dict[str, Path]) -> None:
@@ -30,14 +32,19 @@ def test_layers_use_them(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("unit", ["swiglu", "geglu"])
 def test_gated_units(unit: str, dtype: torch.dtype) -> None:
-    gate, up = (x.to(dtype).requires_grad_() for x in (random(3, 1030), random(1030, 3).T.contiguous()))
+    gate, up = (
+        x.to(dtype).requires_grad_() for x in (random(3, 1030), random(1030, 3).T.contiguous())
+    )
     found = getattr(layer_kernels, unit)(gate, up)
     silu, gelu = torch.nn.functional.silu(gate), torch.nn.functional.gelu(gate, approximate="tanh")
     expected = (silu if unit == "swiglu" else gelu) * up
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     weights = random(3, 1030).to(dtype)
-    for a, b in zip(*(torch.autograd.grad((x * weights).sum(), (gate, up)) for x in (found, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((x * weights).sum(), (gate, up)) for x in (found, expected)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -45,7 +52,9 @@ def test_gated_units(unit: str, dtype: torch.dtype) -> None:
 def test_moments_and_gradients_of_logits(width: int) -> None:
     logits = 5 * random(9, width)
     exact = logits.double()
-    for a, b in zip(logit_kernels.moments(logits), head.moments_(exact.clone(), has_bias=False), strict=True):
+    for a, b in zip(
+        logit_kernels.moments(logits), head.moments_(exact.clone(), has_bias=False), strict=True
+    ):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     columns, pulls = torch.arange(9, device="cuda"), random(9)
     log_sums, probs = exact.logsumexp(-1), exact.softmax(-1)
@@ -61,7 +70,9 @@ def test_moments_and_gradients_of_logits(width: int) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_of_linear_layers_are_added_up_in_float32(dtype: torch.dtype, has_bias: bool) -> None:
+def test_gradients_of_linear_layers_are_added_up_in_float32(
+    dtype: torch.dtype, has_bias: bool
+) -> None:
     """Of two passes, one of them checkpointed, on top of what is there."""
     layer = torch.nn.Linear(72, 40, bias=has_bias, device="cuda", dtype=dtype)
     for parameter in layer.parameters():

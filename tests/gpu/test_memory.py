@@ -15,7 +15,9 @@ def weights_of(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_trainer_wakes_as_it_was(device: str, folders: dict[str, Path], dtype: torch.dtype) -> None:
+def test_a_trainer_wakes_as_it_was(
+    device: str, folders: dict[str, Path], dtype: torch.dtype
+) -> None:
     sleeper: Any = make_trainer(folders["qwen2"], device, dtype)
     other = make_trainer(folders["qwen2"], device, dtype)
     for trainer in (sleeper, other):

@@ -36,7 +36,10 @@ def growing(*lines: str, pids: Sequence[int] | None = None) -> Generator[list[in
 
     def watch() -> None:
         while not is_over.wait(0.001):
-            growth[:] = [max(most, now - then) for most, now, then in zip(growth, taken(), before, strict=True)]
+            growth[:] = [
+                max(most, now - then)
+                for most, now, then in zip(growth, taken(), before, strict=True)
+            ]
 
     watcher = threading.Thread(target=watch)
     watcher.start()

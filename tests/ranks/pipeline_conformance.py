@@ -15,7 +15,15 @@ import torch
 from tiny_families import FAMILIES, REFUSED, Family
 
 from gcore_diffusion.modality import training_sample
-from gcore_rollout import DDIM, FlowSDE, ImageRequest, ImageSample, ImageSampling, Kernel, UnsupportedModelError
+from gcore_rollout import (
+    DDIM,
+    FlowSDE,
+    ImageRequest,
+    ImageSample,
+    ImageSampling,
+    Kernel,
+    UnsupportedModelError,
+)
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import Denoiser, DiffusionSample, LoRAConfig
 from gcore_trainer.diffusion.objectives import drawn_at
@@ -40,7 +48,10 @@ class Measured:
     @property
     def deviation(self) -> float:
         """Largest distance from 1 of the ratio of the trainer's density of a recorded step to the engine's."""
-        kernel, samples = kernel_of(self.engine.pipeline), [in_training(each) for each in self.samples]
+        kernel, samples = (
+            kernel_of(self.engine.pipeline),
+            [in_training(each) for each in self.samples],
+        )
         return float((ratios(denoiser_of(self.model), kernel, samples) - 1).abs().max())
 
     @property
@@ -55,13 +66,17 @@ class Measured:
 
 
 def kernel_of(pipeline: Any) -> Kernel:
-    return DDIM(eta=1.0) if hasattr(pipeline.scheduler, "alphas_cumprod") else FlowSDE(noise_level=0.7)
+    return (
+        DDIM(eta=1.0) if hasattr(pipeline.scheduler, "alphas_cumprod") else FlowSDE(noise_level=0.7)
+    )
 
 
 def pictures(count: int, seed: int) -> tuple[Any, ...]:
     """Images for a prompt, of a shape that depends on the seed."""
     generator = np.random.default_rng(seed)
-    return tuple(generator.integers(0, 256, (64, 64 + 16 * seed, 3), np.uint8) for _ in range(count))
+    return tuple(
+        generator.integers(0, 256, (64, 64 + 16 * seed, 3), np.uint8) for _ in range(count)
+    )
 
 
 def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[ImageRequest]:
@@ -86,11 +101,20 @@ def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[Imag
 
 
 async def measured(
-    family: Family, path: Path, guidance_scale: float, *, max_num_images: int = 64, device: str = "cpu"
+    family: Family,
+    path: Path,
+    guidance_scale: float,
+    *,
+    max_num_images: int = 64,
+    device: str = "cpu",
 ) -> Measured:
     pipeline = family.make(path)
     scheduler = "DDIM" if hasattr(pipeline.scheduler, "alphas_cumprod") else "flow matching"
-    settings: dict[str, Any] = {"options": family.options, "size": family.size, "component": family.component}
+    settings: dict[str, Any] = {
+        "options": family.options,
+        "size": family.size,
+        "component": family.component,
+    }
     engine = DiffusersEngine(pipeline, max_num_images=max_num_images, device=device, **settings)
     given = requests(family, kernel_of(pipeline), guidance_scale)
     calls, steps = [], []
@@ -110,9 +134,13 @@ async def measured(
     )
 
 
-def denoiser_of(model: Any, lora: LoRAConfig | None = None, compute_dtype: torch.dtype = torch.float32) -> Denoiser:
+def denoiser_of(
+    model: Any, lora: LoRAConfig | None = None, compute_dtype: torch.dtype = torch.float32
+) -> Denoiser:
     """Return an engine's model in training."""
-    return Denoiser(copy.deepcopy(model).requires_grad_(lora is None), lora=lora, compute_dtype=compute_dtype)
+    return Denoiser(
+        copy.deepcopy(model).requires_grad_(lora is None), lora=lora, compute_dtype=compute_dtype
+    )
 
 
 def in_training(made: ImageSample, index: int = 0) -> DiffusionSample:
@@ -124,7 +152,9 @@ def ratios(denoiser: Denoiser, kernel: Kernel, samples: list[DiffusionSample]) -
     """Return the ratios [K, B] of the trainer's density of each recorded step to the engine's."""
     found: list[torch.Tensor] = []
     for step in range(samples[0].num_steps):
-        following, old_log_probs = stack_fields(samples, denoiser.device, "next_latents", "old_log_probs", step=step)
+        following, old_log_probs = stack_fields(
+            samples, denoiser.device, "next_latents", "old_log_probs", step=step
+        )
         drawn, _ = drawn_at(denoiser, kernel, samples, step)
         found.append(torch.exp(drawn.log_prob(following) - old_log_probs))
     return torch.stack(found)
@@ -143,7 +173,9 @@ def refused_row(name: str, error: UnsupportedModelError) -> str:
 async def row_of(name: str, path: Path) -> str:
     family = (FAMILIES | REFUSED)[name]
     try:
-        found = [await measured(family, path / str(scale), scale) for scale in family.guidance_scales]
+        found = [
+            await measured(family, path / str(scale), scale) for scale in family.guidance_scales
+        ]
     except UnsupportedModelError as error:
         return refused_row(name, error)
     deviation = max(each.deviation for each in found)

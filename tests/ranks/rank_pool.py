@@ -26,7 +26,9 @@ def script_server(script: Path, *arguments: str) -> Generator[tuple[IO[str], IO[
     """A script that answers requests, a line each."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     command = [sys.executable, script, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         yield server.stdin, server.stdout
@@ -36,7 +38,10 @@ def script_server(script: Path, *arguments: str) -> Generator[tuple[IO[str], IO[
 @contextmanager
 def serving_ranks(*cases: Path, setup: str | None = None) -> "Generator[RankServer]":
     """A server of ranks that run the functions of these files, imported once; its shared pool begins with `setup`."""
-    with script_server(Path(__file__).with_name("rank_server.py"), *map(str, cases)) as (requests, replies):
+    with script_server(Path(__file__).with_name("rank_server.py"), *map(str, cases)) as (
+        requests,
+        replies,
+    ):
         server = RankServer(requests, replies, setup)
         yield server
         server.close()
@@ -49,35 +54,47 @@ class RankPool:
     """
 
     def __init__(self, requests: IO[str], replies: IO[str], size: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # short: the path of a socket has at most 107 bytes
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="ranks-")
+        )  # short: the path of a socket has at most 107 bytes
         # Not in the server: what forks must have no threads.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self._folder / "socket"))
             listener.listen()
             listener.settimeout(300)
-            print(json.dumps([str(self._folder), self._store.port, size]), file=requests, flush=True)
+            print(
+                json.dumps([str(self._folder), self._store.port, size]), file=requests, flush=True
+            )
             self.pids: list[int] = json.loads(replies.readline())
             self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
             accepted = [Connection(listener.accept()[0].detach()) for _ in self.pids]
-        self._connections = [connection for _, connection in sorted((c.recv(), c) for c in accepted)]
+        self._connections = [
+            connection for _, connection in sorted((c.recv(), c) for c in accepted)
+        ]
         self.alive = True
 
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 300) -> list[Any]:
+    def run(
+        self, function: str, *arguments: object, size: int, timeout_s: float = 300
+    ) -> list[Any]:
         """What the function returns on each of the first `size` ranks, none of which may fail."""
         outcomes = self.outcomes(function, *arguments, size=size, timeout_s=timeout_s)
         for rank, outcome in enumerate(outcomes):
             assert "value" in outcome, f"rank {rank}: {outcome.get('traceback', 'died')}"
         return [outcome["value"] for outcome in outcomes]
 
-    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 300) -> list[str]:
+    def errors(
+        self, function: str, *arguments: object, size: int, timeout_s: float = 300
+    ) -> list[str]:
         """What the function raises on each of the first `size` ranks, as `TypeName: message`; all must."""
         outcomes = self.outcomes(function, *arguments, size=size, timeout_s=timeout_s)
         for rank, outcome in enumerate(outcomes):
             assert "error" in outcome, f"rank {rank}: {outcome}"
         return [outcome["error"] for outcome in outcomes]
 
-    def outcomes(self, function: str, *arguments: object, size: int, timeout_s: float) -> list[dict[str, Any]]:
+    def outcomes(
+        self, function: str, *arguments: object, size: int, timeout_s: float
+    ) -> list[dict[str, Any]]:
         """`value`, or `error` and `traceback`, of each of the first `size` ranks; nothing of one that is dead."""
         self.start(function, *arguments, ranks=range(size))
         outcomes = self.collect(range(size), timeout_s)

@@ -53,7 +53,9 @@ def run_rank(folder: Path, port: int, number: int, size: int) -> None:
         connection.send_bytes(pickle.dumps(outcome(_function(function), rank, arguments)))
 
 
-def outcome(function: Callable[..., object], rank: Rank, arguments: tuple[object, ...]) -> dict[str, Any]:
+def outcome(
+    function: Callable[..., object], rank: Rank, arguments: tuple[object, ...]
+) -> dict[str, Any]:
     try:
         return {"value": function(rank, *arguments)}
     except Exception as error:

@@ -24,12 +24,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path, timeout_s: float) -> Generator[str]:
+def served(
+    command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path, timeout_s: float
+) -> Generator[str]:
     """Run a server and yield its URL once it says that it is well."""
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env={**os.environ, **env}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         _until_well(process, url, log, timeout_s)
@@ -48,7 +54,13 @@ def served(command: Sequence[str], *, port: int, env: Mapping[str, str], log: Pa
 def served_by_sglang(python: str, model: Path, *, log: Path) -> Generator[str]:
     """SGLang in an environment of its own."""
     port = free_port()
-    with served([str(_SERVE_SGLANG), python, str(model), str(port)], port=port, env={}, log=log, timeout_s=1800) as url:
+    with served(
+        [str(_SERVE_SGLANG), python, str(model), str(port)],
+        port=port,
+        env={},
+        log=log,
+        timeout_s=1800,
+    ) as url:
         yield url
 
 
@@ -60,5 +72,7 @@ def _until_well(process: "subprocess.Popen[bytes]", url: str, log: Path, timeout
             return
         if process.poll() is not None or time.monotonic() > end:
             tail = "\n".join(log.read_text().splitlines()[-30:])
-            raise RuntimeError(f"the server at {url} did not come up (exit status {process.returncode}):\n{tail}")
+            raise RuntimeError(
+                f"the server at {url} did not come up (exit status {process.returncode}):\n{tail}"
+            )
         time.sleep(0.2)

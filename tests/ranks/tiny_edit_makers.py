@@ -18,11 +18,20 @@ def kontext(path: Path) -> Any:
 
 
 def _qwen_edit(kind: str, module: str) -> Any:
-    names = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    names = (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    )
     tokenizer = letters()
     tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
     processor = transformers.Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessorPil(patch_size=2, size={"shortest_edge": 4 * 4, "longest_edge": 8 * 8}),
+        Qwen2VLImageProcessorPil(
+            patch_size=2, size={"shortest_edge": 4 * 4, "longest_edge": 8 * 8}
+        ),
         tokenizer,
         transformers.Qwen2VLVideoProcessor(),
     )
@@ -43,6 +52,14 @@ def qwen_image_edit_plus(_: Path) -> Any:
 def instruct_pix2pix(path: Path) -> Any:
     # Of the latents, and of those of the image.
     model = unet(cross_attention_dim=WIDTH, in_channels=2 * 4)
-    nothing: dict[str, Any] = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"))
-    parts: dict[str, Any] = {"unet": model, "vae": vae(), "scheduler": ddim(), **clip_parts(path), **nothing}
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("safety_checker", "feature_extractor", "image_encoder")
+    )
+    parts: dict[str, Any] = {
+        "unet": model,
+        "vae": vae(),
+        "scheduler": ddim(),
+        **clip_parts(path),
+        **nothing,
+    }
     return kinds.StableDiffusionInstructPix2PixPipeline(**parts, requires_safety_checker=False)

@@ -26,7 +26,9 @@ from tiny_pipelines import word_tokenizer
 
 
 def stable_diffusion(path: Path) -> Any:
-    nothing: dict[str, Any] = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"))
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("safety_checker", "feature_extractor", "image_encoder")
+    )
     return kinds.StableDiffusionPipeline(
         unet=unet(cross_attention_dim=WIDTH),
         vae=vae(),
@@ -50,7 +52,9 @@ def stable_diffusion_xl(path: Path) -> Any:
         projection_class_embeddings_input_dim=6 * 8 + WIDTH,
         use_linear_projection=True,
     )
-    return kinds.StableDiffusionXLPipeline(unet=model, vae=vae(), scheduler=ddim(), **first, **second)
+    return kinds.StableDiffusionXLPipeline(
+        unet=model, vae=vae(), scheduler=ddim(), **first, **second
+    )
 
 
 def stable_diffusion_3(path: Path) -> Any:
@@ -158,7 +162,9 @@ def sana(_: Path) -> Any:
         sample_size=8,
     )
     parts: dict[str, Any] = {"tokenizer": letters(), "text_encoder": gemma()}
-    return kinds.SanaPipeline(transformer=transformer, vae=deep_compression(), scheduler=flow(), **parts)
+    return kinds.SanaPipeline(
+        transformer=transformer, vae=deep_compression(), scheduler=flow(), **parts
+    )
 
 
 def aura_flow(_: Path) -> Any:
@@ -204,10 +210,21 @@ def qwen_parts(tokenizer: Any = None) -> dict[str, Any]:
         latents_std=[1.0] * 4,
     )
     tokenizer = tokenizer or letters()
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "image_pad", "video_pad")}
-    text = decoder_config("Qwen2", rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]}).to_dict()
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("vision_start", "image_pad", "video_pad")
+    }
+    text = decoder_config(
+        "Qwen2", rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]}
+    ).to_dict()
     text.pop("head_dim")
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": WIDTH}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+    }
     config = transformers.Qwen2_5_VLConfig(
         text_config=text,
         vision_config={**vision, "patch_size": 2},
@@ -240,7 +257,11 @@ def lumina_2(_: Path) -> Any:
         cap_feat_dim=WIDTH,
     )
     # The pipeline expects a factor of 8.
-    parts: dict[str, Any] = {"transformer": transformer, "vae": vae(num_blocks=4), "scheduler": flow(6.0)}
+    parts: dict[str, Any] = {
+        "transformer": transformer,
+        "vae": vae(num_blocks=4),
+        "scheduler": flow(6.0),
+    }
     return kinds.Lumina2Pipeline(tokenizer=letters(), text_encoder=gemma(), **parts)
 
 
@@ -279,14 +300,25 @@ def flux_2_parts(*, num_read: int, is_distilled: bool) -> dict[str, Any]:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=is_distilled,
     )
-    return {"transformer": transformer, "vae": flux_2_decoder(), "scheduler": flow(), "tokenizer": letters()}
+    return {
+        "transformer": transformer,
+        "vae": flux_2_decoder(),
+        "scheduler": flow(),
+        "tokenizer": letters(),
+    }
 
 
 def flux_2_dev(_: Path) -> Any:
-    return kinds.Flux2Pipeline(text_encoder=mistral(), **flux_2_parts(num_read=2, is_distilled=True))
+    return kinds.Flux2Pipeline(
+        text_encoder=mistral(), **flux_2_parts(num_read=2, is_distilled=True)
+    )
 
 
 def flux_2_klein(_: Path) -> Any:
     # It reads layers up to 27.
-    encoder = seeded(transformers.Qwen3ForCausalLM, config=decoder_config("Qwen3", num_hidden_layers=28))
-    return kinds.Flux2KleinPipeline(text_encoder=encoder, **flux_2_parts(num_read=3, is_distilled=False))
+    encoder = seeded(
+        transformers.Qwen3ForCausalLM, config=decoder_config("Qwen3", num_hidden_layers=28)
+    )
+    return kinds.Flux2KleinPipeline(
+        text_encoder=encoder, **flux_2_parts(num_read=3, is_distilled=False)
+    )

@@ -29,7 +29,9 @@ def seeded(kind: type[Any], **config: Any) -> Any:
 def letters(*, limit: int = 512) -> Any:
     """A tokenizer with a token for each letter."""
     tokens = ["<pad>", "</s>", "<unk>", "<s>", *"abcdefghijklmnopqrstuvwxyz0123456789 "]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -50,7 +52,10 @@ def clip(kind: type[Any], vocab_size: int) -> Any:
 
 def clip_parts(path: Path) -> dict[str, Any]:
     tokenizer = word_tokenizer(path / "words")
-    return {"tokenizer": tokenizer, "text_encoder": clip(transformers.CLIPTextModel, len(tokenizer))}
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": clip(transformers.CLIPTextModel, len(tokenizer)),
+    }
 
 
 def t5(kind: str = "T5") -> Any:

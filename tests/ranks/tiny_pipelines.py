@@ -15,8 +15,12 @@ def flow_pipeline(path: Path, *, with_vae: bool = False) -> Path:
     """Stable Diffusion 3's, of RGB images of 8 x 8 pixels or, with a VAE, of latents of so many; a saved folder."""
     import torch
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
+        StableDiffusion3Pipeline,
+    )
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+        FlowMatchEulerDiscreteScheduler,
+    )
 
     torch.manual_seed(0)
     tokenizer = word_tokenizer(path / "words")
@@ -35,7 +39,11 @@ def flow_pipeline(path: Path, *, with_vae: bool = False) -> Path:
     )
     # Its output starts at 0, and a velocity of 0 shows little.
     torch.nn.init.normal_(transformer.proj_out.weight, std=0.2)
-    rest: dict[str, Any] = {"vae": _vae() if with_vae else None, "text_encoder_3": None, "tokenizer_3": None}
+    rest: dict[str, Any] = {
+        "vae": _vae() if with_vae else None,
+        "text_encoder_3": None,
+        "tokenizer_3": None,
+    }
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0),
@@ -73,7 +81,9 @@ def ddim_pipeline(path: Path) -> Path:
     )
     torch.nn.init.normal_(transformer.proj_out_2.weight, std=0.2)
     scheduler: Any = DDIMScheduler(num_train_timesteps=1000, clip_sample=False)
-    DiTPipeline(transformer=transformer, vae=_vae(), scheduler=scheduler).save_pretrained(path / "ddim")
+    DiTPipeline(transformer=transformer, vae=_vae(), scheduler=scheduler).save_pretrained(
+        path / "ddim"
+    )
     # Where the folders of trained ones have their classes' names.
     index = path / "ddim/model_index.json"
     labels = {str(number): name for number, name in enumerate(["zero", "one", "two"])}
@@ -103,7 +113,12 @@ def word_tokenizer(path: Path) -> "CLIPTokenizer":
 
     path.mkdir(parents=True)
     letters = sorted("abcdefghijklmnopqrstuvwxyz0123456789")
-    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokens = [
+        *letters,
+        *(letter + "</w>" for letter in letters),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     (path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (path / "merges.txt").write_text("#version: 0.2\n")
     return CLIPTokenizer.from_pretrained(path, model_max_length=8)

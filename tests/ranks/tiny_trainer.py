@@ -50,7 +50,10 @@ def load_sharded(folder: Path) -> Qwen3ForCausalLM:
 
 
 def make_trainer(
-    folder: Path, callbacks: list[TrainerCallback], model: Qwen3ForCausalLM | None = None, **options: Any
+    folder: Path,
+    callbacks: list[TrainerCallback],
+    model: Qwen3ForCausalLM | None = None,
+    **options: Any,
 ) -> Trainer:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
@@ -64,11 +67,15 @@ def make_trainer(
         "use_cpu": True,
     }
     args = TrainingArguments(output_dir=str(folder / "trainer"), **arguments | options)
-    return Trainer(model=model or make_model(), args=args, train_dataset=Rows(), callbacks=callbacks)
+    return Trainer(
+        model=model or make_model(), args=args, train_dataset=Rows(), callbacks=callbacks
+    )
 
 
 def losses(trainer: Trainer) -> dict[int, float]:
-    return {int(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    return {
+        int(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    }
 
 
 class StopAfter(TrainerCallback):

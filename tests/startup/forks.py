@@ -30,7 +30,9 @@ def run_in_a_fork(command: list[str]) -> None:
             connection.connect(os.environ[SOCKET])
         except OSError:
             return
-        server, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        server, *_ = struct.unpack(
+            "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
         if Path(f"/proc/{server}/ns/mnt").readlink() != Path("/proc/self/ns/mnt").readlink():
             return
         files = _open_files()

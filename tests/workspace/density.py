@@ -49,7 +49,12 @@ AIMS = {
     "nodes of apps in 100": 30.0,
     "repeated class names": 0.0,
 }
-PER_1000_LINES = ("comprehensions", "comprehensions with two for", "conditional expressions", "tuple assignments")
+PER_1000_LINES = (
+    "comprehensions",
+    "comprehensions with two for",
+    "conditional expressions",
+    "tuple assignments",
+)
 
 
 def count_file(path: Path) -> Counter[str]:
@@ -202,7 +207,8 @@ def main() -> None:
 
 def _as_text(figures: dict[str, float]) -> str:
     return "; ".join(
-        f"{name} {value:,.0f}" if value > 100 else f"{name} {value:.1f}" for name, value in figures.items()
+        f"{name} {value:,.0f}" if value > 100 else f"{name} {value:.1f}"
+        for name, value in figures.items()
     )
 
 

@@ -47,8 +47,14 @@ class Distribution:
     def exports(self) -> dict[str, str]:
         """Return the public names and their modules: what ``__init__.pyi`` imports, which is read when one is used."""
         stub = self.source / "__init__.pyi"
-        nodes = [node for node in parse(stub).body if isinstance(node, ast.ImportFrom)] if stub.is_file() else []
-        return {alias.name: f"{self.module}.{node.module}" for node in nodes for alias in node.names}
+        nodes = (
+            [node for node in parse(stub).body if isinstance(node, ast.ImportFrom)]
+            if stub.is_file()
+            else []
+        )
+        return {
+            alias.name: f"{self.module}.{node.module}" for node in nodes for alias in node.names
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,8 @@ def _imports(tree: ast.Module) -> Iterator[Import]:
                 for alias in names:
                     yield Import(module=module, name=alias.name, line=node.lineno)
             case ast.Call(
-                func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
+                func=ast.Name(id="__import__" | "import_module")
+                | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(module)), *_],
             ):
                 yield Import(module=module, name="", line=node.lineno)
@@ -136,12 +143,18 @@ def fenced_blocks(text: str) -> list[tuple[str, str, int]]:
     return [
         (match["label"], match["content"], text.count("\n", 0, match.start("content")) + 1)
         for match in re.finditer(
-            r"^ *```(?P<label>\w*)[^\n]*\n(?P<content>.*?)^ *```\s*?$", text, flags=re.DOTALL | re.MULTILINE
+            r"^ *```(?P<label>\w*)[^\n]*\n(?P<content>.*?)^ *```\s*?$",
+            text,
+            flags=re.DOTALL | re.MULTILINE,
         )
     ]
 
 
 def names_of_tests(path: Path) -> set[str]:
     """Functions of a test file whose names start with ``test``."""
-    functions = (node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (
+        node
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     return {f.name for f in functions if f.name.startswith("test")}

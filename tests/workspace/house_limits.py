@@ -3,7 +3,12 @@
 CYCLES: list[tuple[str, ...]] = []
 FULL_FOLDERS: dict[str, int] = {}
 LONG_FILES: dict[str, int] = {}
-DEEP_IMPORTS: dict[str, int] = {"gcore-bench": 9, "gcore-diffusion": 0, "gcore-llm": 0, "gcore-runs": 0}
+DEEP_IMPORTS: dict[str, int] = {
+    "gcore-bench": 9,
+    "gcore-diffusion": 0,
+    "gcore-llm": 0,
+    "gcore-runs": 0,
+}
 DIALECT: dict[str, int] = {
     "repository": 0,
     "gcore-bench": 0,

@@ -17,7 +17,16 @@ from functools import cache
 from pathlib import Path
 
 from density import AIMS, density
-from house import APPS, DISTRIBUTIONS, PACKAGES, Distribution, imports, parse, relative, repository_files
+from house import (
+    APPS,
+    DISTRIBUTIONS,
+    PACKAGES,
+    Distribution,
+    imports,
+    parse,
+    relative,
+    repository_files,
+)
 
 MAX_MODULES = 12
 """Modules in a folder, without its ``__init__.py``."""
@@ -28,11 +37,36 @@ PUBLIC = {p.module for p in PACKAGES} | {"gcore_rollout.rewards"}
 """Modules that apps may import from packages."""
 
 WORDS = (
-    *("told", "foretold", "foretell", "foretells", "anew", "mend", "mends", "mended", "whoever", "somebody", "nobody"),
-    *("begun", "goes on", "go on", "went on", "going on", "gone on", "beside", "hand out", "handed out", "hands out"),
+    *(
+        "told",
+        "foretold",
+        "foretell",
+        "foretells",
+        "anew",
+        "mend",
+        "mends",
+        "mended",
+        "whoever",
+        "somebody",
+        "nobody",
+    ),
+    *(
+        "begun",
+        "goes on",
+        "go on",
+        "went on",
+        "going on",
+        "gone on",
+        "beside",
+        "hand out",
+        "handed out",
+        "hands out",
+    ),
 )
 """Words that this project's prose and names do without."""
-DIALECT = re.compile(rf"(?<![a-z])(?:{'|'.join(WORDS)})(?![a-z])".replace(" ", "[ _-]"), flags=re.IGNORECASE)
+DIALECT = re.compile(
+    rf"(?<![a-z])(?:{'|'.join(WORDS)})(?![a-z])".replace(" ", "[ _-]"), flags=re.IGNORECASE
+)
 
 OPENERS = ("Of", "What", "Those", "Then", "Where", "Who", "How", "Whether")
 """First words of docstrings that are no sentences."""
@@ -53,7 +87,9 @@ def dependencies(distribution: Distribution) -> dict[str, set[str]]:
     """Return which modules each module imports: lazily and for types, too, and through what folders export."""
     files = modules(distribution)
     exports = {
-        name: {i.name: i.module for i in imports(path)} for name, path in files.items() if path.name == "__init__.py"
+        name: {i.name: i.module for i in imports(path)}
+        for name, path in files.items()
+        if path.name == "__init__.py"
     } | {distribution.module: distribution.exports()}
 
     def target(module: str, name: str) -> str:
@@ -101,7 +137,11 @@ def full_folders() -> dict[str, int]:
 
 def long_files() -> dict[str, int]:
     """Return the number of lines of each source file that has more than `MAX_LINES`."""
-    lines = {relative(path): len(path.read_text().splitlines()) for d in DISTRIBUTIONS for path in d.files()}
+    lines = {
+        relative(path): len(path.read_text().splitlines())
+        for d in DISTRIBUTIONS
+        for path in d.files()
+    }
     return _above(lines, MAX_LINES)
 
 
@@ -113,7 +153,9 @@ def deep_imports() -> dict[str, list[str]]:
     """Return the modules inside packages that each app imports."""
     packages = {p.module for p in PACKAGES}
     return {
-        app.name: sorted({i.module for p in app.files() for i in imports(p) if i.top in packages} - PUBLIC)
+        app.name: sorted(
+            {i.module for p in app.files() for i in imports(p) if i.top in packages} - PUBLIC
+        )
         for app in APPS
     }
 
@@ -201,9 +243,8 @@ def limits() -> str:
         for name, value in values.items()
     ]
     text = "".join(lines).replace("'", '"')
-    return (
-        f'"""Where the house rules do not hold yet, as `house_measures.py` prints it. Numbers only fall."""\n\n{text}'
-    )
+    title = "Where the house rules do not hold yet, as `house_measures.py` prints it. Numbers only fall."
+    return f'"""{title}"""\n\n{text}'
 
 
 if __name__ == "__main__":

@@ -17,9 +17,15 @@ GROUPS = ["--no-default-groups", "--group", "dev", "--group", "cuda"]
 
 def uv(*args: object, **variables: str) -> str:
     """What uv prints, without the network."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("UV_NO_SYNC", "VIRTUAL_ENV", *VARIABLES)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("UV_NO_SYNC", "VIRTUAL_ENV", *VARIABLES)
+    }
     command = ["uv", *map(str, args), "--offline", "--no-progress"]
-    done = subprocess.run(command, cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -31,7 +37,11 @@ def cuda_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     uv("venv", "--quiet", "--python", sys.executable, folder)
     [site] = folder.glob("lib/python*/site-packages")
     said = uv("sync", "--dry-run", *GROUPS, UV_PROJECT_ENVIRONMENT=str(folder))
-    found = [pair for pair in re.findall(r"^ \+ ([\w.-]+)==(\S+)", said, flags=re.MULTILINE) if "gcore" not in pair[0]]
+    found = [
+        pair
+        for pair in re.findall(r"^ \+ ([\w.-]+)==(\S+)", said, flags=re.MULTILINE)
+        if "gcore" not in pair[0]
+    ]
     assert {"vllm", "torch", "megatron-core"} <= {name for name, _ in found}
     for name, version in found:
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -43,8 +53,14 @@ def cuda_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changes(environment: Path, **variables: str) -> list[str]:
     """Packages of others that `uv run` would install or remove."""
-    said = uv("sync", "--inexact", "--dry-run", UV_PROJECT_ENVIRONMENT=str(environment), **variables)
-    return [name for name in re.findall(r"^ [+~-] ([\w.-]+)", said, flags=re.MULTILINE) if not name.startswith("gcore")]
+    said = uv(
+        "sync", "--inexact", "--dry-run", UV_PROJECT_ENVIRONMENT=str(environment), **variables
+    )
+    return [
+        name
+        for name in re.findall(r"^ [+~-] ([\w.-]+)", said, flags=re.MULTILINE)
+        if not name.startswith("gcore")
+    ]
 
 
 def test_uv_run_leaves_it_as_it_is(cuda_environment: Path) -> None:

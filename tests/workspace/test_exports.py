@@ -15,12 +15,16 @@ def by_name(distribution: Distribution) -> str:
     return distribution.name
 
 
-@pytest.mark.parametrize("distribution", [d for d in DISTRIBUTIONS if d.is_package or d.exports()], ids=by_name)
+@pytest.mark.parametrize(
+    "distribution", [d for d in DISTRIBUTIONS if d.is_package or d.exports()], ids=by_name
+)
 def test_the_stub_is_the_public_face(distribution: Distribution) -> None:
     module = importlib.import_module(distribution.module)
     assert sorted(module.__all__) == sorted(distribution.exports())
     assert not [name for name in module.__all__ if not hasattr(module, name)]
-    assert not [name for name in vars(module) if not name.startswith("_") and not _is_exported(module, name)]
+    assert not [
+        name for name in vars(module) if not name.startswith("_") and not _is_exported(module, name)
+    ]
 
 
 def _is_exported(module: ModuleType, name: str) -> bool:
@@ -45,7 +49,9 @@ def test_every_exported_function_and_class_says_what_it_is(module_name: str) -> 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)
 def test_the_version_is_static_and_heads_the_changelog(distribution: Distribution) -> None:
     changelog = distribution.folder / "CHANGELOG.md"
-    assert changelog.is_file(), f"{distribution.name} has no CHANGELOG.md: '# Changelog', then '## VERSION'"
+    assert changelog.is_file(), (
+        f"{distribution.name} has no CHANGELOG.md: '# Changelog', then '## VERSION'"
+    )
     entries = re.findall(r"^## (\S+)", changelog.read_text(), flags=re.MULTILINE)
     assert entries[:1] == [distribution.project["version"]]
 

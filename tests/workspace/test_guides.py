@@ -49,14 +49,20 @@ def test_paths_that_are_named_exist(document: Path) -> None:
 
 def anchors(document: Path) -> set[str]:
     """Anchors of a document's headings, as GitHub and MkDocs make them."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_links_lead_somewhere(document: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", document.read_text(), flags=re.DOTALL)
-    links = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose) if "://" not in target]
+    links = [
+        target.partition("#")
+        for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose)
+        if "://" not in target
+    ]
     for path, _, anchor in links:
         target = document.parent / path if path else document
         assert target.exists(), path
@@ -68,14 +74,23 @@ def test_the_index_leads_to_every_page() -> None:
     reached, new = set[Path](), {ROOT / "docs/index.md"}
     while new:
         reached |= new
-        links = {(p, link) for p in new for link in re.findall(r"\]\(([^)#\s]+\.md)", p.read_text())}
+        links = {
+            (p, link) for p in new for link in re.findall(r"\]\(([^)#\s]+\.md)", p.read_text())
+        }
         new = {(page.parent / link).resolve() for page, link in links} & set(PAGES) - reached
     assert set(PAGES) - reached == set()
 
 
 def test_each_change_has_one_file_and_an_example() -> None:
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where does my change go")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    table = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text()
+        .partition("## Where does my change go")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][
+        1:
+    ]
     assert [change for change, *_ in rows] == list(CHANGES)
     for change, files, _, example in rows:
         assert files.count("`") == (4 if change == "placement strategy" else 2)
@@ -94,7 +109,12 @@ def test_every_module_that_asks_for_cuda_names_its_tests() -> None:
     """But benchmarks, whose device is a user's choice, and the conversion of verl's settings, which only names it."""
     page = (ROOT / "docs/on-one-gpu.md").read_text()
     sources = [each.source for each in DISTRIBUTIONS if each.source.name != "gcore_bench"]
-    modules = [path for source in sources for path in source.rglob("*.py") if path.parent.name != "migration"]
+    modules = [
+        path
+        for source in sources
+        for path in source.rglob("*.py")
+        if path.parent.name != "migration"
+    ]
     asks = re.compile(r'torch\.(cuda|accelerator)\.|"cuda|is_cuda')
     found = [path for path in modules if asks.search(path.read_text())]
     assert len(found) > 30
@@ -106,4 +126,8 @@ def test_pictures_are_small_and_shown() -> None:
     text = "".join(document.read_text() for document in DOCUMENTS)
     pictures = sorted((ROOT / "docs").rglob("*.png"))
     assert pictures
-    assert [path.name for path in pictures if path.stat().st_size > 150_000 or f"/{path.name})" not in text] == []
+    assert [
+        path.name
+        for path in pictures
+        if path.stat().st_size > 150_000 or f"/{path.name})" not in text
+    ] == []

@@ -39,7 +39,9 @@ def test_folders_and_files_are_small(rule: str) -> None:
 
 def test_apps_import_packages_by_their_roots() -> None:
     for app, found in deep_imports().items():
-        assert len(found) <= house_limits.DEEP_IMPORTS.get(app, 0), f"{app}: export it from the root: {found}"
+        assert len(found) <= house_limits.DEEP_IMPORTS.get(app, 0), (
+            f"{app}: export it from the root: {found}"
+        )
 
 
 def test_prose_is_plain() -> None:
@@ -56,7 +58,9 @@ def test_sources_do_not_become_larger_or_denser() -> None:
     """`density.py` prints each distribution's figures."""
     found = density()
     assert found.keys() == house_limits.DENSITY.keys()
-    assert {name: figure for name, figure in found.items() if figure > house_limits.DENSITY[name]} == {}
+    assert {
+        name: figure for name, figure in found.items() if figure > house_limits.DENSITY[name]
+    } == {}
 
 
 @pytest.mark.slow

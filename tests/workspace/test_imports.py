@@ -128,7 +128,9 @@ def test_a_library_is_imported_only_where_it_is_adapted(library: str) -> None:
         for i in imports(path)
         if i.top == library and not relative(path).startswith(tuple(ADAPTERS[library]))
     ]
-    assert not wrong, f"{library} is adapted in {ADAPTERS[library] or 'no file yet: add the new one to ADAPTERS'}"
+    assert not wrong, (
+        f"{library} is adapted in {ADAPTERS[library] or 'no file yet: add the new one to ADAPTERS'}"
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=by_name)
@@ -175,7 +177,11 @@ def private_names(distribution: Distribution) -> set[str]:
     for path in distribution.files():
         for node in ast.walk(parse(path)):
             match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                ):
                     names.add(name)
                 case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                     names.add(name)
@@ -198,7 +204,9 @@ def test_what_is_imported_is_declared_and_nothing_else(distribution: Distributio
     missing = imported - declared - optional - needless
     assert not missing, f"add to [project] dependencies of {distribution.name}: {sorted(missing)}"
     unused = declared - imported - USED_THROUGH_ANOTHER.keys()
-    assert not unused, f"take out of [project] dependencies of {distribution.name}: {sorted(unused)}"
+    assert not unused, (
+        f"take out of [project] dependencies of {distribution.name}: {sorted(unused)}"
+    )
 
 
 def name_of(requirement: str) -> str:
@@ -211,7 +219,10 @@ def test_a_missing_extra_names_one_that_exists(package: Distribution) -> None:
     for path in package.files():
         for node in ast.walk(parse(path)):
             match node:
-                case ast.Call(func=ast.Name(id="MissingExtraError"), args=[ast.Constant(), ast.Constant(value=extra)]):
+                case ast.Call(
+                    func=ast.Name(id="MissingExtraError"),
+                    args=[ast.Constant(), ast.Constant(value=extra)],
+                ):
                     assert extra in package.extras, f"{relative(path)}:{node.lineno}"
                 case _:
                     pass

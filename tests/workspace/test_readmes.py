@@ -29,7 +29,10 @@ READ_ON = (
     "docs/how-to/debug.md",
 )
 """Documents that use the runs and files of those before them. Their commands run in one folder, each once."""
-GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
+GROUPS = [
+    [ROOT / name for name in READ_ON],
+    *([d] for d in DOCUMENTS if relative(d) not in READ_ON),
+]
 
 HERE = "tests/workspace/test_readmes.py"
 WHEELS, VERSIONS = "tests/workspace/test_wheels.py", "tests/workspace/test_versions.py"
@@ -112,7 +115,11 @@ SHORTENED = {
     "--trainer.total-training-steps 1",
     **{
         f"gcore-llm {command}": f"{options} --trainer.total-training-steps 2 --task.num-train 512 --task.num-val 16"
-        for command, options in {"sft": "", "reward-model": "--warmup-steps 2", "dpo": "--warmup-steps 2"}.items()
+        for command, options in {
+            "sft": "",
+            "reward-model": "--warmup-steps 2",
+            "dpo": "--warmup-steps 2",
+        }.items()
     },
 }
 """Commands that take minutes, and the options that make them short here, so that those after them find their run."""
@@ -215,7 +222,14 @@ def split_commands(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def checked_elsewhere(command: Command) -> str | None:
-    return next((where for pattern, where in CHECKED_ELSEWHERE.items() if re.fullmatch(pattern, command.text)), None)
+    return next(
+        (
+            where
+            for pattern, where in CHECKED_ELSEWHERE.items()
+            if re.fullmatch(pattern, command.text)
+        ),
+        None,
+    )
 
 
 def is_run_here(command: Command) -> bool:
@@ -235,7 +249,12 @@ def test_python_examples_run(example: Example, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     result = subprocess.run(
-        [sys.executable, "-W", "default", script], cwd=folder, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, "-W", "default", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Warning" not in result.stderr
@@ -258,10 +277,14 @@ def servers(server: Server, diffusion_server: Server) -> dict[str, Server]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [g for g in GROUPS if any(map(is_run_here, in_order(g)))], ids=first_path)
+@pytest.mark.parametrize(
+    "group", [g for g in GROUPS if any(map(is_run_here, in_order(g)))], ids=first_path
+)
 def test_shell_commands_run(group: list[Path], tmp_path: Path, servers: dict[str, Server]) -> None:
     """All that are not checked elsewhere, in the documents' order and in one empty folder."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    }
     for command in filter(is_run_here, in_order(group)):
         text = command.text.removeprefix("uv run ")
         text = f"{text} {SHORTENED.get(text, '')}".strip()
@@ -289,7 +312,9 @@ def test_what_is_checked_elsewhere_is_checked_there(pattern: str) -> None:
     if test:
         assert test in names_of_tests(ROOT / file)
     else:
-        assert re.search(rf"(^|step |\|\| step ){pattern}$", (ROOT / file).read_text(), flags=re.MULTILINE)
+        assert re.search(
+            rf"(^|step |\|\| step ){pattern}$", (ROOT / file).read_text(), flags=re.MULTILINE
+        )
 
 
 @pytest.mark.parametrize("command", SHORTENED)

@@ -26,5 +26,7 @@ def test_a_fine_tuning_recipe_round_trips_through_toml(command: str) -> None:
 
 
 def test_a_recipe_is_named_after_its_function() -> None:
-    assert {name: recipe.__name__ for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
+    assert {name: recipe.__name__ for name, recipe in RECIPES.items()} == {
+        name: name for name in RECIPES
+    }
     assert not [name for name, recipe in RECIPES.items() if not recipe.__doc__]

@@ -26,7 +26,9 @@ FORBIDDEN = {
 LICENSE_SHA256 = "c71d239df91726fc519c6eb72d318ec65820627232b2f796219e87dcf35d0ab4"
 """The official LICENSE-2.0.txt, without the blank line it begins with."""
 
-REGISTRY_VARIABLES = [f"{tool}_{name}" for tool in ("PIP", "UV") for name in ("INDEX_URL", "EXTRA_INDEX_URL", "INDEX")]
+REGISTRY_VARIABLES = [
+    f"{tool}_{name}" for tool in ("PIP", "UV") for name in ("INDEX_URL", "EXTRA_INDEX_URL", "INDEX")
+]
 
 MARKS_WITH_A_REASON = {"skip", "skipif", "xfail"}
 
@@ -48,7 +50,12 @@ def test_no_file_names_this_machine() -> None:
     hosts = {urlsplit(url).hostname for value in urls for url in value.split()} - {None}
     home = {f"{Path.home()}/"} - {"//"}
     names = {*filter(None, hosts), *home, f"{ROOT}/"}
-    assert not [f"{relative(path)} names {name}" for path, text in text_files() for name in names if name in text]
+    assert not [
+        f"{relative(path)} names {name}"
+        for path, text in text_files()
+        for name in names
+        if name in text
+    ]
 
 
 def test_the_lock_file_is_not_tracked() -> None:
@@ -61,8 +68,12 @@ def test_the_license_is_apache_2_in_full() -> None:
 
 
 def test_a_skipped_test_says_why() -> None:
-    tests = [p for p in repository_files() if p.suffix == ".py" and relative(p).startswith("tests/")]
-    silent = [f"{relative(path)}:{line}" for path in tests for line in skips_without_a_reason(parse(path))]
+    tests = [
+        p for p in repository_files() if p.suffix == ".py" and relative(p).startswith("tests/")
+    ]
+    silent = [
+        f"{relative(path)}:{line}" for path in tests for line in skips_without_a_reason(parse(path))
+    ]
     assert not silent
 
 
@@ -72,7 +83,9 @@ def skips_without_a_reason(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             reasons = [k.value for k in node.keywords if k.arg == "reason"]
-            is_mark = isinstance(node.func, ast.Attribute) and "mark" in ast.unparse(node.func.value).split(".")
+            is_mark = isinstance(node.func, ast.Attribute) and "mark" in ast.unparse(
+                node.func.value
+            ).split(".")
             if not is_mark:
                 reasons += node.args[:1]
             if any(not isinstance(reason, ast.Constant) or reason.value for reason in reasons):
@@ -115,7 +128,11 @@ def test_every_test_is_run_by_one_of_two_commands() -> None:
     """`pytest` leaves out what is marked slow, and `pytest -m slow`, which fails if it selects nothing, has enough."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert options["addopts"].endswith(" -m 'not slow'")
-    slow = [path for path, text in text_files() if path.name.startswith("test_") and "pytest.mark.slow" in text]
+    slow = [
+        path
+        for path, text in text_files()
+        if path.name.startswith("test_") and "pytest.mark.slow" in text
+    ]
     assert len(slow) > 40
 
 

@@ -46,7 +46,9 @@ def test_nothing_is_fetched_from_a_network(site: Path) -> None:
     )
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     assert len(files) > len(PAGES)
-    assert [(path.name, found[0]) for path in files if (found := fetched.search(path.read_text()))] == []
+    assert [
+        (path.name, found[0]) for path in files if (found := fetched.search(path.read_text()))
+    ] == []
 
 
 def test_links_lead_somewhere(site: Path) -> None:

@@ -56,7 +56,9 @@ def test_what_listens_is_in_the_table() -> None:
 
 def test_what_unpickles_reads_from_no_port_of_ours() -> None:
     found = set(places(UNPICKLES))
-    assert found == PICKLES.keys(), "enter it in PICKLES; a message from a port without authentication must not be"
+    assert found == PICKLES.keys(), (
+        "enter it in PICKLES; a message from a port without authentication must not be"
+    )
     assert [path for path in PORTS if path in PICKLES] == []
 
 

@@ -27,12 +27,17 @@ def test_the_doctor_knows_the_tested_versions() -> None:
 
 def test_notes_have_what_is_new_since_a_release() -> None:
     assert list(entries(NEW)) == ["0.3.0", "0.2.0", "0.1.0"]
-    assert notes({"a": NEW}, {"a": OLD}) == "## a 0.3.0\n\n- Third.\n  More.\n\n## a 0.2.0\n\n- Second."
+    assert (
+        notes({"a": NEW}, {"a": OLD})
+        == "## a 0.3.0\n\n- Third.\n  More.\n\n## a 0.2.0\n\n- Second."
+    )
     assert notes({"a": NEW, "b": OLD}, {"a": NEW}) == "## b 0.1.0\n\n- First."
     assert notes({"a": NEW}) == "## a 0.3.0\n\n- Third.\n  More."
 
 
 def test_the_command_prints_the_newest_entries() -> None:
-    printed = subprocess.check_output([sys.executable, ROOT / "scripts/release/notes.py"], text=True)
+    printed = subprocess.check_output(
+        [sys.executable, ROOT / "scripts/release/notes.py"], text=True
+    )
     titles = [line.removeprefix("## ") for line in printed.splitlines() if line.startswith("## ")]
     assert sorted(titles) == sorted(f"{d.name} {d.project['version']}" for d in DISTRIBUTIONS)

@@ -23,16 +23,36 @@ NEEDED_TO_IMPORT = "lazy-loader"
 """The only third-party distribution without which ``import gcore_x`` fails."""
 
 WITHOUT_EXTRA = [
-    ("ckpt", "object-store", "tensorstore", "import gcore_ckpt; gcore_ckpt.load('s3://bucket/steps')"),
+    (
+        "ckpt",
+        "object-store",
+        "tensorstore",
+        "import gcore_ckpt; gcore_ckpt.load('s3://bucket/steps')",
+    ),
     ("controller", "ray", "ray", "import gcore_controller.runtimes.ray"),
     ("placement", "cli", "rich", "import gcore_placement.cli.tables"),
-    ("rollout", "http", "aiohttp", "from gcore_rollout import HTTPReward as use; use('http://localhost')"),
-    ("rollout", "math-verify", "math_verify", "from gcore_rollout import MathVerifyReward as use; use()"),
+    (
+        "rollout",
+        "http",
+        "aiohttp",
+        "from gcore_rollout import HTTPReward as use; use('http://localhost')",
+    ),
+    (
+        "rollout",
+        "math-verify",
+        "math_verify",
+        "from gcore_rollout import MathVerifyReward as use; use()",
+    ),
     ("rollout", "diffusion", "diffusers", "import gcore_rollout.engines.diffusion.engine"),
     ("trainer", "diffusion", "diffusers", "import gcore_trainer.diffusion.denoiser"),
     ("rollout", "ray", "ray", "import gcore_rollout.engines.remote.ray_engine"),
     ("rollout", "ray", "ray", "import gcore_rollout.weight_sync.weight_references"),
-    ("rollout", "reasoning-gym", "reasoning_gym", "from gcore_rollout import ReasoningGymReward as use; use()"),
+    (
+        "rollout",
+        "reasoning-gym",
+        "reasoning_gym",
+        "from gcore_rollout import ReasoningGymReward as use; use()",
+    ),
     (
         "rollout",
         "vllm",
@@ -56,9 +76,17 @@ def uv() -> str:
 
 def run(*command: str | Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH could bring the sources back in, VIRTUAL_ENV the workspace's own environment.
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | variables
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")
+    } | variables
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
 
 
@@ -79,11 +107,15 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wheels(index: Path) -> dict[str, Path]:
     """A wheel of each, by distribution."""
-    return {d.name: next(index.glob(f"{d.module}-{d.project['version']}-*.whl")) for d in DISTRIBUTIONS}
+    return {
+        d.name: next(index.glob(f"{d.module}-{d.project['version']}-*.whl")) for d in DISTRIBUTIONS
+    }
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS, ids=by_name)
-def test_a_wheel_holds_the_package_and_nothing_else(package: Distribution, wheels: dict[str, Path]) -> None:
+def test_a_wheel_holds_the_package_and_nothing_else(
+    package: Distribution, wheels: dict[str, Path]
+) -> None:
     wheel = zipfile.ZipFile(wheels[package.name])
     names = wheel.namelist()
     assert f"{package.module}/py.typed" in names
@@ -94,12 +126,17 @@ def test_a_wheel_holds_the_package_and_nothing_else(package: Distribution, wheel
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS, ids=by_name)
-def test_a_source_archive_holds_what_a_wheel_is_built_from(package: Distribution, index: Path) -> None:
+def test_a_source_archive_holds_what_a_wheel_is_built_from(
+    package: Distribution, index: Path
+) -> None:
     base = f"{package.module}-{package.project['version']}"
     with tarfile.open(index / f"{base}.tar.gz") as archive:
         names = archive.getnames()
     files = {f"{base}/{path.relative_to(package.folder).as_posix()}" for path in package.files()}
-    others = {f"{base}/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "PKG-INFO")}
+    others = {
+        f"{base}/{name}"
+        for name in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "PKG-INFO")
+    }
     assert (files | others) - {*names} == set()
 
 
@@ -117,9 +154,20 @@ def environment(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Not what libraries bring along in folders of their own, which they may have added to this process's path.
     installed = distributions(path=[sysconfig.get_path("purelib")])
     others = {d.name: d.version for d in installed if not d.name.startswith("gcore-")}
-    (folder / "others.txt").write_text("".join(f"{name}=={version}\n" for name, version in others.items()))
+    (folder / "others.txt").write_text(
+        "".join(f"{name}=={version}\n" for name, version in others.items())
+    )
     must_run(uv(), "venv", "--quiet", "--python", sys.executable, "venv", folder=folder)
-    install = (uv(), "pip", "install", "--quiet", "--python", folder / "venv", "--constraint", "others.txt")
+    install = (
+        uv(),
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        folder / "venv",
+        "--constraint",
+        "others.txt",
+    )
     must_run(*install, "gcore-ckpt", "gcore-llm", folder=folder, UV_FIND_LINKS=str(index))
     return folder / "venv/bin"
 
@@ -127,7 +175,9 @@ def environment(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_package_from_the_index_runs_its_example(environment: Path, tmp_path: Path) -> None:
     text = (ROOT / "packages/gcore-ckpt/README.md").read_text()
     (example,) = (content for label, content, _ in fenced_blocks(text) if label == "python")
-    assert must_run(environment / "python", "-c", example, folder=tmp_path).endswith("resumed at 30\n")
+    assert must_run(environment / "python", "-c", example, folder=tmp_path).endswith(
+        "resumed at 30\n"
+    )
     assert "30" in must_run(environment / "gcore-ckpt", "ls", "checkpoints", folder=tmp_path)
 
 
@@ -143,11 +193,15 @@ def test_the_app_from_the_index_makes_a_first_run(environment: Path, tmp_path: P
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
 def test_packages_ask_for_compatible_ones(path: Path) -> None:
-    assert bounded(path.read_text()) == path.read_text(), "run: uv run python scripts/release/bounds.py"
+    assert bounded(path.read_text()) == path.read_text(), (
+        "run: uv run python scripts/release/bounds.py"
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=by_name)
-def test_a_package_installs_alone_and_imports(package: Distribution, wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_a_package_installs_alone_and_imports(
+    package: Distribution, wheels: dict[str, Path], tmp_path: Path
+) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     must_run(uv(), "venv", "--quiet", "--python", sys.executable, "venv", folder=tmp_path)
     install = (uv(), "pip", "install", "--quiet", "--python", python)
@@ -167,7 +221,9 @@ def test_a_missing_extra_says_how_to_install_it(
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     save_file({"weight": np.zeros(1)}, model / "model.safetensors")
-    result = run(sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None; {use}", folder=tmp_path)
+    result = run(
+        sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None; {use}", folder=tmp_path
+    )
     assert result.returncode == 1
     assert result.stderr.endswith(
         f"MissingExtraError: {module!r} is not installed: pip install 'gcore-{package}[{extra}]'\n"

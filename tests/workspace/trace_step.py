@@ -49,9 +49,17 @@ class StepTrace:
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         # Bodies of modules and classes are read on import, not called.
-        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED or not self._is_ours(code.co_filename):
+        if (
+            event != "call"
+            or not code.co_flags & inspect.CO_OPTIMIZED
+            or not self._is_ours(code.co_filename)
+        ):
             return
-        if code.co_name == "generate" and "/gcore_rollout/" in code.co_filename and self._has_trained:
+        if (
+            code.co_name == "generate"
+            and "/gcore_rollout/" in code.co_filename
+            and self._has_trained
+        ):
             self._has_trained = False
             self._num_steps += 1
             self._part = "step" if self._num_steps == 2 else None
@@ -92,7 +100,13 @@ def trace() -> StepTrace:
     found = StepTrace()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         make_tiny_model(Path(folder) / "model", seed=0)
-        args = [*own_job(Path(folder), Path(folder) / "model"), "--data.val-size", "0", "--runs-dir", f"{folder}/runs"]
+        args = [
+            *own_job(Path(folder), Path(folder) / "model"),
+            "--data.val-size",
+            "0",
+            "--runs-dir",
+            f"{folder}/runs",
+        ]
         args[args.index("--trainer.total-training-steps") + 1] = str(NUM_STEPS)
         with contextlib.redirect_stdout(io.StringIO()) as out, found.tracing():
             try:
@@ -106,7 +120,9 @@ def trace() -> StepTrace:
 def show(found: StepTrace, *, lists_files: bool) -> None:
     for part, title in PARTS.items():
         files, functions = found.files(part), found.functions(part)
-        print(f"{title}: {len(functions)} functions in {found.num_files(part)} files of {len(files)} distributions")
+        print(
+            f"{title}: {len(functions)} functions in {found.num_files(part)} files of {len(files)} distributions"
+        )
         if lists_files:
             for name, paths in files.items():
                 print(f"  {name}: {len(paths)}", *(f"    {path}" for path in paths), sep="\n")

@@ -32,8 +32,13 @@ def stalls(trial: Trial) -> None:
     state = _state(trial, size_bytes)
     trial.figure("checkpoint", sum(t.nbytes for t in state.values()) / 1e9, "GB")
     if size_bytes < _SIZE_BYTES and not trial.is_small:
-        trial.note("Smaller than 18 GB, by the capacity and the rate of the disk and the memory of the host.")
-    for name, measure, aim in (("gcore-ckpt", _gcore, {"at_most": 0.5}), ("DCP, pinned memory", _dcp, {})):
+        trial.note(
+            "Smaller than 18 GB, by the capacity and the rate of the disk and the memory of the host."
+        )
+    for name, measure, aim in (
+        ("gcore-ckpt", _gcore, {"at_most": 0.5}),
+        ("DCP, pinned memory", _dcp, {}),
+    ):
         with trial.attempt(name):
             seconds, written = measure(trial, folder, state)
             trial.figure(f"{name}: first stall", seconds[0], "s")
@@ -100,9 +105,13 @@ def _dcp(trial: Trial, folder: Path, state: State) -> tuple[list[float], float]:
         use_async_staging=on_cuda,
         use_non_blocking_copy=on_cuda,
     )
-    is_reusable = _is_reusable(DefaultStager(replace(options, use_async_staging=False, use_non_blocking_copy=False)))
+    is_reusable = _is_reusable(
+        DefaultStager(replace(options, use_async_staging=False, use_non_blocking_copy=False))
+    )
     if not is_reusable:
-        trial.note("DCP's stager serves one save in this version of torch: each takes its pinned memory again.")
+        trial.note(
+            "DCP's stager serves one save in this version of torch: each takes its pinned memory again."
+        )
     stager = DefaultStager(options)
     seconds: list[float] = []
     written = 0.0
@@ -114,7 +123,9 @@ def _dcp(trial: Trial, folder: Path, state: State) -> tuple[list[float], float]:
                 stager = DefaultStager(options)
             waits: list[Callable[[], object]] = []
 
-            def save(at: int = step, waits: list[Callable[[], object]] = waits, own: Any = stager) -> None:
+            def save(
+                at: int = step, waits: list[Callable[[], object]] = waits, own: Any = stager
+            ) -> None:
                 path = folder / f"dcp-{at}"
                 saved: Any = async_save(state, checkpoint_id=path, async_stager=own, no_dist=True)
                 if staged := getattr(saved, "staging_completion", None):

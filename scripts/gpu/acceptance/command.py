@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.make_wheels:
             names = download(options.make_wheels, python=options.python)
-            say(f"{len(names)} wheels for Python {options.python} in {options.make_wheels}: {', '.join(names)}")
+            say(
+                f"{len(names)} wheels for Python {options.python} in {options.make_wheels}: {', '.join(names)}"
+            )
             return 0
         needs = options.out.absolute() / "needs"
         if options.wheels:
@@ -76,24 +78,51 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("gpu-report"), help="folder of the report (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("gpu-report"),
+        help="folder of the report (default: %(default)s)",
     )
     parser.add_argument(
-        "--parts", type=_numbers, default=[p.number for p in PARTS], help="such as 1,3,5 (default: all)"
+        "--parts",
+        type=_numbers,
+        default=[p.number for p in PARTS],
+        help="such as 1,3,5 (default: all)",
     )
-    parser.add_argument("--budget-minutes", type=float, default=25.0, help="most minutes of all parts (default: 25)")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=25.0, help="most minutes of all parts (default: 25)"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument(
-        "--small", action="store_true", help="tiny shapes, which no aim is compared with: about a minute"
+        "--small",
+        action="store_true",
+        help="tiny shapes, which no aim is compared with: about a minute",
     )
-    parser.add_argument("--strict", action="store_true", help="exit code 1 if a part failed or missed an aim")
     parser.add_argument(
-        "--work", type=Path, help="existing folder for models and checkpoints, 40 GB (default: a temporary one)"
+        "--strict", action="store_true", help="exit code 1 if a part failed or missed an aim"
     )
-    parser.add_argument("--wheels", type=Path, help="folder of wheels, of which those are used that this Python lacks")
-    parser.add_argument("--make-wheels", type=Path, metavar="DIR", help="download the wheels into this folder, and end")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="existing folder for models and checkpoints, 40 GB (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        help="folder of wheels, of which those are used that this Python lacks",
+    )
+    parser.add_argument(
+        "--make-wheels",
+        type=Path,
+        metavar="DIR",
+        help="download the wheels into this folder, and end",
+    )
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    parser.add_argument("--python", default=here, help="Python of the image, for --make-wheels (default: %(default)s)")
+    parser.add_argument(
+        "--python",
+        default=here,
+        help="Python of the image, for --make-wheels (default: %(default)s)",
+    )
     return parser
 
 
@@ -104,7 +133,9 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = {0}
     if not numbers <= known:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected numbers of 1 to {max(known)}, with commas between them")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected numbers of 1 to {max(known)}, with commas between them"
+        )
     return sorted(numbers)
 
 
@@ -120,13 +151,23 @@ def _printer() -> Say:
 
 def _environment(needs: Path, *, small: bool) -> dict[str, str]:
     """Return the environment of the parts' processes: the packages' source folders, and what was installed."""
-    sources = [str(path) for folder in ("packages", "apps") for path in sorted((ROOT / folder).glob("*/src"))]
+    sources = [
+        str(path)
+        for folder in ("packages", "apps")
+        for path in sorted((ROOT / folder).glob("*/src"))
+    ]
     # Last: what the image has comes first where both have it.
     path = [*sources, *filter(None, [os.environ.get("PYTHONPATH")]), str(needs)]
     threads = {"OMP_NUM_THREADS": "1"} if small else {}
     # As the commands of gcore do.
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    return {**allocator, **os.environ, **threads, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
+    return {
+        **allocator,
+        **os.environ,
+        **threads,
+        "PYTHONPATH": os.pathsep.join(path),
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def _run_parts(options: argparse.Namespace, say: Say, environment: dict[str, str]) -> int:
@@ -143,7 +184,15 @@ def _run_parts(options: argparse.Namespace, say: Say, environment: dict[str, str
             else:
                 say(f"{part.number:2}. {part.name} (at most {min(part.limit_s, left_s):.0f} s)")
                 limit_s = min(part.limit_s, left_s)
-                result = _run(part, limit_s, options, Path(work), logs, machine=machine, environment=environment)
+                result = _run(
+                    part,
+                    limit_s,
+                    options,
+                    Path(work),
+                    logs,
+                    machine=machine,
+                    environment=environment,
+                )
             write_result(options.out, result)
             for line in _summary(result):
                 say(line)
@@ -155,7 +204,12 @@ def _run_parts(options: argparse.Namespace, say: Say, environment: dict[str, str
 
 def _machine(device: str, environment: dict[str, str], say: Say) -> dict[str, Any]:
     command = [sys.executable, "-m", "acceptance.machine", device]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _MACHINE_LIMIT_S, "check": False}
+    options: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "timeout": _MACHINE_LIMIT_S,
+        "check": False,
+    }
     try:
         finished = subprocess.run(command, env=environment, **options)
     except subprocess.TimeoutExpired:
@@ -194,7 +248,9 @@ def _run(
         process = start(arguments, log, environment)
     except OSError as failure:
         error = f"the part's process did not start: {failure}"
-        return Result.of_lines([], number=part.number, name=part.name, error=error, seconds=0.0, machine=machine)
+        return Result.of_lines(
+            [], number=part.number, name=part.name, error=error, seconds=0.0, machine=machine
+        )
     try:
         code = process.wait(limit_s)
         if code:
@@ -207,14 +263,23 @@ def _run(
     seconds = time.monotonic() - begin
     written = lines.read_text().splitlines()
     lines.unlink()
-    return Result.of_lines(written, number=part.number, name=part.name, error=error, seconds=seconds, machine=machine)
+    return Result.of_lines(
+        written, number=part.number, name=part.name, error=error, seconds=seconds, machine=machine
+    )
 
 
-def _start(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+def _start(
+    arguments: Sequence[str], log: Path, environment: dict[str, str]
+) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "acceptance.trial", *arguments]
     with log.open("w") as output:
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
 
 

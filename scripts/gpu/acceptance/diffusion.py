@@ -21,9 +21,30 @@ def three_steps(trial: Trial) -> None:
     folder = trial.work / "diffusion"
     folder.mkdir()
     steps = str(_NUM_STEPS)
-    arguments = ["--name", "acceptance", "--runs-dir", str(folder / "runs"), "--device", trial.device]
-    arguments += ["--demo.cache-dir", str(folder / "cache"), "--demo.num-steps", "20", "--trainer.tensorboard", "False"]
-    arguments += ["--trainer.total-training-steps", steps, "--rollout.n", "4", "--data.train-batch-size", "4"]
+    arguments = [
+        "--name",
+        "acceptance",
+        "--runs-dir",
+        str(folder / "runs"),
+        "--device",
+        trial.device,
+    ]
+    arguments += [
+        "--demo.cache-dir",
+        str(folder / "cache"),
+        "--demo.num-steps",
+        "20",
+        "--trainer.tensorboard",
+        "False",
+    ]
+    arguments += [
+        "--trainer.total-training-steps",
+        steps,
+        "--rollout.n",
+        "4",
+        "--data.train-batch-size",
+        "4",
+    ]
     parsed = parse_train_args(arguments)
     train(convert_settings(parsed, DiffusionConfig), demo=parsed.demo)
     metrics = (folder / "runs" / "acceptance" / "metrics.jsonl").read_text().splitlines()

@@ -52,7 +52,11 @@ def _start_server(environment: Mapping[str, str]) -> None:
 def _run(arguments: list[str], log: Path, started: Connection) -> None:
     os.setsid()
     # `multiprocessing` has replaced the path, which was that of the environment, by that of the command.
-    sys.path += [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in sys.path]
+    sys.path += [
+        entry
+        for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if entry not in sys.path
+    ]
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(descriptor, number)

@@ -34,7 +34,14 @@ def run_tests(trial: Trial) -> None:
     on_gpu = trial.device.startswith("cuda")
     chosen = ["-m", "gpu" if on_gpu else "not gpu and not slow"]
     chosen += [str(ROOT / path) for path in ("tests/gpu", *(_ELSEWHERE if on_gpu else ()))]
-    options = ["--import-mode=importlib", "-ra", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    options = [
+        "--import-mode=importlib",
+        "-ra",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={results}",
+    ]
     sys.path += [str(ROOT / "tests" / folder) for folder in ("ranks", "apps", "startup")]
     output = io.StringIO()
     with redirect_stdout(output):

@@ -18,7 +18,10 @@ _SHOWN = {
     "perf/throughput": ("throughput", "tokens a second"),
     "perf/max_memory_allocated_gb": ("peak memory", "GB"),
     "critic/score/mean": ("score, mean", ""),
-    "training/rollout_log_probs_diff_mean": ("engine and trainer: difference of log-probs, mean", "nats"),
+    "training/rollout_log_probs_diff_mean": (
+        "engine and trainer: difference of log-probs, mean",
+        "nats",
+    ),
 }
 
 

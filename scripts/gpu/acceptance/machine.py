@@ -25,19 +25,28 @@ def describe(device: str) -> dict[str, Any]:
     """Return the machine, its GPU and driver, the versions, the date and the commit."""
     import torch
 
-    found: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")}
-    found["commit"] = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") or "unknown"
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    }
+    found["commit"] = (
+        _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") or "unknown"
+    )
     if _output("git", "-C", str(ROOT), "status", "--porcelain"):
         found["commit"] += ", with changes"
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(0)
         found["device"] = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+        found["driver"] = (
+            _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+            or "unknown"
+        )
         found["cuda"] = torch.version.cuda
     else:
         found["device"] = "cpu"
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found["host"] = f"{len(os.sched_getaffinity(0))} cores, {memory_bytes / 1e9:.0f} GB, {platform.release()}"
+    found["host"] = (
+        f"{len(os.sched_getaffinity(0))} cores, {memory_bytes / 1e9:.0f} GB, {platform.release()}"
+    )
     found["python"] = platform.python_version()
     return found | {name: _version(name) for name in _PACKAGES}
 
@@ -52,7 +61,9 @@ def _version(package: str) -> str:
 def _output(*command: str) -> str:
     """Return what a command prints; nothing where it is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -83,10 +94,14 @@ def peak_flops_per_s(trial: "Trial") -> float:
         except PlacementError:
             pass
         else:
-            trial.note(f"Peak: {peak / 1e12:,.0f} TFLOP/s, dense bfloat16, by the data sheet of {name}.")
+            trial.note(
+                f"Peak: {peak / 1e12:,.0f} TFLOP/s, dense bfloat16, by the data sheet of {name}."
+            )
             return peak
     measured = matmul_flops_per_s(trial)
-    trial.note(f"Peak: unknown by name; {measured / 1e12:,.3g} TFLOP/s are those of a measured matrix product.")
+    trial.note(
+        f"Peak: unknown by name; {measured / 1e12:,.3g} TFLOP/s are those of a measured matrix product."
+    )
     return measured
 
 

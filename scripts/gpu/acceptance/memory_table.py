@@ -51,7 +51,10 @@ def shape_of(size: str) -> ModelShape:
 def table() -> str:
     """Return a row for each model: its bytes in training, and for each GPU the first settings with which it fits."""
     columns = "".join(f" {size} GB |" for size in GPU_GB)
-    lines = [f"| model | trainer, GB | engine's weights, GB |{columns}", "|---|---|---|" + "---|" * len(GPU_GB)]
+    lines = [
+        f"| model | trainer, GB | engine's weights, GB |{columns}",
+        "|---|---|---|" + "---|" * len(GPU_GB),
+    ]
     for size in MODELS:
         trainer, engine = _shares(size)
         cells = "".join(f" {_fitting(size, gb)} |" for gb in GPU_GB)

@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 from acceptance.trial import Trial
 from gcore_placement import Efficiency, Job, Lengths, ModelShape, TrainingLayout
 from gcore_placement.planning.layouts import TrainingLayouts, TrainingState, total, training_memory
-from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, Sample, TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+)
 
 Family = Literal["qwen2", "qwen3"]
 
@@ -47,7 +54,11 @@ def model_config(trial: Trial, size: str, family: Family = "qwen2") -> PreTraine
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return Qwen2Config(**settings) if family == "qwen2" else Qwen3Config(head_dim=hidden // heads, **settings)
+    return (
+        Qwen2Config(**settings)
+        if family == "qwen2"
+        else Qwen3Config(head_dim=hidden // heads, **settings)
+    )
 
 
 def vocab_size(trial: Trial) -> int:
@@ -95,7 +106,10 @@ def load_trainer(
 ) -> TorchTrainer:
     """Load the model with its optimizer and the loss of GRPO."""
     packed = load_packed(
-        trial, size, gradient_checkpointing=gradient_checkpointing, checkpointed_layers=checkpointed_layers
+        trial,
+        size,
+        gradient_checkpointing=gradient_checkpointing,
+        checkpointed_layers=checkpointed_layers,
     )
     return TorchTrainer(packed, optimizer=_OPTIMIZER, objective=PolicyObjective(PolicyLossConfig()))
 
@@ -115,7 +129,9 @@ class Groups:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and response together."""
-        return max(prompt + max(own) for prompt, own in zip(self.prompts, self.responses, strict=True))
+        return max(
+            prompt + max(own) for prompt, own in zip(self.prompts, self.responses, strict=True)
+        )
 
     def flops(self, shape: ModelShape) -> list[float]:
         """Return the model FLOPs of a training pass over each group: see `TransformerWorkload.group_flops`."""
@@ -144,11 +160,16 @@ def equal_groups(trial: Trial, *, num: int, prompt: int = 512, response: int = 1
     return Groups(prompts=[prompt] * num, responses=[[response] * GROUP_SIZE] * num)
 
 
-def lognormal_groups(trial: Trial, *, num: int, median: float = 800.0, sigma: float = 0.8, seed: int = 0) -> Groups:
+def lognormal_groups(
+    trial: Trial, *, num: int, median: float = 800.0, sigma: float = 0.8, seed: int = 0
+) -> Groups:
     """Return groups whose responses have a long tail, at most five times the median."""
     rng, shrink = np.random.default_rng(seed), 16 if trial.is_small else 1
     prompts = rng.integers(128, 1025, num) // shrink
-    lengths = np.clip(median * np.exp(sigma * rng.normal(size=(num, GROUP_SIZE))), 16, 5 * median) / shrink
+    lengths = (
+        np.clip(median * np.exp(sigma * rng.normal(size=(num, GROUP_SIZE))), 16, 5 * median)
+        / shrink
+    )
     return Groups(prompts=prompts.tolist(), responses=np.ceil(lengths).astype(int).tolist())
 
 
@@ -158,7 +179,13 @@ def model_shape(trial: Trial, size: str) -> ModelShape:
 
 
 def predicted_bytes(
-    trial: Trial, size: str, groups: Groups, *, max_tokens: int, gradient_checkpointing: bool, share: float = 1.0
+    trial: Trial,
+    size: str,
+    groups: Groups,
+    *,
+    max_tokens: int,
+    gradient_checkpointing: bool,
+    share: float = 1.0,
 ) -> float:
     """Predict the peak bytes of the device in a step on these groups by gcore-placement's memory law.
 
@@ -173,7 +200,11 @@ def predicted_bytes(
         n=GROUP_SIZE,
         compute_bytes=compute_dtype(trial).itemsize,
     )
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+    }
     layout = TrainingLayout(
         backend="torch",
         **sizes,
@@ -182,5 +213,7 @@ def predicted_bytes(
         ppo_max_token_len=max(max_tokens, groups.longest),
     )
     state = TrainingState(checkpointed_share=share)
-    parts = training_memory(job, TrainingLayouts.of(layout), activations=Efficiency().activations, state=state)
+    parts = training_memory(
+        job, TrainingLayouts.of(layout), activations=Efficiency().activations, state=state
+    )
     return float(total(parts)[0])

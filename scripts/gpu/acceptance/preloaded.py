@@ -6,4 +6,13 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from acceptance import checkpoint, gpu_tests, grpo, rollout, training
 
-__all__ = ["checkpoint", "gpu_tests", "grpo", "modeling_qwen2", "modeling_qwen3", "pytest", "rollout", "training"]
+__all__ = [
+    "checkpoint",
+    "gpu_tests",
+    "grpo",
+    "modeling_qwen2",
+    "modeling_qwen3",
+    "pytest",
+    "rollout",
+    "training",
+]

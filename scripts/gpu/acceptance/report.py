@@ -43,7 +43,11 @@ class Figure:
     def aim(self) -> str:
         """The aim as text."""
         aims = ((self.at_least, "at least"), (self.at_most, "at most"))
-        return ", ".join(f"{words} {number(bound)} {self.unit}".strip() for bound, words in aims if bound is not None)
+        return ", ".join(
+            f"{words} {number(bound)} {self.unit}".strip()
+            for bound, words in aims
+            if bound is not None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,9 @@ class Result:
     machine: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of_lines(cls, lines: Sequence[str], *, number: int, name: str, error: str = "", **others: Any) -> "Result":
+    def of_lines(
+        cls, lines: Sequence[str], *, number: int, name: str, error: str = "", **others: Any
+    ) -> "Result":
         """Build a result from the lines that a `Trial` wrote, and the error that ended its process, if one did."""
         figures: list[Figure] = []
         notes: list[str] = []
@@ -106,7 +112,10 @@ def write_result(out: Path, result: Result) -> None:
     results = read_results(out)
     machines = [found.machine for found in results if found.machine]
     latest = max(machines, key=lambda machine: str(machine.get("date", "")), default={})
-    parts = [{**asdict(found), "figures": [_entry(figure) for figure in found.figures]} for found in results]
+    parts = [
+        {**asdict(found), "figures": [_entry(figure) for figure in found.figures]}
+        for found in results
+    ]
     _write(out / "gpu-report.json", json.dumps({"machine": latest, "parts": parts}, indent=1))
     _write(out / "gpu-report.md", markdown(results, latest))
 
@@ -135,7 +144,9 @@ def markdown(results: Sequence[Result], machine: Mapping[str, Any]) -> str:
     for result in results:
         verdicts = [figure.is_met for figure in result.figures if figure.is_met is not None]
         met = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else ""
-        lines.append(f"| {result.number} | {result.name} | {result.status} | {met} | {result.seconds:.0f} |")
+        lines.append(
+            f"| {result.number} | {result.name} | {result.status} | {met} | {result.seconds:.0f} |"
+        )
     for result in results:
         lines += ["", f"## {result.number}. {result.name}: {result.status}"]
         if result.machine and _device(result.machine) != _device(machine):
@@ -144,7 +155,9 @@ def markdown(results: Sequence[Result], machine: Mapping[str, Any]) -> str:
             lines += ["", "| figure | measured | aim | |", "|---|---|---|---|"]
         for figure in result.figures:
             verdict = {True: "met", False: "**not met**", None: ""}[figure.is_met]
-            lines.append(f"| {figure.name} | {number(figure.value)} {figure.unit} | {figure.aim} | {verdict} |")
+            lines.append(
+                f"| {figure.name} | {number(figure.value)} {figure.unit} | {figure.aim} | {verdict} |"
+            )
         for note in result.notes:
             lines += ["", note]
         for error in result.errors:

@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from acceptance.models import compute_dtype, load_trainer, model_config, model_folder, vocab_size
 from acceptance.trial import Trial
-from gcore_rollout import Completion, EngineProcess, HFEngine, Request, SamplingParams, SharedCudaWeights, open_weights
+from gcore_rollout import (
+    Completion,
+    EngineProcess,
+    HFEngine,
+    Request,
+    SamplingParams,
+    SharedCudaWeights,
+    open_weights,
+)
 
 _NUM_UPDATES = 4
 _START_TIMEOUT_S = 120
@@ -39,21 +47,32 @@ def generation(trial: Trial) -> None:
 
 def weights(trial: Trial) -> None:
     """Measure how long the weights of 1.5B take to an engine in another process, and over CUDA IPC alone."""
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder(trial, "1.5B"), dtype=compute_dtype(trial))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_folder(trial, "1.5B"), dtype=compute_dtype(trial)
+    )
     # A tied head is left out.
-    own = {name: parameter.detach() for name, parameter in model.to(trial.device).named_parameters()}
+    own = {
+        name: parameter.detach() for name, parameter in model.to(trial.device).named_parameters()
+    }
     trial.figure("weights", sum(t.nbytes for t in own.values()) / 1e9, "GB")
     if trial.device.startswith("cuda"):
         with trial.attempt("CUDA IPC"):
             seconds = _over_ipc(own)
             trial.figure("CUDA IPC: handles, copy and reply, first", 1000 * seconds[0], "ms")
-            trial.figure("CUDA IPC: later, median", 1000 * float(np.median(seconds[1:])), "ms", at_most=100)
+            trial.figure(
+                "CUDA IPC: later, median", 1000 * float(np.median(seconds[1:])), "ms", at_most=100
+            )
     else:
         trial.note("CUDA IPC: only on a GPU.")
     with trial.attempt("an engine in another process"):
         found = asyncio.run(_to_engine_process(trial, own))
         trial.figure("engine in another process: first update", 1000 * found[0], "ms")
-        trial.figure("engine in another process: later, median", 1000 * float(np.median(found[1:])), "ms", at_most=100)
+        trial.figure(
+            "engine in another process: later, median",
+            1000 * float(np.median(found[1:])),
+            "ms",
+            at_most=100,
+        )
 
 
 def sleep(trial: Trial) -> None:
@@ -65,7 +84,9 @@ def sleep(trial: Trial) -> None:
         _used(trial, "engine awake")
         _moved(trial, "engine", asyncio.run, engine)
         after = asyncio.run(_all(engine, requests))
-        trial.count("engine: tokens that differ after waking", _num_different(before, after), at_most=0)
+        trial.count(
+            "engine: tokens that differ after waking", _num_different(before, after), at_most=0
+        )
         asyncio.run(engine.close())
         del engine
     with trial.attempt("the trainer"):
@@ -93,14 +114,22 @@ def large_swaps(trial: Trial) -> None:
 
 def _swap(trial: Trial, size: str) -> None:
     with torch.device(trial.device):
-        model: Any = AutoModelForCausalLM.from_config(model_config(trial, size), dtype=compute_dtype(trial))
+        model: Any = AutoModelForCausalLM.from_config(
+            model_config(trial, size), dtype=compute_dtype(trial)
+        )
     engine = HFEngine(model, eos_token_ids=(), max_num_seqs=1)
-    trial.figure(f"{size}: weights", sum(parameter.nbytes for parameter in model.parameters()) / 1e9, "GB")
+    trial.figure(
+        f"{size}: weights", sum(parameter.nbytes for parameter in model.parameters()) / 1e9, "GB"
+    )
     for time, version in (("first", 1), ("with new weights", 2), ("with the same weights", None)):
         if version is not None:
             asyncio.run(engine.update_weights(model.named_parameters(), version=version))
-        trial.figure(f"{size}: to sleep, {time}", trial.timed(lambda: asyncio.run(engine.sleep())), "s")
-        trial.figure(f"{size}: to wake, {time}", trial.timed(lambda: asyncio.run(engine.wake())), "s")
+        trial.figure(
+            f"{size}: to sleep, {time}", trial.timed(lambda: asyncio.run(engine.sleep())), "s"
+        )
+        trial.figure(
+            f"{size}: to wake, {time}", trial.timed(lambda: asyncio.run(engine.wake())), "s"
+        )
 
 
 def _moved(trial: Trial, name: str, call: Any, owner: Any) -> None:
@@ -115,15 +144,21 @@ def _moved(trial: Trial, name: str, call: Any, owner: Any) -> None:
 
 def _used(trial: Trial, name: str, **bounds: float) -> None:
     if trial.device.startswith("cuda"):
-        trial.figure(f"{name}: memory of the allocator", torch.cuda.memory_reserved() / 1e9, "GB", **bounds)
+        trial.figure(
+            f"{name}: memory of the allocator", torch.cuda.memory_reserved() / 1e9, "GB", **bounds
+        )
         free, whole = torch.cuda.mem_get_info()
-        trial.figure(f"{name}: memory in use on the device, contexts included", (whole - free) / 1e9, "GB")
+        trial.figure(
+            f"{name}: memory in use on the device, contexts included", (whole - free) / 1e9, "GB"
+        )
 
 
 def _engine(trial: Trial, size: str, *, max_num_seqs: int) -> HFEngine:
     """Load an engine whose samples never end by a token."""
     path = model_folder(trial, size)
-    return HFEngine.from_pretrained(path, max_num_seqs=max_num_seqs, eos_token_ids=(), **_placed(trial))
+    return HFEngine.from_pretrained(
+        path, max_num_seqs=max_num_seqs, eos_token_ids=(), **_placed(trial)
+    )
 
 
 def _placed(trial: Trial) -> dict[str, Any]:
@@ -162,7 +197,9 @@ async def _to_engine_process(trial: Trial, own: dict[str, torch.Tensor]) -> list
             seconds.append(loop.time() - begin)
         held = await engine.held_weights()
         if held is None or held.version != _NUM_UPDATES:
-            trial.error(f"the engine's weights are of version {held and held.version}; expected {_NUM_UPDATES}")
+            trial.error(
+                f"the engine's weights are of version {held and held.version}; expected {_NUM_UPDATES}"
+            )
     finally:
         await engine.close()
     return seconds

@@ -52,7 +52,9 @@ def new_shapes(trial: Trial) -> None:
     for number in range(_NUM_SHAPES):
         prompt = int(rng.integers(2, largest.prompts[0]))
         lengths = rng.integers(2, max(largest.responses[0]), len(largest.responses[0]))
-        [samples] = Groups(prompts=[prompt], responses=[lengths.tolist()]).samples(trial, seed=number)
+        [samples] = Groups(prompts=[prompt], responses=[lengths.tolist()]).samples(
+            trial, seed=number
+        )
         first, second = (trial.timed(lambda own=samples: step(own)) for _ in range(2))
         ratios.append(first / second)
         firsts.append(first)
@@ -85,13 +87,20 @@ def _step(trial: Trial, size: str, kind: str, *, peak: float, aim: float) -> Non
     samples = groups.samples(trial, seed=0)
     parts = micro_batches(groups.tokens, max_tokens=max_tokens, costs=costs)
     batches = [[sample for group in part.tolist() for sample in samples[group]] for part in parts]
-    trainer = load_trainer(trial, size, gradient_checkpointing=share > 0, checkpointed_layers=share or 1.0)
+    trainer = load_trainer(
+        trial, size, gradient_checkpointing=share > 0, checkpointed_layers=share or 1.0
+    )
     trainer.train_step(batches)
     with peak_memory(trial) as peaks:
-        seconds = min(trial.timed(lambda: trainer.train_step(batches)) for _ in range(1 if trial.is_small else 3))
+        seconds = min(
+            trial.timed(lambda: trainer.train_step(batches))
+            for _ in range(1 if trial.is_small else 3)
+        )
     name = f"{size}, {kind}"
     trial.figure(f"{name}: layers that are computed again", 100 * share, "%")
-    trial.figure(f"{name}: model FLOPs of the peak", 100 * sum(costs) / seconds / peak, "%", at_least=aim)
+    trial.figure(
+        f"{name}: model FLOPs of the peak", 100 * sum(costs) / seconds / peak, "%", at_least=aim
+    )
     trial.figure(f"{name}: tokens", sum(groups.tokens) / seconds, "per second")
     predicted = _predicted(trial, size, groups, max_tokens, share)
     for measured in peaks:
@@ -108,7 +117,9 @@ def _checkpointed_share(trial: Trial, size: str, groups: Groups, max_tokens: int
 
 
 def _predicted(trial: Trial, size: str, groups: Groups, max_tokens: int, share: float) -> float:
-    return predicted_bytes(trial, size, groups, max_tokens=max_tokens, gradient_checkpointing=share > 0, share=share)
+    return predicted_bytes(
+        trial, size, groups, max_tokens=max_tokens, gradient_checkpointing=share > 0, share=share
+    )
 
 
 def head(trial: Trial) -> None:

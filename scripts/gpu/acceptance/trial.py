@@ -35,17 +35,32 @@ class Trial:
         return self.device.startswith("cuda") and not self.is_small
 
     def figure(
-        self, name: str, value: float, unit: str = "", *, at_least: float | None = None, at_most: float | None = None
+        self,
+        name: str,
+        value: float,
+        unit: str = "",
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
     ) -> None:
         """Add a measured number."""
         figure = Figure(
-            name=name, value=float(value), unit=unit, at_least=at_least, at_most=at_most, is_judged=self.is_judged
+            name=name,
+            value=float(value),
+            unit=unit,
+            at_least=at_least,
+            at_most=at_most,
+            is_judged=self.is_judged,
         )
         self._add("figure", **asdict(figure))
 
-    def count(self, name: str, value: int, *, at_least: int | None = None, at_most: int | None = None) -> None:
+    def count(
+        self, name: str, value: int, *, at_least: int | None = None, at_most: int | None = None
+    ) -> None:
         """Add a number that does not depend on the device's speed; it is compared with its aim everywhere."""
-        self._add("figure", **asdict(Figure(name=name, value=value, at_least=at_least, at_most=at_most)))
+        self._add(
+            "figure", **asdict(Figure(name=name, value=value, at_least=at_least, at_most=at_most))
+        )
 
     def note(self, text: str) -> None:
         """Add a sentence."""

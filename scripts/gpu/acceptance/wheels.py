@@ -49,14 +49,23 @@ def needed() -> dict[str, str]:
         WheelError: this environment lacks one of them.
     """
     own = {
-        path.parent.name: path for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml")
+        path.parent.name: path
+        for folder in ("packages", "apps")
+        for path in (ROOT / folder).glob("*/pyproject.toml")
     }
-    declared = {name for path in own.values() if path.parent.name not in NOT_USED for name in _declared(path)}
+    declared = {
+        name
+        for path in own.values()
+        if path.parent.name not in NOT_USED
+        for name in _declared(path)
+    }
     roots = declared.union(FURTHER) - own.keys() - set(NOT_USED)
     image = _closure(IMAGE).keys() - _closure(NOT_IN_IMAGE).keys()
     found = {name: at for name, at in _closure(roots).items() if name not in image}
     if absent := [name for name, at in found.items() if not at]:
-        raise WheelError(f"this environment lacks {', '.join(absent)}; expected that of the workspace (uv sync)")
+        raise WheelError(
+            f"this environment lacks {', '.join(absent)}; expected that of the workspace (uv sync)"
+        )
     return dict(sorted(found.items()))
 
 
@@ -90,7 +99,11 @@ def _closure(names: Iterable[str]) -> dict[str, str]:
             found[name] = ""
             continue
         requirements = map(Requirement, lines)
-        waiting += [_name(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+        waiting += [
+            _name(r.name)
+            for r in requirements
+            if r.marker is None or r.marker.evaluate({"extra": ""})
+        ]
     return found
 
 
@@ -101,7 +114,14 @@ def download(folder: Path, *, python: str) -> list[str]:
         WheelError: there is no pip, or it failed.
     """
     wanted = [f"{name}=={at}" for name, at in needed().items()]
-    options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        python,
+        "--dest",
+        str(folder),
+    ]
     _run([*_pip(), "download", *options, *wanted])
     return sorted(path.name for path in folder.glob("*.whl"))
 
@@ -114,10 +134,20 @@ def install(folder: Path, target: Path) -> list[str]:
     """
     names = sorted({_name(path.name.partition("-")[0]) for path in folder.glob("*.whl")})
     if not names:
-        raise WheelError(f"--wheels is {folder}; expected a folder of wheels, which --make-wheels makes")
+        raise WheelError(
+            f"--wheels is {folder}; expected a folder of wheels, which --make-wheels makes"
+        )
     absent = [name for name in names if not _is_installed(name)]
     if absent:
-        options = ["--no-index", "--no-deps", "--upgrade", "-f", str(folder), "--target", str(target)]
+        options = [
+            "--no-index",
+            "--no-deps",
+            "--upgrade",
+            "-f",
+            str(folder),
+            "--target",
+            str(target),
+        ]
         _run([*_pip(), "install", *options, *absent])
     return absent
 
@@ -141,4 +171,6 @@ def _pip() -> list[str]:
 def _run(command: list[str]) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
-        raise WheelError(f"{' '.join(command[:4])} failed: {finished.stdout[-500:]}{finished.stderr[-2000:]}")
+        raise WheelError(
+            f"{' '.join(command[:4])} failed: {finished.stdout[-500:]}{finished.stderr[-2000:]}"
+        )

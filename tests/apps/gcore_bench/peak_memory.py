@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, Sample, TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+)
 
 
 def main() -> None:

@@ -33,13 +33,22 @@ def make_step(step_s: float, *, max_length: int = 4, mean_length: float = 3.0) -
 
 
 def task_of(workload: Workload) -> Task:
-    return Task(contender="gcore", workload=workload, model=Path("model"), steps=1, threads=1, seed=0)
+    return Task(
+        contender="gcore", workload=workload, model=Path("model"), steps=1, threads=1, seed=0
+    )
 
 
 def test_seconds_are_medians_over_steps() -> None:
     steps = [make_step(1.0), make_step(2.0), make_step(9.0, mean_length=6.0, max_length=256)]
     assert summarise_steps(steps, 256) == {
-        **{"step_s": 2.0, "cpu_s": 1.0, "gen_s": 0.25, "reward_s": 0.125, "train_s": 0.5, "samples_per_s": 128.0},
+        **{
+            "step_s": 2.0,
+            "cpu_s": 1.0,
+            "gen_s": 0.25,
+            "reward_s": 0.125,
+            "train_s": 0.5,
+            "samples_per_s": 128.0,
+        },
         **{"mean_length": 4.0, "max_length": 256.0, "score": 0.5},
     }
 
@@ -82,16 +91,27 @@ def test_bad_options_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_program_is_watched_with_what_it_starts_and_leaves_nothing(tmp_path: Path) -> None:
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '100'], start_new_session=True); "
+    code = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '100'], start_new_session=True); "
+    )
     code += "print(p.pid, flush=True); memory = b'x' * 2**27; p.wait(2.5)"
-    program = Program(command=[sys.executable, "-c", code], environment={}, folder=tmp_path, read=list)
+    program = Program(
+        command=[sys.executable, "-c", code], environment={}, folder=tmp_path, read=list
+    )
     with pytest.raises(BenchError, match=r"it failed: .*TimeoutExpired.* \(see "):
         run_program(program, name="it", log=tmp_path / "log")
     pid = int((tmp_path / "log").read_text().split()[0])
     assert left_after([pid], timeout_s=300) == []
 
     footprint = run_program(
-        replace(program, command=[sys.executable, "-c", code.replace("p.wait(2.5)", "import time; time.sleep(2.5)")]),
+        replace(
+            program,
+            command=[
+                sys.executable,
+                "-c",
+                code.replace("p.wait(2.5)", "import time; time.sleep(2.5)"),
+            ],
+        ),
         name="it",
         log=tmp_path / "log",
     )
@@ -109,10 +129,30 @@ def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
 
 @pytest.mark.slow
 def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
-    options = ["--workload", "short", "--contenders", "gcore", "trl", "--rounds", "1", "--steps", "2"]
+    options = [
+        "--workload",
+        "short",
+        "--contenders",
+        "gcore",
+        "trl",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+    ]
     options += ["--warmup-steps", "1", "--threads", "1", "--work-dir", str(tmp_path / "work")]
-    command = [sys.executable, "-m", "gcore_bench", "grpo", *options, "--json", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "gcore_bench",
+        "grpo",
+        *options,
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
+    done = subprocess.run(
+        command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "gcore / trl" in done.stdout
 
@@ -124,5 +164,13 @@ def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
     for row in workload["rows"].values():
         assert 1 <= row["mean_length"] <= row["max_length"] <= 6
         assert 0.1 < row["score"] < 0.9
-        for field in ("samples_per_s", "step_s", "gen_s", "reward_s", "train_s", "cpu_s", "peak_bytes"):
+        for field in (
+            "samples_per_s",
+            "step_s",
+            "gen_s",
+            "reward_s",
+            "train_s",
+            "cpu_s",
+            "peak_bytes",
+        ):
             assert row[field] > 0, field

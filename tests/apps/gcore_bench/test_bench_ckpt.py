@@ -46,7 +46,9 @@ def test_ratios_are_taken_to_the_fastest_limit() -> None:
 def test_aims_are_judged_where_there_are_figures() -> None:
     limits = make_run(LIMITS, 1, memcpy={"stall": 1.0})
     _, lines = compare(rounds_of(limits, make_run("gcore", 1, gcore={"stall": 1.2})))
-    assert lines == ["aim: the stall of a save takes at most 1.15 times a copy of memory: 1.20 (not met)"]
+    assert lines == [
+        "aim: the stall of a save takes at most 1.15 times a copy of memory: 1.20 (not met)"
+    ]
     assert compare(rounds_of(limits))[1] == []
 
 
@@ -59,7 +61,9 @@ def test_a_state_has_its_size_and_number_of_tensors() -> None:
 
 def test_no_two_tensors_are_equal() -> None:
     state = make_state(40_000_000, 10)
-    first, *others = [tensor.view(-1)[:1000] for tensor in state.values() if tensor.dtype == torch.float32]
+    first, *others = [
+        tensor.view(-1)[:1000] for tensor in state.values() if tensor.dtype == torch.float32
+    ]
     assert not any(torch.equal(first, other) for other in others)
 
 
@@ -91,15 +95,37 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "gcore_bench", "ckpt", "--dir", str(tmp_path / "files"), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "gcore_bench",
+        "ckpt",
+        "--dir",
+        str(tmp_path / "files"),
+        *options,
+    ]
     return subprocess.run(
-        command, env=os.environ.copy(), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
+        command,
+        env=os.environ.copy(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
 
 
 @pytest.mark.slow
 def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
-    options = ["--quick", "--contenders", "gcore", "dcp", "torch.save", "--json", str(tmp_path / "figures.json")]
+    options = [
+        "--quick",
+        "--contenders",
+        "gcore",
+        "dcp",
+        "torch.save",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
     done = bench(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -110,7 +136,12 @@ def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     rows = part["rows"]
     assert list(rows)[-3:] == ["gcore", "dcp", "torch.save"]
     assert set(METRICS) <= rows["gcore"].keys() & rows["dcp"].keys()
-    assert rows["torch.save"].keys() & set(METRICS) == {"stall", "durable", "load_cold", "load_warm"}
+    assert rows["torch.save"].keys() & set(METRICS) == {
+        "stall",
+        "durable",
+        "load_cold",
+        "load_warm",
+    }
     for metric in METRICS:
         assert rows["gcore"][metric] > 0
         assert rows["gcore"][f"{metric}_ratio"] > 0

@@ -42,7 +42,9 @@ def test_features_have_the_size_that_was_asked_for_and_differ() -> None:
     assert Payload.of(nbytes=1000, num_samples=3, seed=0).num_floats % 2 == 0
     made = [PAYLOAD.features(index) for index in range(PAYLOAD.num_samples)]
     assert len({checksum(features) for features in made}) == PAYLOAD.num_samples
-    np.testing.assert_array_equal(made[3], np.linspace(1, 2, PAYLOAD.num_floats, dtype=np.float32) * np.float32(4))
+    np.testing.assert_array_equal(
+        made[3], np.linspace(1, 2, PAYLOAD.num_floats, dtype=np.float32) * np.float32(4)
+    )
     assert PAYLOAD.split(4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert {PAYLOAD.response(index)["reward"] for index in range(PAYLOAD.num_samples)} == {0.0, 1.0}
 
@@ -57,7 +59,9 @@ def test_any_byte_that_differs_changes_the_sum(place: int) -> None:
 
 def test_samples_that_did_not_arrive_are_found() -> None:
     check_read({1: 10, 2: 20}, [(2, 20), (1, 10)])
-    with pytest.raises(BenchError, match="1 samples, 2 among them, were read with other bytes than were made"):
+    with pytest.raises(
+        BenchError, match="1 samples, 2 among them, were read with other bytes than were made"
+    ):
         check_read({1: 10, 2: 20}, [(1, 10), (2, 21)])
     with pytest.raises(BenchError, match="2 samples, 1 among them"):
         check_read({1: 10}, [(3, 30)])
@@ -94,7 +98,9 @@ class Recorder(BenchWorker):
 async def test_every_sample_is_made_and_read_once(num_controllers: int) -> None:
     workers = [Recorder() for _ in range(4)]
     program = partial(dispatch_program, payload=PAYLOAD, num_steps=2)
-    found = await run_inline(program, roles=[Handle(w) for w in workers], world_size=num_controllers)
+    found = await run_inline(
+        program, roles=[Handle(w) for w in workers], world_size=num_controllers
+    )
     everyone = list(range(PAYLOAD.num_samples))
     for lists in ([w.made for w in workers], [w.seen for w in workers]):
         assert {len(indices) for indices in lists} == {2 * 4}
@@ -107,15 +113,27 @@ async def test_every_sample_is_made_and_read_once(num_controllers: int) -> None:
 
 async def test_bytes_changed_in_transit_end_the_run() -> None:
     workers = [Handle(Recorder(spoilt=5)) for _ in range(2)]
-    with pytest.raises(BenchError, match="1 samples, 5 among them, were read with other bytes than were made"):
-        await run_inline(partial(dispatch_program, payload=PAYLOAD, num_steps=1), roles=workers, world_size=2)
+    with pytest.raises(
+        BenchError, match="1 samples, 5 among them, were read with other bytes than were made"
+    ):
+        await run_inline(
+            partial(dispatch_program, payload=PAYLOAD, num_steps=1), roles=workers, world_size=2
+        )
 
 
 def test_a_step_lasts_from_the_first_to_the_last() -> None:
     unmeasured = [(0.0, 100.0)] * WARMUP_STEPS
     early, late = StepFigures(), StepFigures()
-    early.steps, early.idle_bytes, early.peak_bytes = [*unmeasured, (200, 203), (300, 304), (400, 401)], 5, 7
-    late.steps, late.idle_bytes, late.peak_bytes = [*unmeasured, (201, 205), (301, 303), (400, 402)], 6, 6
+    early.steps, early.idle_bytes, early.peak_bytes = (
+        [*unmeasured, (200, 203), (300, 304), (400, 401)],
+        5,
+        7,
+    )
+    late.steps, late.idle_bytes, late.peak_bytes = (
+        [*unmeasured, (201, 205), (301, 303), (400, 402)],
+        6,
+        6,
+    )
     assert step_row([early, late]) == {"step_s": 4, "peak_bytes": 7.0, "grown_bytes": 1.0}
 
 
@@ -155,7 +173,9 @@ def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
     rows = {name: {"overhead_s": seconds} for name, seconds in overheads.items()}
     (line,) = compare({"memcpy": {"step_s": 1.0}, **rows})
     assert line.endswith("over gcore's: 10.0 to 20.0 (aim: at least 5, met)")
-    assert compare(rows | {"gcore-8": {"overhead_s": 1.0}})[0].endswith("2.0 to 20.0 (aim: at least 5, not met)")
+    assert compare(rows | {"gcore-8": {"overhead_s": 1.0}})[0].endswith(
+        "2.0 to 20.0 (aim: at least 5, not met)"
+    )
     assert compare({"verl": rows["verl"]}) == []
     assert compare({"gcore-1": rows["gcore-1"]}) == []
 
@@ -179,7 +199,13 @@ def test_bench_measures_controllers(tmp_path: Path) -> None:
     options = ["--quick", "--contenders", "gcore", "verl", "--json", "figures.json"]
     command = [sys.executable, "-m", "gcore_bench", "controller", *options]
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
+        command,
+        cwd=tmp_path,
+        env=os.environ.copy(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

@@ -19,10 +19,14 @@ from gcore_runs.loop.recorder import Display
 pytestmark = pytest.mark.slow
 
 
-def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_loop_steps_as_flow_grpo_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""
     with Display(Console(quiet=True)) as display:
-        model = pretrained_pipeline(DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display)
+        model = pretrained_pipeline(
+            DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display
+        )
     loop = Loop(load_pipeline(model, dtype=torch.float32), prompts=2, n=4, seed=0)
     latents, velocity = torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8)
     for i in (0, 1, 4):
@@ -63,7 +67,8 @@ def test_bench_measures_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"steps": 0}, {"n": 3}, {"prompts": 12}, {"prompts": 32}, {"json": Path("/nowhere/file")}]
+    "field",
+    [{"steps": 0}, {"n": 3}, {"prompts": 12}, {"prompts": 32}, {"json": Path("/nowhere/file")}],
 )
 def test_bad_options_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(BenchError, match=next(iter(field))):

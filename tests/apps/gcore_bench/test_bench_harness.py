@@ -46,7 +46,10 @@ class Options(QuickOptions):
         ({"size": 12}, "size is 12; expected a multiple of 8"),
         ({"ranks": (2, 0)}, "ranks holds 0; expected at least 1"),
         ({"ranks": ()}, "ranks is empty; expected at least one entry"),
-        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
+        (
+            {"json": Path("/nowhere/x.json")},
+            "json is '/nowhere/x.json'; expected a file in an existing folder",
+        ),
     ],
 )
 def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:
@@ -55,7 +58,9 @@ def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], messag
 
 
 def test_quick_replaces_sizes_only() -> None:
-    assert Options(quick=True, ranks=(4,)).sized() == Options(quick=True, size=8, rounds=1, ranks=(4,))
+    assert Options(quick=True, ranks=(4,)).sized() == Options(
+        quick=True, size=8, rounds=1, ranks=(4,)
+    )
     assert Options(size=32).sized() == Options(size=32)
 
 
@@ -70,7 +75,13 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
             continue
         figures = {"wall_s": 10.0 * turn.round, "peak_bytes": 2.0**20 * (4 - turn.round)}
         turn.done({turn.contender: figures}, f"{turn.round} s")
-    assert [(run.round, run.contender) for run in rounds.runs] == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a")]
+    assert [(run.round, run.contender) for run in rounds.runs] == [
+        (1, "a"),
+        (1, "b"),
+        (2, "a"),
+        (2, "b"),
+        (3, "a"),
+    ]
     assert said[0].startswith("part, round 1 of 3: a 1 s, load ")
     assert said[3] == "part, round 2 of 3: b failed: no memory"
     summary = summarise("part", rounds.runs)
@@ -79,7 +90,13 @@ def test_contenders_take_turns_and_figures_are_medians() -> None:
 
 def test_a_ratio_is_the_median_of_those_of_each_round() -> None:
     runs = [
-        Run(part="p", contender="", round=number, load=0.0, rows={"ours": {"s": ours}, "peer": {"s": 2.0 * number}})
+        Run(
+            part="p",
+            contender="",
+            round=number,
+            load=0.0,
+            rows={"ours": {"s": ours}, "peer": {"s": 2.0 * number}},
+        )
         for number, ours in ((1, 4.0), (2, 40.0), (3, 6.0))
     ]
     rows: dict[str, Row] = dict(summarise("p", runs).rows)
@@ -89,7 +106,13 @@ def test_a_ratio_is_the_median_of_those_of_each_round() -> None:
 
 def test_cells_show_figures() -> None:
     row = {"wall_s": 20.0, "ratio": 4.0, "bytes": 3 * 2**20, "none": None}
-    cells = (figure("wall_s", ".1f"), figure("ratio", "x"), figure("bytes", "MB"), figure("none"), figure("other"))
+    cells = (
+        figure("wall_s", ".1f"),
+        figure("ratio", "x"),
+        figure("bytes", "MB"),
+        figure("none"),
+        figure("other"),
+    )
     assert [cell(row) for cell in cells] == ["20.0", "4.00x", "3", "-", "-"]
 
 
@@ -147,7 +170,13 @@ def run(spec):
 
 def spec(tmp_path: Path, contender: str) -> Spec:
     (tmp_path / "work_of_two.py").write_text(WORK)
-    return Spec(work="work_of_two", contender=contender, folder=str(tmp_path), options={"cpu_s": 2.0}, world_size=2)
+    return Spec(
+        work="work_of_two",
+        contender=contender,
+        folder=str(tmp_path),
+        options={"cpu_s": 2.0},
+        world_size=2,
+    )
 
 
 @pytest.fixture
@@ -159,7 +188,9 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("importable")
 def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
     values, footprints = run_children(spec(tmp_path, "right"), poll_s=0.2)
-    assert merge_ranks(values) == {"rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}}
+    assert merge_ranks(values) == {
+        "rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}
+    }
     assert max(footprint.pss_bytes for _, footprint in footprints) > 2 * 2**27
     assert max(footprint.num_processes for _, footprint in footprints) == 2
 

@@ -16,7 +16,11 @@ from gcore_ckpt import load
 from gcore_rollout import HFEngine, Request, SamplingParams
 from gcore_trainer import PolicyLossConfig, PolicyTokens
 
-OPTIONS = ("--rollout.num-processes", "--reward-model.judge.num-processes", "--trainer.num-processes")
+OPTIONS = (
+    "--rollout.num-processes",
+    "--reward-model.judge.num-processes",
+    "--trainer.num-processes",
+)
 
 ROW: Row = {
     "run": "dynamic",
@@ -29,7 +33,11 @@ ROW: Row = {
 
 async def sampled(engine: HFEngine) -> list[list[int]]:
     request = Request(
-        request_id="a", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=12, temperature=1.0), n=3, seed=1
+        request_id="a",
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(max_tokens=12, temperature=1.0),
+        n=3,
+        seed=1,
     )
     found = [completion async for completion in engine.generate([request])]
     return [c.token_ids.tolist() for c in sorted(found, key=lambda completion: completion.index)]
@@ -37,7 +45,9 @@ async def sampled(engine: HFEngine) -> list[list[int]]:
 
 async def test_a_paced_engine_samples_the_same_but_for_lengths(tiny: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    engine = PacedEngine.load(tiny, step_s=0.002, most_tokens=partial(get_phase_tokens, metrics, 2, (3, 12, 6)))
+    engine = PacedEngine.load(
+        tiny, step_s=0.002, most_tokens=partial(get_phase_tokens, metrics, 2, (3, 12, 6))
+    )
     plain = HFEngine.from_pretrained(tiny, eos_token_ids=())
     expected = await sampled(plain)
     lengths: list[int] = []
@@ -47,7 +57,9 @@ async def test_a_paced_engine_samples_the_same_but_for_lengths(tiny: Path, tmp_p
         lengths.append(len(found[0]))
         assert found == [tokens[: lengths[-1]] for tokens in expected]
         with metrics.open("a") as file:
-            file.write(f'{{"step": {step}, "timing_s/step": 1.0}}\n{{"step": {step}, "val/x": 1.0}}\n')
+            file.write(
+                f'{{"step": {step}, "timing_s/step": 1.0}}\n{{"step": {step}, "val/x": 1.0}}\n'
+            )
     assert lengths == [3, 3, 12, 12, 6, 6, 6]
     await engine.sleep()
     await engine.wake()
@@ -72,7 +84,10 @@ async def test_only_a_swap_of_weights_takes_time(tiny: Path) -> None:
 def test_training_is_paced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    log_probs, advantages = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([1.0, -1.0, 0.5])
+    log_probs, advantages = (
+        torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
+        torch.tensor([1.0, -1.0, 0.5]),
+    )
     tokens = PolicyTokens(
         log_probs=log_probs,
         old_log_probs=log_probs.detach(),
@@ -96,12 +111,18 @@ def test_every_placement_runs_on_the_same_number_of_devices() -> None:
             shares = values["--rollout.colocated"] == "True"
             assert shares == (not name.startswith("split"))
             assert (ranks if shares else policy + judge + ranks) == num_devices
-            assert (policy == judge == num_devices) if name == "colocated" else (policy + judge <= num_devices)
+            assert (
+                (policy == judge == num_devices)
+                if name == "colocated"
+                else (policy + judge <= num_devices)
+            )
             assert min(policy, judge, ranks) > 0
 
 
 def test_settings_of_a_run_name_its_engines(tmp_path: Path) -> None:
-    config = tomllib.loads(write_config(tmp_path, tmp_path / "runs" / "run-0", QUICK, seed=3).read_text())
+    config = tomllib.loads(
+        write_config(tmp_path, tmp_path / "runs" / "run-0", QUICK, seed=3).read_text()
+    )
     engine, name = config["rollout"]["engine"].rsplit(":", 1)
     policy = run_path(engine)[name]
     assert policy.keywords["step_s"] == QUICK.step_s
@@ -111,7 +132,13 @@ def test_settings_of_a_run_name_its_engines(tmp_path: Path) -> None:
 
 
 def test_runs_are_alike_if_each_step_is() -> None:
-    metrics = ("sampling/waves", "response_length/mean", "response_length/max", "actor/pg_loss", "actor/grad_norm")
+    metrics = (
+        "sampling/waves",
+        "response_length/mean",
+        "response_length/max",
+        "actor/pg_loss",
+        "actor/grad_norm",
+    )
     scores = ("critic/score/mean", "critic/score/min", "critic/score/max")
     step: dict[str, float] = dict.fromkeys((*metrics, *scores), 2.0)
     assert are_alike([step, step], [step, step])

@@ -12,8 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_bench.placement.oracles.part import AIM, SAVINGS, SYNCS, check_aims, predict_savings, predict_syncs
-from gcore_bench.placement.oracles.prediction import Fit, find_lengths, predict_imbalance, predict_stages
+from gcore_bench.placement.oracles.part import (
+    AIM,
+    SAVINGS,
+    SYNCS,
+    check_aims,
+    predict_savings,
+    predict_syncs,
+)
+from gcore_bench.placement.oracles.prediction import (
+    Fit,
+    find_lengths,
+    predict_imbalance,
+    predict_stages,
+)
 from gcore_bench.placement.oracles.steps import read_steps
 from gcore_placement import Efficiency, Lengths
 
@@ -38,18 +50,28 @@ def test_published_steps_are_whole() -> None:
             devices = step.engine_devices * (1 if step.schedule == "turns" else 2)
             tokens = step.prompts * step.n * (step.prompt_tokens + (step.response_tokens or 0))
             # One row, 235B one step off in 0.6, has the rate of the release before; the others differ by averaging.
-            assert step.tokens_per_s * devices * step.step_s == pytest.approx(tokens, rel=0.17), step.name
+            assert step.tokens_per_s * devices * step.step_s == pytest.approx(tokens, rel=0.17), (
+                step.name
+            )
     shapes = {step.model: step.shape for step in PUBLISHED}
-    for name, named in (("Llama 3.1 8B", 8.0), ("Qwen3 32B", 32.8), ("Qwen3 235B-A22B", 235), ("DeepSeek-V3", 671)):
+    for name, named in (
+        ("Llama 3.1 8B", 8.0),
+        ("Qwen3 32B", 32.8),
+        ("Qwen3 235B-A22B", 235),
+        ("DeepSeek-V3", 671),
+    ):
         assert shapes[name].num_parameters == pytest.approx(named * 1e9, rel=0.01)
 
 
 def test_the_page_has_every_published_step() -> None:
     """Rows are those of the data, with their measurement and whether they are fitted to."""
     page = (Path(__file__).parents[3] / "docs/measurements/placement.md").read_text()
-    rows = re.findall(r"^\| (0\.\d|verl) \| (.+?) \| ([\d,]+) \| \S+ \| (\S+) \|", page, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| (0\.\d|verl) \| (.+?) \| ([\d,]+) \| \S+ \| (\S+) \|", page, flags=re.MULTILINE
+    )
     assert [row[:3] for row in rows] == [
-        (step.release.removeprefix("NeMo-RL "), step.name, f"{step.step_s:,.0f}") for step in PUBLISHED
+        (step.release.removeprefix("NeMo-RL "), step.name, f"{step.step_s:,.0f}")
+        for step in PUBLISHED
     ]
     assert [row[3] == "fitted" for row in rows] == [bool(step.fits) for step in PUBLISHED]
 
@@ -69,7 +91,16 @@ def test_constants_of_nemo_rl_are_fitted_to_few_rows() -> None:
 def test_bench_prints_every_published_step(tmp_path: Path) -> None:
     """Each has its measurement and predictions; what a row is fitted to is met, and what is held out is not all."""
     done = subprocess.run(
-        [sys.executable, "-m", "gcore_bench", "placement", "--parts", "oracles", "--json", "figures.json"],
+        [
+            sys.executable,
+            "-m",
+            "gcore_bench",
+            "placement",
+            "--parts",
+            "oracles",
+            "--json",
+            "figures.json",
+        ],
         cwd=tmp_path,
         env=os.environ | {"COLUMNS": "240"},
         capture_output=True,
@@ -86,7 +117,11 @@ def test_bench_prints_every_published_step(tmp_path: Path) -> None:
         assert step.study in done.stdout
         for stage, seconds in step.measured_s.items():
             expected.append((step.study, step.name, stage, seconds))
-            line = next(line for line in done.stdout.splitlines() if f"{step.release}: {step.name}: {stage} " in line)
+            line = next(
+                line
+                for line in done.stdout.splitlines()
+                if f"{step.release}: {step.name}: {stage} " in line
+            )
             assert (" yes " in line) == bool(step.fits)
             assert f" {seconds:,.0f} " in line
     assert measured == expected
@@ -94,7 +129,11 @@ def test_bench_prints_every_published_step(tmp_path: Path) -> None:
         assert f"{row['model']} over {row['devices']} devices" in done.stdout
     for row in lending["rows"]:
         assert f"against {row['devices']} devices" in done.stdout
-    dense = [row for row in rows if row["name"].startswith(("Llama", "Qwen3 32B")) and "H100" in row["study"]]
+    dense = [
+        row
+        for row in rows
+        if row["name"].startswith(("Llama", "Qwen3 32B")) and "H100" in row["study"]
+    ]
     assert len(dense) == 8
     assert max(abs(row["as_is_error"]) for row in dense) <= AIM
     for row in rows:
@@ -106,14 +145,22 @@ def test_bench_prints_every_published_step(tmp_path: Path) -> None:
 
 
 def test_only_held_out_steps_are_judged() -> None:
-    row: dict[str, Any] = {"name": "a step", "release": "X 1", "stage": "step", "fitted": "", "error": 0.19}
+    row: dict[str, Any] = {
+        "name": "a step",
+        "release": "X 1",
+        "stage": "step",
+        "fitted": "",
+        "error": 0.19,
+    }
     rows = [
         row,
         row | {"error": -0.3, "release": "X 2"},
         row | {"error": -0.9, "fitted": "yes"},
         row | {"error": -0.9, "stage": "training"},
     ]
-    assert check_aims(rows[:1]) == ["aim: predicted steps that were held out within 20%: 1 of 1 (met)"]
+    assert check_aims(rows[:1]) == [
+        "aim: predicted steps that were held out within 20%: 1 of 1 (met)"
+    ]
     assert check_aims(rows)[0].endswith("1 of 2 (not met: a step (X 2) -30%)")
 
 
@@ -125,7 +172,9 @@ def test_schedules_of_published_steps() -> None:
     training_s = off["preparation"] + off["training"]
     assert off["step"] == pytest.approx(max(off["generation"], training_s), rel=0.02)
     stream = predict_stages(replace(step, schedule="stream"), fit)
-    assert stream["step"] == pytest.approx(max(off["generation"], 0.75 * training_s) + 0.25 * training_s, rel=0.02)
+    assert stream["step"] == pytest.approx(
+        max(off["generation"], 0.75 * training_s) + 0.25 * training_s, rel=0.02
+    )
     stale = predict_stages(replace(step, schedule="stale stream"), fit)
     assert stale["generation"] < off["generation"]
     assert find_lengths(800.0, 1.2, 4096.0).mean == pytest.approx(800.0, rel=1e-6)
@@ -143,7 +192,10 @@ def test_the_slowest_rank_of_an_update() -> None:
     assert 1 < many < few
     uneven = next(step for step in PUBLISHED if not step.is_even)
     fit = Fit(efficiency=Efficiency())
-    assert predict_stages(uneven, fit)["training"] > predict_stages(replace(uneven, is_even=True), fit)["training"]
+    assert (
+        predict_stages(uneven, fit)["training"]
+        > predict_stages(replace(uneven, is_even=True), fit)["training"]
+    )
 
 
 def test_lending_saves_at_most_what_fixed_parts_leave_idle() -> None:
@@ -157,5 +209,7 @@ def test_lending_saves_at_most_what_fixed_parts_leave_idle() -> None:
 
 def test_weight_syncs_are_predicted_for_every_published_one() -> None:
     rows = predict_syncs()
-    assert [(row["model"], row["devices"], row["least_s"], row["most_s"]) for row in rows] == list(SYNCS)
+    assert [(row["model"], row["devices"], row["least_s"], row["most_s"]) for row in rows] == list(
+        SYNCS
+    )
     assert all(0 < row["predicted_s"] < row["most_s"] for row in rows)

@@ -37,7 +37,9 @@ def test_aims_are_judged_to_the_printed_precision() -> None:
     even, fast = balancer.check_aims([ROW])
     assert even.endswith("in 1 cases (met)")
     assert fast.endswith("free counts: 30.0 to 30.0 times (met)")
-    even, fast = balancer.check_aims([ROW, ROW | {"ours": 0.01, "speedup": 3.0}, ROW | {"samples": 8}])
+    even, fast = balancer.check_aims(
+        [ROW, ROW | {"ours": 0.01, "speedup": 3.0}, ROW | {"samples": 8}]
+    )
     assert even.endswith("(not met: 100,352 over 8 (lognormal, free))")
     assert fast.endswith("3.0 to 30.0 times (not met)")
     close = ROW | {"counts": "close", "ours": 9e-4}
@@ -51,7 +53,9 @@ def test_verl_is_not_asked_for_more_than_it_may_take(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(balancer, "VERL_LIMIT_S", 0.0)
     rows: list[Row] = []
     for counts in balancer.BOUNDS:
-        rows += balancer.divide_batches("pareto", 8, counts, samples=(2048, 4096), seed=0, say=print)
+        rows += balancer.divide_batches(
+            "pareto", 8, counts, samples=(2048, 4096), seed=0, say=print
+        )
     assert ["verl" in row for row in rows] == [True, False] * 3
     assert all(0 <= row["ours"] <= row["random"] for row in rows)
     cells = format_rows(FigureTable(title="", columns=balancer.COLUMNS, rows=rows))
@@ -64,7 +68,10 @@ def test_verl_is_not_asked_for_more_than_it_may_take(monkeypatch: pytest.MonkeyP
         ({"parts": ()}, "parts is empty"),
         ({"seed": -1}, "seed is -1; expected at least 0"),
         ({"rounds": 0}, "rounds is 0; expected at least 1"),
-        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
+        (
+            {"json": Path("/nowhere/x.json")},
+            "json is '/nowhere/x.json'; expected a file in an existing folder",
+        ),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -174,15 +181,25 @@ def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> No
     for run in runs:
         found = predict_seconds(run, laws[run.ranks])
         assert found == pytest.approx(predict_seconds(run, true[run.ranks]), rel=0.02), run.name
-        assert predict_bytes(run, laws[run.ranks]) == pytest.approx(predict_bytes(run, alone), rel=1e-3)
+        assert predict_bytes(run, laws[run.ranks]) == pytest.approx(
+            predict_bytes(run, alone), rel=1e-3
+        )
 
 
 def test_only_held_out_runs_are_judged() -> None:
-    row: Row = {"name": "a run", "stage": "training", "held_out": "yes", "error_s": 0.19, "error_mb": -0.14}
+    row: Row = {
+        "name": "a run",
+        "stage": "training",
+        "held_out": "yes",
+        "error_s": 0.19,
+        "error_mb": -0.14,
+    }
     wild = row | {"name": "fitted", "held_out": "", "error_s": 8.0, "error_mb": -0.9}
     seconds, memory = planner.check_aims([row, wild])
     assert seconds == "aim: predicted step time of held-out runs within 20%: +19.0% to +19.0% (met)"
-    assert memory == "aim: predicted peak memory of held-out runs within 15%: -14.0% to -14.0% (met)"
+    assert (
+        memory == "aim: predicted peak memory of held-out runs within 15%: -14.0% to -14.0% (met)"
+    )
     slow: Row = {"name": "slow", "stage": "step", "held_out": "yes", "error_s": -0.3}
     seconds, memory = planner.check_aims([row, slow])
     assert seconds.endswith("-30.0% to +19.0% (not met: slow -30.0%)")

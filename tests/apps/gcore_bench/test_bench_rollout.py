@@ -14,7 +14,13 @@ import pytest
 
 from gcore_bench import rollout
 from gcore_bench.harness.report import BenchError, Rounds
-from gcore_bench.rollout import GenerationContender, RolloutOptions, count_tokens, make_requests, measure_generation
+from gcore_bench.rollout import (
+    GenerationContender,
+    RolloutOptions,
+    count_tokens,
+    make_requests,
+    measure_generation,
+)
 from gcore_rollout import Completion, Request
 
 
@@ -63,7 +69,9 @@ async def test_a_contender_makes_the_tokens_that_were_asked_for(
     options = RolloutOptions(contenders=("gcore-hf-process",), max_response_length=8)
     rounds = Rounds("generation", 2, say=lambda _: None)
     if missing:
-        with pytest.raises(BenchError, match=f"the samples have {count_tokens(make_requests(options))}"):
+        with pytest.raises(
+            BenchError, match=f"the samples have {count_tokens(make_requests(options))}"
+        ):
             await measure_generation(options, tmp_path, rounds)
     else:
         await measure_generation(options, tmp_path, rounds)
@@ -76,7 +84,10 @@ async def test_a_contender_makes_the_tokens_that_were_asked_for(
         ({"rounds": 0}, "rounds is 0; expected at least 1"),
         ({"parts": ()}, "parts is empty"),
         ({"contenders": ()}, "contenders is empty"),
-        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
+        (
+            {"json": Path("/nowhere/x.json")},
+            "json is '/nowhere/x.json'; expected a file in an existing folder",
+        ),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -86,8 +97,18 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.slow
 def test_bench_measures_rollouts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gcore_bench", "rollout", "--quick", "--json", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "gcore_bench",
+        "rollout",
+        "--quick",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
+    done = subprocess.run(
+        command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
 
@@ -103,7 +124,9 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
     # The same seeds give the same tokens: what is compared is one piece of work.
     for name in ("gcore-vllm", "gcore-vllm-process"):
         assert rows[name]["log_prob"] == pytest.approx(rows["vllm"]["log_prob"], abs=1e-3)
-    assert rows["gcore-hf-process"]["log_prob"] == pytest.approx(rows["gcore-hf"]["log_prob"], abs=1e-5)
+    assert rows["gcore-hf-process"]["log_prob"] == pytest.approx(
+        rows["gcore-hf"]["log_prob"], abs=1e-5
+    )
     ratios = {name: row["tokens_per_s_ratio"] for name, row in rows.items() if "base" in row}
     assert list(ratios) == ["gcore-vllm", "gcore-vllm-process", "gcore-hf", "gcore-hf-process"]
     assert all(isfinite(ratio) and ratio > 0 for ratio in ratios.values())
@@ -121,6 +144,8 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     options = ["--parts", "generation", "--contenders", "gcore-hf", "--vocab-size", "0"]
     command = [sys.executable, "-m", "gcore_bench", "rollout", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 2
     assert done.stderr == "gcore-bench: error: vocab_size is 0; expected at least 1\n"

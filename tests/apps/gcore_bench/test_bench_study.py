@@ -28,7 +28,10 @@ from gcore_placement.simulation.scenarios import FAMILY, JOBS, Scale, scenario
 @pytest.fixture(autouse=True)
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
-    few = {devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8) for devices in (32, 64)}
+    few = {
+        devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8)
+        for devices in (32, 64)
+    }
     few[37] = Scale(num_devices=37, train_batch_size=6, unit_devices=6)
     for module in (scenarios, study):
         monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
@@ -45,7 +48,10 @@ def test_the_study_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> Non
         "Conditions broken",
     ]
     assert messages == ["study: Drift on 64 devices is done"]
-    assert [cells[:3] for cells in format_rows(drift)] == [["64", "growing", "2"], ["64", "r1_zero", "2"]]
+    assert [cells[:3] for cells in format_rows(drift)] == [
+        ["64", "growing", "2"],
+        ["64", "r1_zero", "2"],
+    ]
     assert drift.aims[0].startswith("aim: dynamic idles at most 3 points more than the clairvoyant")
     assert [cells[0] for cells in format_rows(errors)] == ["0.5", "2"]
     assert len(broken.rows) == 7
@@ -56,10 +62,17 @@ def test_the_sweep_compares_every_load_with_the_best_split(monkeypatch: pytest.M
     messages: list[str] = []
     (table,) = sweep.run(PlacementOptions(quick=True), messages.append)
     assert messages == ["sweep: 2 runs under dynamic, seed 1"]
-    assert [(row["devices"], row["trace"]) for row in table.rows] == [(37, "square_4"), (37, "no_change")]
+    assert [(row["devices"], row["trace"]) for row in table.rows] == [
+        (37, "square_4"),
+        (37, "no_change"),
+    ]
     row = sweep.compare_with_split(37, "square_4", 8)
     simulator = scenario("square_4", "7B", 37, num_steps=8, seed=1)
-    loss = simulator.dynamic().seconds / min(simulator.split(p).seconds for p in simulator.space.partitions) - 1
+    loss = (
+        simulator.dynamic().seconds
+        / min(simulator.split(p).seconds for p in simulator.space.partitions)
+        - 1
+    )
     assert row["loss_percent"] == pytest.approx(100 * loss)
 
 
@@ -68,7 +81,9 @@ def test_the_aim_of_the_sweep_names_the_worst_trace() -> None:
         {"devices": 64, "trace": "coin", "loss_percent": 3.0},
         {"devices": 64, "trace": "noise", "loss_percent": 2.0},
     ]
-    assert sweep.check_aim(rows).endswith("most: +3.0% on coin with 64 devices (not met: coin on 64)")
+    assert sweep.check_aim(rows).endswith(
+        "most: +3.0% on coin with 64 devices (not met: coin on 64)"
+    )
     assert sweep.check_aim(rows[1:]).endswith("most: +2.0% on noise with 64 devices (met)")
 
 
@@ -78,7 +93,9 @@ def test_the_aim_of_idle_devices_counts_the_worst_seed() -> None:
     points: list[float] = []
     for seed in (1, 2):
         comparison = compare("judge_swap_back", cases[0][1](seed=seed))
-        points.append(100 * (comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share))
+        points.append(
+            100 * (comparison["dynamic"].idle_share - comparison["clairvoyant"].idle_share)
+        )
     aim = check_idle_aim(rows)
     assert f"most: {max(points):.1f} on judge_swap_back (" in aim
     assert aim.endswith("(met)" if max(points) <= 3 else "(not met: judge_swap_back)")
@@ -90,8 +107,15 @@ def test_the_page_has_all_tables_that_the_study_and_the_sweep_write(tmp_path: Pa
     others = ["Wrong costs of the judge", "Conditions broken", "The family"]
     assert sorted(study_tables.list_titles(page)) == sorted([*drifts, *others])
     assert study_tables.update_page(page, {}) == page
-    rows: list[Row] = [{"devices": 37, "trace": "coin", "loss_percent": 1, "sampling_loss_percent": 2, "moves": 3}]
-    table = {"title": "The family", "columns": sweep.COLUMNS, "rows": rows, "aims": ["aim: none (met)"]}
+    rows: list[Row] = [
+        {"devices": 37, "trace": "coin", "loss_percent": 1, "sampling_loss_percent": 2, "moves": 3}
+    ]
+    table = {
+        "title": "The family",
+        "columns": sweep.COLUMNS,
+        "rows": rows,
+        "aims": ["aim: none (met)"],
+    }
     (tmp_path / "figures.json").write_text(json.dumps({"parts": [table]}))
     sections = study_tables.read_sections(tmp_path / "figures.json")
     changed = study_tables.update_page(page, sections)
@@ -112,7 +136,13 @@ def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.Monk
     monkeypatch.undo()  # other processes would not see the small scales
     cases = list_drifts(64, 1, ("steady", "fast_judge"))
     assert compare_all(cases, [0], processes=2) == compare_all(cases, [0], processes=1)
-    assert run_all([partial(pow, 2, exponent) for exponent in range(5)], processes=2) == [1, 2, 4, 8, 16]
+    assert run_all([partial(pow, 2, exponent) for exponent in range(5)], processes=2) == [
+        1,
+        2,
+        4,
+        8,
+        16,
+    ]
     assert os.getpid() not in run_all([os.getpid] * 3, processes=2)
     assert run_all([os.getpid] * 2, processes=1) == [os.getpid()] * 2
 
@@ -123,8 +153,13 @@ def test_conditions_are_broken_one_at_a_time() -> None:
         by_name[name] = compare(name, make(seed=0))
     assert by_name["swaps take no time"]["colocated"].share("swap") == 0.0
     assert by_name["as it is"]["colocated"].share("swap") > 0.0
-    assert by_name["a move takes 20 minutes"]["dynamic"].num_moves <= by_name["as it is"]["dynamic"].num_moves
-    few = {p for step in by_name["four replicas in all"]["clairvoyant"].steps for p in step.partitions}
+    assert (
+        by_name["a move takes 20 minutes"]["dynamic"].num_moves
+        <= by_name["as it is"]["dynamic"].num_moves
+    )
+    few = {
+        p for step in by_name["four replicas in all"]["clairvoyant"].steps for p in step.partitions
+    }
     assert all(sum(p.replicas) == 4 for p in few)
 
 
@@ -132,5 +167,7 @@ def test_wrong_costs_hurt_less_where_measurements_correct_them() -> None:
     simulator = scenario("slow_judge", "7B", 64, num_steps=12)
     believed = with_judge_error(JOBS["7B"], 1 / 16)
     corrected = simulator.dynamic(believed=believed)
-    uncorrected = simulator.dynamic(believed=believed, config=DynamicPartitionConfig(is_corrected=False))
+    uncorrected = simulator.dynamic(
+        believed=believed, config=DynamicPartitionConfig(is_corrected=False)
+    )
     assert corrected.seconds <= uncorrected.seconds

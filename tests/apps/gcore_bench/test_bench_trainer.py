@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from gcore_bench.harness.report import BenchError
-from gcore_bench.trainer import StepContender, TrainerOptions, check_agreement, make_samples, step_batches
+from gcore_bench.trainer import (
+    StepContender,
+    TrainerOptions,
+    check_agreement,
+    make_samples,
+    step_batches,
+)
 
 
 @pytest.mark.parametrize("contender", get_args(StepContender))
@@ -25,7 +31,10 @@ def test_every_sample_is_in_one_micro_batch(contender: str) -> None:
         for batch in batches:
             prompts = {i // 4: samples[i].prompt_ids.size for i in batch}
             assert all(set(range(4 * prompt, 4 * prompt + 4)) <= set(batch) for prompt in prompts)
-            assert sum(prompts.values()) + sum(samples[i].response_ids.size for i in batch) <= options.max_tokens
+            assert (
+                sum(prompts.values()) + sum(samples[i].response_ids.size for i in batch)
+                <= options.max_tokens
+            )
     elif contender != "trl":
         for batch in batches:
             lengths = [samples[i].prompt_ids.size + samples[i].response_ids.size for i in batch]
@@ -44,7 +53,9 @@ def test_a_group_shares_its_prompt_and_its_advantages_sum_to_nothing() -> None:
     for k in range(0, len(samples), 4):
         group = samples[k : k + 4]
         assert len({s.prompt_ids.tobytes() for s in group}) == 1
-        assert sum(float(s.advantages[0]) for s in group if s.advantages is not None) == pytest.approx(0, abs=1e-5)
+        assert sum(
+            float(s.advantages[0]) for s in group if s.advantages is not None
+        ) == pytest.approx(0, abs=1e-5)
 
 
 def test_contenders_that_compute_something_else_are_found() -> None:
@@ -63,7 +74,10 @@ def test_contenders_that_compute_something_else_are_found() -> None:
         ({"contenders": ()}, "contenders is empty"),
         ({"hidden_size": 100}, "hidden_size is 100; expected a multiple of 32"),
         ({"max_response_length": 1}, "max_response_length is 1; expected at least 2"),
-        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
+        (
+            {"json": Path("/nowhere/x.json")},
+            "json is '/nowhere/x.json'; expected a file in an existing folder",
+        ),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -73,8 +87,18 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.slow
 def test_bench_measures_the_trainer(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gcore_bench", "trainer", "--quick", "--json", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "gcore_bench",
+        "trainer",
+        "--quick",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
+    done = subprocess.run(
+        command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     (part,) = figures["parts"]

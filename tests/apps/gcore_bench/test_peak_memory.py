@@ -27,7 +27,13 @@ SMALL: dict[str, Any] = {
 CASES: list[tuple[dict[str, Any], int, bool]] = [
     (SMALL, 1024, False),
     (
-        {**SMALL, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "num_attention_heads": 12},
+        {
+            **SMALL,
+            "hidden_size": 384,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 12,
+        },
         512,
         True,
     ),
@@ -42,7 +48,9 @@ RESPONSES = 4
 def lengths() -> tuple[list[int], list[list[int]]]:
     """Of prompts, and of each one's responses: a little less than 512 tokens a group."""
     rng = np.random.default_rng(0)
-    return rng.integers(40, 60, GROUPS).tolist(), rng.integers(95, 112, (GROUPS, RESPONSES)).tolist()
+    return rng.integers(40, 60, GROUPS).tolist(), rng.integers(
+        95, 112, (GROUPS, RESPONSES)
+    ).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,9 @@ def measured(lengths: tuple[list[int], list[list[int]]]) -> list[float]:
     cases = json.dumps([[*case, *lengths] for case in CASES])
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), cases]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert output.returncode == 0, output.stderr
     return [json.loads(line) for line in output.stdout.splitlines()]
 
@@ -81,5 +91,7 @@ def test_peak_memory_is_predicted(
         gradient_checkpointing=recompute,
         ppo_max_token_len=max_tokens,
     )
-    parts = memory.training_memory(job, TrainingLayouts.of(layout), activations=Efficiency().activations)
+    parts = memory.training_memory(
+        job, TrainingLayouts.of(layout), activations=Efficiency().activations
+    )
     assert memory.total(parts)[0] == pytest.approx(measured[number], rel=0.15)

@@ -87,18 +87,36 @@ def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("own-diffusion")
     flow_pipeline(folder)
     (folder / "rewards.py").write_text(REWARD)
-    write_rows(folder / "train.jsonl", ({"prompt": f"{word} {i}", "i": i} for i in range(10) for word in "abc"))
+    write_rows(
+        folder / "train.jsonl",
+        ({"prompt": f"{word} {i}", "i": i} for i in range(10) for word in "abc"),
+    )
     return [
         *("train", "--threads", "1", "--device", "cpu", "--model", str(folder / "flow")),
-        *("--data.train-files", str(folder / "train.jsonl"), "--reward.kind", f"{folder / 'rewards.py'}:red"),
+        *(
+            "--data.train-files",
+            str(folder / "train.jsonl"),
+            "--reward.kind",
+            f"{folder / 'rewards.py'}:red",
+        ),
         *("--data.train-batch-size", "8", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
-        *("--rollout.eval-n", "2", "--trainer.total-training-steps", "2", "--trainer.tensorboard", "False"),
+        *(
+            "--rollout.eval-n",
+            "2",
+            "--trainer.total-training-steps",
+            "2",
+            "--trainer.tensorboard",
+            "False",
+        ),
     ]
 
 
 def reproducible(run: Path) -> list[dict[str, Any]]:
     clocks = ("timing_s/", "perf/throughput", "ledger/", "placement/")
-    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in read_rows(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(clocks)}
+        for row in read_rows(run / "metrics.jsonl")
+    ]
 
 
 def assert_alike(run: Path, expected: Path, tolerance: float) -> None:
@@ -107,11 +125,24 @@ def assert_alike(run: Path, expected: Path, tolerance: float) -> None:
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         for name, value in other.items():
-            assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (row["step"], name)
+            assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (
+                row["step"],
+                name,
+            )
 
 
 EMBEDDED = [
-    *("train", "--device", "cpu", "--demo.num-steps", "6", "--demo.batch-size", "16", "--data.train-batch-size", "2"),
+    *(
+        "train",
+        "--device",
+        "cpu",
+        "--demo.num-steps",
+        "6",
+        "--demo.batch-size",
+        "16",
+        "--data.train-batch-size",
+        "2",
+    ),
     *("--rollout.n", "4", "--rollout.num-inference-steps", "4", "--rollout.eval-n", "2"),
     *("--trainer.total-training-steps", "2", "--trainer.test-freq", "2"),
 ]
@@ -122,7 +153,13 @@ def test_embedded_run_folder(cli: Cli) -> None:
     args = [*EMBEDDED, "--demo.cache-dir", str(cli.cwd / "cache")]
     out = cli.ok(*args)
     run = cli.cwd / "runs/default"
-    for name in ("config.toml", "metrics.jsonl", "spans.jsonl", "report.html", "export/model_index.json"):
+    for name in (
+        "config.toml",
+        "metrics.jsonl",
+        "spans.jsonl",
+        "report.html",
+        "export/model_index.json",
+    ):
         assert (run / name).is_file(), name
     assert RunFolder(run).load_config(DiffusionConfig) == resolve(parse_train(args[1:]))
     assert "held-out images: reward" in out
@@ -132,7 +169,11 @@ def test_embedded_run_folder(cli: Cli) -> None:
     page = (run / "report.html").read_text()
     assert page.count('<img src="data:image/png;') == 2
     assert "Before training" in page
-    for label in ("Held-out reward, trained on", "Held-out reward, not trained on", "Diversity within prompts"):
+    for label in (
+        "Held-out reward, trained on",
+        "Held-out reward, not trained on",
+        "Diversity within prompts",
+    ):
         assert label in page
         assert label.lower().removeprefix("held-out ").split(",")[0] in out
     first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/diversity" in row}
@@ -156,8 +197,22 @@ ALGORITHMS: dict[str, list[str]] = {
         *("--actor.loss.kl-loss-type", "flow_grpo", "--algorithm.old-log-probs", "trainer"),
         *("--actor.lora-rank", "2", "--rollout.colocated", "true"),
     ],
-    "mix_grpo": ["--rollout.window-size", "1", "--rollout.window-schedule", "sliding", "--rollout.window-steps", "1"],
-    "ddpo": ["--algorithm.name", "ddpo", "--rollout.kernel", "dance_sde", "--algorithm.timestep-fraction", "0.5"],
+    "mix_grpo": [
+        "--rollout.window-size",
+        "1",
+        "--rollout.window-schedule",
+        "sliding",
+        "--rollout.window-steps",
+        "1",
+    ],
+    "ddpo": [
+        "--algorithm.name",
+        "ddpo",
+        "--rollout.kernel",
+        "dance_sde",
+        "--algorithm.timestep-fraction",
+        "0.5",
+    ],
     "grpo_guard": ["--algorithm.name", "grpo_guard", "--actor.lora-rank", "2"],
     "cps": ["--rollout.kernel", "cps", "--rollout.guidance-scale", "2.0"],
     "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode", "--actor.lora-rank", "2"],
@@ -183,16 +238,27 @@ def test_a_run_starts_from_the_adapters_of_another(cli: Cli, own_args: list[str]
     cli.ok(*own_args, "--actor.lora-rank", "2", "--actor.optim.lr", "0.005", "--name", "first")
     export = cli.cwd / "runs/first/export"
     options = ["--actor.num-updates", "1", "--actor.loss.kl-loss-coef", "0.1"]
-    cli.ok(*own_args, *options, "--actor.lora-adapter-path", str(export / "lora"), "--name", "continued")
+    cli.ok(
+        *own_args,
+        *options,
+        "--actor.lora-adapter-path",
+        str(export / "lora"),
+        "--name",
+        "continued",
+    )
     merged = list(own_args)
     merged[merged.index("--model") + 1] = str(export)
     cli.ok(*merged, *options, "--name", "merged")
     cli.ok(*own_args, *options, "--name", "base")
-    [continued, expected, base] = [step_rows(cli.cwd / "runs" / name)[0] for name in ("continued", "merged", "base")]
+    [continued, expected, base] = [
+        step_rows(cli.cwd / "runs" / name)[0] for name in ("continued", "merged", "base")
+    ]
     assert continued["critic/score/mean"] == pytest.approx(expected["critic/score/mean"], abs=1e-3)
     assert abs(base["critic/score/mean"] - expected["critic/score/mean"]) > 1e-2
     assert continued["actor/kl_loss"] < 1e-6
-    refused = cli(*own_args, "--actor.lora-adapter-path", str(export / "lora"), "--actor.lora-rank", "3")
+    refused = cli(
+        *own_args, "--actor.lora-adapter-path", str(export / "lora"), "--actor.lora-rank", "3"
+    )
     assert refused.code == 2
     assert "actor.lora_rank is 3; expected 2, as the adapters in" in refused.err
     refused = cli(*own_args, "--actor.lora-adapter-path", str(export))
@@ -206,14 +272,26 @@ def test_a_run_starts_from_the_adapters_of_another(cli: Cli, own_args: list[str]
         ("bfloat16", "flow_grpo"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("float32", "flow_grpo"), ("float32", "grpo_guard"), ("bfloat16", "grpo_guard"))
+            for case in (
+                ("float32", "flow_grpo"),
+                ("float32", "grpo_guard"),
+                ("bfloat16", "grpo_guard"),
+            )
         ),
     ],
 )
 def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
     cli: Cli, own_args: list[str], algorithm: str, trainers_type: str
 ) -> None:
-    args = [*own_args, "--algorithm.name", algorithm, "--rollout.dtype", "bfloat16", "--actor.num-updates", "1"]
+    args = [
+        *own_args,
+        "--algorithm.name",
+        algorithm,
+        "--rollout.dtype",
+        "bfloat16",
+        "--actor.num-updates",
+        "1",
+    ]
     args += ["--actor.dtype", trainers_type]
     cli.ok(*args, "--name", "auto")
     cli.ok(*args, "--name", "rollout", "--algorithm.old-log-probs", "rollout")
@@ -230,9 +308,19 @@ def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
         assert mismatches[0] == pytest.approx(mismatches[1], rel=1e-3)
 
 
-def test_the_trainer_repeats_negative_prompts_and_shared_noise(cli: Cli, own_args: list[str]) -> None:
+def test_the_trainer_repeats_negative_prompts_and_shared_noise(
+    cli: Cli, own_args: list[str]
+) -> None:
     args = [*own_args, "--rollout.guidance-scale", "2.5", "--rollout.negative-prompt", "blue 1"]
-    cli.ok(*args, "--rollout.shared-noise", "True", "--actor.num-updates", "1", "--algorithm.old-log-probs", "trainer")
+    cli.ok(
+        *args,
+        "--rollout.shared-noise",
+        "True",
+        "--actor.num-updates",
+        "1",
+        "--algorithm.old-log-probs",
+        "trainer",
+    )
     for row in step_rows(cli.cwd / "runs/default"):
         assert row["actor/ratio_dev"] == 0
         assert row["training/rollout_ratio_dev"] < 1e-5
@@ -248,10 +336,15 @@ def test_what_a_run_says_at_its_start(tmp_path: Path) -> None:
     folder = flow_pipeline(tmp_path)
     index = folder / "model_index.json"
     components = json.loads(index.read_text())
-    index.write_text(json.dumps({**components, "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}))
+    index.write_text(
+        json.dumps(
+            {**components, "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
+        )
+    )
     texts = ["red 7", "a very long one", "one that is very long", "red 7"]
     prompts = ImagePromptSets(
-        train=[ImagePrompt(text=text, row={}) for text in texts], val=[ImagePrompt(text="a", row={})]
+        train=[ImagePrompt(text=text, row={}) for text in texts],
+        val=[ImagePrompt(text="a", row={})],
     )
     assert starting_messages(DiffusionConfig(), folder, prompts) == [
         "warning: the text encoders do not read the ends of 2 prompts: 'a very long one', 'one that is very long'",
@@ -262,7 +355,9 @@ def test_what_a_run_says_at_its_start(tmp_path: Path) -> None:
 def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     """Images are scored by what is differentiated, latents, of a pipeline with a VAE too."""
     args = option_set(
-        own_args, "--reward.kind", own_args[own_args.index("--reward.kind") + 1].replace(":red", ":differentiable")
+        own_args,
+        "--reward.kind",
+        own_args[own_args.index("--reward.kind") + 1].replace(":red", ":differentiable"),
     )
     args = option_set(args, "--trainer.total-training-steps", "6")
     args = option_set(args, "--model", str(flow_pipeline(tmp_path, with_vae=True)))
@@ -271,7 +366,9 @@ def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str], tmp_path: Pa
     run = cli.cwd / "runs/default"
     for row in step_rows(run):
         assert row["critic/score/mean"] == pytest.approx(row["actor/reward"], rel=1e-4)
-    rows = [row["val/score/mean"] for row in read_rows(run / "metrics.jsonl") if "val/score/mean" in row]
+    rows = [
+        row["val/score/mean"] for row in read_rows(run / "metrics.jsonl") if "val/score/mean" in row
+    ]
     assert rows[-1] > rows[0]
 
 
@@ -279,7 +376,15 @@ def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Pat
     (tmp_path / "classes.txt").write_text("zero\n1\n2\n3\n")
     args = option_set(own_args, "--model", str(ddim_pipeline(tmp_path)))
     args = option_set(args, "--data.train-files", str(tmp_path / "classes.txt"))
-    cli.ok(*args, "--algorithm.name", "ddpo", "--rollout.kernel", "ddim", "--reward.held-out", "jpeg_incompressibility")
+    cli.ok(
+        *args,
+        "--algorithm.name",
+        "ddpo",
+        "--rollout.kernel",
+        "ddim",
+        "--reward.held-out",
+        "jpeg_incompressibility",
+    )
     row = step_rows(cli.cwd / "runs/default")[-1]
     assert row["actor/ratio_dev"] < 1
     assert row["training/rollout_ratio_dev"] < 1e-3
@@ -287,12 +392,23 @@ def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_args: list[str]) -> None:
+def test_controllers_and_engines_elsewhere_make_the_same_images(
+    cli: Cli, own_args: list[str]
+) -> None:
     """To what sums round to in batches of other sizes; one engine of three is on a lent device, of the trainer."""
     cli.ok(*own_args, "--name", "one")
     cli.ok(*own_args, "--controllers", "4", "--name", "four")
     lent = ["--placement.lend-ranks", "true"]
-    cli.ok(*own_args, "--controllers", "2", "--rollout.num-processes", "2", *lent, "--name", "processes")
+    cli.ok(
+        *own_args,
+        "--controllers",
+        "2",
+        "--rollout.num-processes",
+        "2",
+        *lent,
+        "--name",
+        "processes",
+    )
     for name in ("four", "processes"):
         assert_alike(cli.cwd / "runs" / name, cli.cwd / "runs/one", 2e-3)
     logs = cli.cwd / "runs/processes/logs"
@@ -301,7 +417,9 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", ["0", "2"])
-def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str], lora_rank: str) -> None:
+def test_ranks_in_local_processes_train_alike(
+    cli: Cli, own_args: list[str], lora_rank: str
+) -> None:
     """Two ranks have copies of the parameters, and then, continued, share them, also those of the reference."""
     args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
     args += ["--actor.lora-rank", lora_rank, "--trainer.test-freq", "1"]
@@ -316,16 +434,39 @@ def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str], lor
 @pytest.mark.slow
 def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> None:
     """Two controllers, engines and ranks are actors, the last two on the same devices; one of each is killed."""
-    args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
-    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
+    args = option_set(
+        [*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6"
+    )
+    args = [
+        *args,
+        "--trainer.save-freq",
+        "1",
+        "--trainer.test-freq",
+        "100",
+        "--actor.optim.lr",
+        "1e-4",
+    ]
     # Adapters alone are sent: an engine that is replaced gets the frozen weights with them.
     args = [*args, "--actor.lora-rank", "2", "--algorithm.old-log-probs", "trainer"]
     cli.ok(*args, "--name", "one")
-    options = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--rollout.colocated", "true"]
+    options = [
+        "--runtime",
+        "ray",
+        "--controllers",
+        "2",
+        "--trainer.num-processes",
+        "2",
+        "--rollout.colocated",
+        "true",
+    ]
     command = cli.start(*args, *options, "--ray.weight-sync", "delta")
     run = cli.cwd / "runs/default"
-    for number, title in enumerate(("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1):
-        while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= number):
+    for number, title in enumerate(
+        ("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1
+    ):
+        while not command.has_ended() and not (
+            (run / "metrics.jsonl").exists() and len(step_rows(run)) >= number
+        ):
             time.sleep(0.02)
         os.kill(descendants(command.pid, title)[0], signal.SIGKILL)
     finished = command.wait()
@@ -333,7 +474,11 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
     assert finished.out.count("continuing after step") == 2
     rows, others = (
         [
-            {k: v for k, v in row.items() if not k.startswith(("perf/generated", "controller/load"))}
+            {
+                k: v
+                for k, v in row.items()
+                if not k.startswith(("perf/generated", "controller/load"))
+            }
             for row in reproducible(path)
         ]
         for path in (run, cli.cwd / "runs/one")
@@ -349,11 +494,28 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
 def judged(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The job with a vision-language model for a reward, which says little that is to the point."""
     folder = save_vision_model(tmp_path_factory.mktemp("judge") / "model")
-    args = option_set(option_set(own_args, "--reward.kind", "judge"), "--trainer.total-training-steps", "5")
+    args = option_set(
+        option_set(own_args, "--reward.kind", "judge"), "--trainer.total-training-steps", "5"
+    )
     return [
-        *(*args, "--reward.path", str(folder), "--reward.judge.pattern", r"(\d)", "--reward.judge.n", "2"),
+        *(
+            *args,
+            "--reward.path",
+            str(folder),
+            "--reward.judge.pattern",
+            r"(\d)",
+            "--reward.judge.n",
+            "2",
+        ),
         *("--reward.judge.max-response-length", "48", "--reward.judge.temperature", "1.0"),
-        *("--reward.judge.max-num-seqs", "8", "--trainer.test-freq", "100", "--algorithm.filter-groups", "False"),
+        *(
+            "--reward.judge.max-num-seqs",
+            "8",
+            "--trainer.test-freq",
+            "100",
+            "--algorithm.filter-groups",
+            "False",
+        ),
     ]
 
 
@@ -373,7 +535,9 @@ def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None
         assert row["perf/generated/gen"] == row["perf/num_images"] == other["perf/num_images"]
     for row in read_rows(cli.cwd / "runs/default/spans.jsonl"):
         assert sorted(row["devices"]) == ["device 0", "device 1", "device 2"]
-        assert all({"train", "swap"} < {stage for stage, *_ in spans} for spans in row["devices"].values())
+        assert all(
+            {"train", "swap"} < {stage for stage, *_ in spans} for spans in row["devices"].values()
+        )
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> None:
@@ -401,8 +565,17 @@ def middling(images, prompts, rows):
     means = images.astype(float).mean((1, 2)) / 255
     return [-abs((means[:, 0] - means[:, 1]).mean() - 0.41)] * len(images)
 """)
-    args = option_set([*own_args, "--trainer.test-freq", "1"], "--trainer.total-training-steps", "6")
-    args += ["--trainer.export", "best", "--actor.optim.lr", "1e-2", "--reward.held-out", "own.py:middling"]
+    args = option_set(
+        [*own_args, "--trainer.test-freq", "1"], "--trainer.total-training-steps", "6"
+    )
+    args += [
+        "--trainer.export",
+        "best",
+        "--actor.optim.lr",
+        "1e-2",
+        "--reward.held-out",
+        "own.py:middling",
+    ]
     cli.ok(*args, "--name", "whole")
     command = cli.start(*args, "--rollout.colocated", "true", "--name", "parts")
     whole, parts = (cli.cwd / "runs" / name for name in ("whole", "parts"))
@@ -412,7 +585,9 @@ def middling(images, prompts, rows):
     best = json.loads((whole / "best/step.json").read_text())
     out = cli.ok(*args, "--rollout.colocated", "true", "--name", "parts")
     assert "resuming after step" in out
-    assert f"exporting the policy of step {best['step']}, the best on held-out prompts" in " ".join(out.split())
+    assert f"exporting the policy of step {best['step']}, the best on held-out prompts" in " ".join(
+        out.split()
+    )
     scores = {
         row["step"]: row["val/held_out/mean"]
         for row in read_rows(whole / "metrics.jsonl")
@@ -429,7 +604,9 @@ def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many)
     run = cli.cwd / "runs/default"
-    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2):
+    while not command.has_ended() and not (
+        (run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2
+    ):
         time.sleep(0.02)
     command.send(signal.SIGINT)
     assert command.wait().code == 130
@@ -442,13 +619,23 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--rollout.kernel", "ode"],
         "rollout.kernel is 'ode'; expected a kernel with noise",
     ),
-    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM; expected a flow kernel"),
+    "kernel of another kind": (
+        lambda _: ["--rollout.kernel", "ddim"],
+        "kernel is DDIM; expected a flow kernel",
+    ),
     "noise where none is": (
         lambda _: ["--algorithm.name", "nft"],
         "rollout.kernel is 'flow_sde'; expected 'ode' or 'ddim'",
     ),
     "one noise without more of it": (
-        lambda _: ["--algorithm.name", "dpo", "--rollout.kernel", "ode", "--rollout.shared-noise", "True"],
+        lambda _: [
+            "--algorithm.name",
+            "dpo",
+            "--rollout.kernel",
+            "ode",
+            "--rollout.shared-noise",
+            "True",
+        ],
         "rollout.shared_noise is true; expected false with rollout.kernel 'ode'",
     ),
     "negative prompt without guidance": (
@@ -464,16 +651,37 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ),
     "form of the KL": (
         lambda _: [
-            *("--rollout.kernel", "cps", "--actor.loss.kl-loss-type", "flow_grpo", "--actor.loss.kl-loss-coef", "1"),
+            *(
+                "--rollout.kernel",
+                "cps",
+                "--actor.loss.kl-loss-type",
+                "flow_grpo",
+                "--actor.loss.kl-loss-coef",
+                "1",
+            ),
         ],
         "actor.loss.kl_loss_type is 'flow_grpo'; expected 'gaussian' with rollout.kernel 'cps'",
     ),
-    "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9; expected at most"),
+    "window": (
+        lambda _: ["--rollout.window-size", "9"],
+        "rollout.window_size is 9; expected at most",
+    ),
     "a window over a step without noise": (
-        lambda _: ["--rollout.kernel", "cps", "--rollout.window-size", "2", "--rollout.window-range", "1", "4"],
+        lambda _: [
+            "--rollout.kernel",
+            "cps",
+            "--rollout.window-size",
+            "2",
+            "--rollout.window-range",
+            "1",
+            "4",
+        ],
         "rollout.window_range is (1, 4); expected steps with noise: step 3 of 4 has none with rollout.kernel 'cps'",
     ),
-    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
+    "unknown reward": (
+        lambda _: ["--reward.kind", "pretty"],
+        "reward.kind is 'pretty'; expected jpeg_compressibility",
+    ),
     "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
     "too few scores": (
         lambda file: ["--reward.kind", f"{file}:few"],
@@ -493,12 +701,26 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "reward.path is not set; expected a local folder of a vision-language model",
     ),
     "a judge that sees nothing": (
-        lambda file: ["--reward.kind", "judge", "--reward.path", str(Path(file).parent / "flow/transformer")],
+        lambda file: [
+            "--reward.kind",
+            "judge",
+            "--reward.path",
+            str(Path(file).parent / "flow/transformer"),
+        ],
         "flow/transformer has a config.json that does not load",
     ),
     "judges without devices": (
         lambda _: [
-            *("--runtime", "ray", "--rollout.num-processes", "2", "--reward.kind", "judge", "--reward.path", "x"),
+            *(
+                "--runtime",
+                "ray",
+                "--rollout.num-processes",
+                "2",
+                "--reward.kind",
+                "judge",
+                "--reward.path",
+                "x",
+            ),
             *("--placement.strategy", "colocated", "--reward.judge.num-processes", "3"),
         ],
         "reward.judge.num_processes is 3; expected rollout.num_processes=2",
@@ -507,22 +729,40 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--placement.strategy", "dynamic"],
         "placement.strategy is 'dynamic'; expected 'split' with runtime 'inline'; others need runtime 'ray'",
     ),
-    "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere'; expected a folder of a diffusers pipeline"),
+    "model": (
+        lambda _: ["--model", "nowhere"],
+        "model is 'nowhere'; expected a folder of a diffusers pipeline",
+    ),
     "ranks that do not divide": (
         lambda _: ["--trainer.fsdp-size", "3", "--trainer.num-processes", "2"],
         "trainer.fsdp_size is 3; expected auto, 0, or a divisor of trainer.num_processes=2",
     ),
-    "ranks by another name": (lambda _: ["--trainer.n-gpus-per-node", "2"], "did you mean --trainer.num-processes?"),
+    "ranks by another name": (
+        lambda _: ["--trainer.n-gpus-per-node", "2"],
+        "did you mean --trainer.num-processes?",
+    ),
     "one side": (lambda _: ["--rollout.size", "8"], "rollout.size is ['8']; expected more values"),
     "guidance below none": (
         lambda _: ["--rollout.guidance-scale", "-1"],
         "rollout.guidance_scale is -1.0; expected a finite number, 0 or more",
     ),
-    "size": (lambda _: ["--rollout.size", "7", "7"], "makes no image of a prompt alone with size (7, 7): "),
-    "layers to adapt": (lambda _: ["--actor.lora-rank", "2", "--actor.target-modules", "zzz"], "zzz"),
-    "a server that does not answer": (lambda _: ["--reward.kind", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    "size": (
+        lambda _: ["--rollout.size", "7", "7"],
+        "makes no image of a prompt alone with size (7, 7): ",
+    ),
+    "layers to adapt": (
+        lambda _: ["--actor.lora-rank", "2", "--actor.target-modules", "zzz"],
+        "zzz",
+    ),
+    "a server that does not answer": (
+        lambda _: ["--reward.kind", "http://127.0.0.1:9"],
+        "127.0.0.1:9",
+    ),
     "a folder of prompts": (lambda _: ["--data.train-files", "."], "data file .: Is a directory"),
-    "prompts of memory": (lambda _: ["--data.train-files", "/proc/self/mem"], "data file /proc/self/mem: "),
+    "prompts of memory": (
+        lambda _: ["--data.train-files", "/proc/self/mem"],
+        "data file /proc/self/mem: ",
+    ),
     "column": (
         lambda _: ["--data.prompt-key", "text"],
         "row 1 has no column 'text' (data.prompt_key); it has",
@@ -553,12 +793,18 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ],
     ids=["nft", "dpo", "ddpo", "kl", "reward_gradient"],
 )
-def test_a_reward_without_differences_never_ends_well(cli: Cli, own_args: list[str], options: list[str]) -> None:
+def test_a_reward_without_differences_never_ends_well(
+    cli: Cli, own_args: list[str], options: list[str]
+) -> None:
     file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
     own = ["--reward.kind", f"{file}:rounded", "--algorithm.filter-groups", "False"]
-    finished = cli(*own_args, *own, *(f"{file}:flat" if option == "flat" else option for option in options))
+    finished = cli(
+        *own_args, *own, *(f"{file}:flat" if option == "flat" else option for option in options)
+    )
     assert (finished.code, finished.err) == (3, "")
-    assert "the run trained nothing: no step had anything to learn from" in " ".join(finished.out.split())
+    assert "the run trained nothing: no step had anything to learn from" in " ".join(
+        finished.out.split()
+    )
 
 
 def test_large_scores_and_numbers_that_come_with_them(cli: Cli, own_args: list[str]) -> None:
@@ -577,7 +823,9 @@ def test_prompts_with_a_mark_and_other_line_ends(tmp_path: Path) -> None:
     """Only a newline ends a prompt, after a carriage return or not."""
     text, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     text.write_bytes("\ufeffa cat\u2028and a dog\r\na\rbird\n\n".encode())
-    rows.write_bytes('\ufeff{"prompt": "a cat\u2028and a dog"}\r\n{"prompt": "a\\rbird"}\r\n'.encode())
+    rows.write_bytes(
+        '\ufeff{"prompt": "a cat\u2028and a dog"}\r\n{"prompt": "a\\rbird"}\r\n'.encode()
+    )
     for file in (text, rows):
         sets = load_prompts(DiffusionDataConfig(train_files=(str(file),), val_size=0))
         assert [prompt.text for prompt in sets.train] == ["a cat\u2028and a dog", "a\rbird"]
@@ -585,7 +833,9 @@ def test_prompts_with_a_mark_and_other_line_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("filters", [True, False])
 def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], filters: bool) -> None:
-    (cli.cwd / "constant.py").write_text("def half(images, prompts, rows):\n    return [0.5] * len(images)\n")
+    (cli.cwd / "constant.py").write_text(
+        "def half(images, prompts, rows):\n    return [0.5] * len(images)\n"
+    )
     options = ["--reward.kind", "constant.py:half", "--algorithm.filter-groups", str(filters)]
     if filters:
         options += ["--algorithm.max-num-gen-batches", "1"]
@@ -606,7 +856,9 @@ def test_batches_of_any_size(cli: Cli, own_args: list[str]) -> None:
     assert [row["perf/num_images"] for row in rows] == [12, 12, 12]
     assert all((row["sampling/waves"], row["sampling/stale_groups"]) == (1, 0) for row in rows)
     assert all("critic/score/mean" in row for row in rows)
-    for row, other in zip(reproducible(cli.cwd / "runs/four"), reproducible(cli.cwd / "runs/one"), strict=True):
+    for row, other in zip(
+        reproducible(cli.cwd / "runs/four"), reproducible(cli.cwd / "runs/one"), strict=True
+    ):
         for name in ("critic/score/mean", "sampling/epoch", "val/score/mean"):
             assert row.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
 
@@ -636,7 +888,9 @@ def leaving(images, prompts, rows):
     assert finished.code == 130
     assert "trying the pipeline and the reward" in finished.out
     message = cli.refused(*own_args, "--reward.kind", "odd.py:leaving")
-    assert "reward 'leaving' on 2 images: tried to end the process: SystemExit: 3" in " ".join(message.split())
+    assert "reward 'leaving' on 2 images: tried to end the process: SystemExit: 3" in " ".join(
+        message.split()
+    )
 
 
 def broken_index(model: Path) -> None:
@@ -664,11 +918,16 @@ def lost_tensor(model: Path) -> None:
     [
         (broken_index, "model/model_index.json is not JSON: "),
         (lost_tokenizer, "model folder model lacks the folder tokenizer"),
-        (truncated, "model/transformer/diffusion_pytorch_model.safetensors is damaged, or was not copied to its end: "),
+        (
+            truncated,
+            "model/transformer/diffusion_pytorch_model.safetensors is damaged, or was not copied to its end: ",
+        ),
         (lost_tensor, "lack 1 of the model's tensors, such as norm_out.linear.weight"),
     ],
 )
-def test_damaged_pipeline(cli: Cli, own_args: list[str], damage: Callable[[Path], None], expected: str) -> None:
+def test_damaged_pipeline(
+    cli: Cli, own_args: list[str], damage: Callable[[Path], None], expected: str
+) -> None:
     shutil.copytree(own_args[own_args.index("--model") + 1], cli.cwd / "model")
     damage(cli.cwd / "model")
     assert expected in cli.refused(*own_args, "--model", "model")
@@ -682,11 +941,16 @@ def test_wrong_arguments_of_sample_and_report(cli: Cli, own_args: list[str]) -> 
         (["--guidance-scale", "nan"], "guidance_scale is nan; expected a finite number"),
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--out", "x.quux"], "out is 'x.quux'; expected a file that ends in .png"),
-        (["--out", "nowhere/x.png"], "out is 'nowhere/x.png'; expected a file in an existing folder"),
+        (
+            ["--out", "nowhere/x.png"],
+            "out is 'nowhere/x.png'; expected a file in an existing folder",
+        ),
         (["--num-images", "4"], "unknown option --num-images; known here: "),
     ):
         assert expected in cli.refused("sample", "runs/default", "a", *options)
-    assert "PROMPT is missing; expected gcore-diffusion sample RUN PROMPT" in cli.refused("sample", "runs/default")
+    assert "PROMPT is missing; expected gcore-diffusion sample RUN PROMPT" in cli.refused(
+        "sample", "runs/default"
+    )
     (cli.cwd / "runs/default/report.html").unlink()
     (cli.cwd / "runs/default/report.html").mkdir()
     assert "runs/default/report.html: Is a directory" in cli.refused("report", "runs/default")
@@ -723,14 +987,19 @@ def test_digits_are_scored_by_two_rewards() -> None:
         for colour, rgb in COLOURS.items():
             images = coloured(grey, rgb)
             assert reward(images, [f"{colour} {label}" for label in own], rows).mean() > score
-            assert reward(images, [f"{colour} {(label + 1) % 10}" for label in own], rows).mean() < 0.05
+            assert (
+                reward(images, [f"{colour} {(label + 1) % 10}" for label in own], rows).mean()
+                < 0.05
+            )
         # As the policy drew blue digits for a reward of the digit alone.
         orange = coloured(grey, (1.0, 0.5, 0.1))
         assert reward(orange, [f"blue {label}" for label in own], rows).mean() < 0.05
         for prompt in ("7", "red", "green 7", "red 77"):
             with pytest.raises(RewardConfigError, match="names a colour and a digit"):
                 reward(orange[:1], [prompt], [{}])
-    sevens, zeros = (coloured(pixels[1::2][labels[1::2] == digit], COLOURS["red"]) for digit in (7, 0))
+    sevens, zeros = (
+        coloured(pixels[1::2][labels[1::2] == digit], COLOURS["red"]) for digit in (7, 0)
+    )
     count = min(len(sevens), len(zeros))
     halves = np.concatenate([sevens[:count, :4], zeros[:count, 4:]], axis=1)
     assert DigitReward()(halves, ["red 7"] * count, [{}] * count).mean() < 0.2
@@ -742,7 +1011,9 @@ def evaluation(pixels: float, scores: float, held_out: float | None) -> ImageEva
     images = np.zeros((8, 2, 2, 3), np.uint8)
     images[::2] = round(255 * pixels)
     judged = None if held_out is None else np.full(8, held_out)
-    return ImageEvaluation(prompts=["a"] * 4 + ["b"] * 4, images=images, scores=np.full(8, scores), held_out=judged)
+    return ImageEvaluation(
+        prompts=["a"] * 4 + ["b"] * 4, images=images, scores=np.full(8, scores), held_out=judged
+    )
 
 
 def test_diversity_is_within_prompts() -> None:
@@ -759,9 +1030,14 @@ def test_doubts_of_a_reward_that_rises_alone() -> None:
     ]
     assert evaluation(0.4, 0.8, 0.7).doubts(earlier) is None
     assert evaluation(0.4, 0.4, 0.5).doubts(earlier) is None
-    fell, alike = (evaluation(*values).doubts(earlier) for values in ((0.4, 0.8, 0.55), (0.2, 0.8, 0.7)))
+    fell, alike = (
+        evaluation(*values).doubts(earlier) for values in ((0.4, 0.8, 0.55), (0.2, 0.8, 0.7))
+    )
     assert fell is not None
-    assert "rose from 0.5 at step 10 to 0.8, while the reward that is not trained on fell from 0.6 to 0.55;" in fell
+    assert (
+        "rose from 0.5 at step 10 to 0.8, while the reward that is not trained on fell from 0.6 to 0.55;"
+        in fell
+    )
     assert alike is not None
     assert "the images of a prompt became alike: 50% of the initial diversity is left;" in alike
 
@@ -770,13 +1046,19 @@ def test_doubts_of_a_reward_that_rises_alone() -> None:
 def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
     """With a reward that is not trained on and only falls, that is the first; the screen and the report say so."""
     file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
-    args = option_set([*own_args, "--reward.held-out", f"{file}:opposite"], "--trainer.total-training-steps", "6")
+    args = option_set(
+        [*own_args, "--reward.held-out", f"{file}:opposite"], "--trainer.total-training-steps", "6"
+    )
     args += ["--actor.optim.lr", "3e-3", "--trainer.test-freq", "2"]
-    initial = load_file(next(Path(args[args.index("--model") + 1]).glob("transformer/*.safetensors")))
+    initial = load_file(
+        next(Path(args[args.index("--model") + 1]).glob("transformer/*.safetensors"))
+    )
     for export in ("last", "best"):
         out = " ".join(cli.ok(*args, "--trainer.export", export, "--name", export).split())
         assert "while the reward that is not trained on fell from" in out
-        assert ("exporting the policy of step 0, the best on held-out prompts" in out) == (export == "best")
+        assert ("exporting the policy of step 0, the best on held-out prompts" in out) == (
+            export == "best"
+        )
         report = (cli.cwd / f"runs/{export}/report.html").read_text()
         assert "while the reward that is not trained on fell" in report
         assert ("Before training, exported" in report) == (export == "best")
@@ -784,7 +1066,9 @@ def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
         assert f"after, step {last_step}" in out
         assert ("step 0, which is exported" in report) == (export == "best")
         assert ("step 0 → step 6" in report) == (export == "last")
-        exported = load_file(next((cli.cwd / f"runs/{export}/export/transformer").glob("*.safetensors")))
+        exported = load_file(
+            next((cli.cwd / f"runs/{export}/export/transformer").glob("*.safetensors"))
+        )
         is_initial = [torch.equal(exported[name], tensor) for name, tensor in initial.items()]
         assert all(is_initial) == (export == "best")
 
@@ -792,7 +1076,10 @@ def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
 def test_grids_show_every_prompt_until_there_are_too_many() -> None:
     images = np.zeros((40 * 3, 8, 8, 3), np.uint8)
     prompts = [f"prompt {i // 3}" for i in range(120)]
-    small, large = grid(images[:12], prompts[:12], per_prompt=3), grid(images, prompts, per_prompt=3)
+    small, large = (
+        grid(images[:12], prompts[:12], per_prompt=3),
+        grid(images, prompts, per_prompt=3),
+    )
     assert large.size[1] < 5 * small.size[1]
     wide = grid(np.zeros((2, 512, 256, 3), np.uint8), ["a", "a"], per_prompt=2)
     assert wide.size[1] < 200

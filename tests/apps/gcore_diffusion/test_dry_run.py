@@ -38,17 +38,28 @@ def test_shapes_and_bytes_are_those_of_the_pipeline(name: str, tmp_path: Path) -
     for part in part_classes(tmp_path / "pipeline"):
         real = getattr(pipeline, part)
         found = part_without_weights(tmp_path / "pipeline", part)
-        assert {n: p.shape for n, p in found.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
+        assert {n: p.shape for n, p in found.named_parameters()} == {
+            n: p.shape for n, p in real.named_parameters()
+        }
     calls: list[dict[str, Any]] = []
     pipeline.transformer.register_forward_pre_hook(
         lambda _module, _positional, given: calls.append(given), with_kwargs=True
     )
     size = family.size or (32, 32)
-    pipeline("red", height=size[0], width=size[1], num_inference_steps=1, guidance_scale=1.0, output_type="latent")
+    pipeline(
+        "red",
+        height=size[0],
+        width=size[1],
+        num_inference_steps=1,
+        guidance_scale=1.0,
+        output_type="latent",
+    )
     given = calls[0]
     text = given["encoder_hidden_states"].shape[1] - PLANNED[name]
     image = image_shape(tmp_path / "pipeline", size, text)
-    inputs = partial(INPUTS[type(pipeline.transformer).__name__], pipeline.transformer.config, image)
+    inputs = partial(
+        INPUTS[type(pipeline.transformer).__name__], pipeline.transformer.config, image
+    )
     for argument, value in inputs(1).items():
         if isinstance(value, torch.Tensor):
             assert given[argument].shape == value.shape, argument
@@ -60,7 +71,9 @@ def test_shapes_and_bytes_are_those_of_the_pipeline(name: str, tmp_path: Path) -
         model(**inputs(2), return_dict=False)
     fake = part_without_weights(tmp_path / "pipeline", "transformer")
     # Tensors that are neither parameters nor buffers come to the device with the first pass; here they were there.
-    constants = sum(t.nbytes for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor))
+    constants = sum(
+        t.nbytes for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)
+    )
     found, *_ = sampling_bytes(fake, inputs, 2, torch.float32)
     assert 0.98 * live.peak <= found <= 1.02 * live.peak + constants
 
@@ -70,12 +83,18 @@ def test_a_training_pass_takes_what_is_predicted(tmp_path: Path) -> None:
     folder = flow_pipeline(tmp_path, with_vae=True)
     image = image_shape(folder, (8, 8), 4)
     peaks: list[int] = []
-    for lora, is_checkpointed in ((None, False), (LoRAConfig(rank=2, alpha=4), False), (None, True)):
+    for lora, is_checkpointed in (
+        (None, False),
+        (LoRAConfig(rank=2, alpha=4), False),
+        (None, True),
+    ):
         fake = part_without_weights(folder, "transformer")
         Denoiser(fake, lora=lora, gradient_checkpointing=is_checkpointed)
         inputs = partial(INPUTS["SD3Transformer2DModel"], fake.config, image)
         peaks.append(training_bytes(fake, inputs, 4, torch.float32))
-        real = Denoiser.from_pretrained(folder, lora=lora, gradient_checkpointing=is_checkpointed).model
+        real = Denoiser.from_pretrained(
+            folder, lora=lora, gradient_checkpointing=is_checkpointed
+        ).model
         with LiveBytes(real.parameters()) as live:
             real(**inputs(4), return_dict=False)[0].float().sum().backward()
         assert peaks[-1] == pytest.approx(live.peak, rel=0.05)
@@ -88,7 +107,15 @@ def test_own_pipelines_are_planned(
     monkeypatch.chdir(tmp_path)
     flow_pipeline(tmp_path, with_vae=True)
     args = ["--dry-run", "true", "--model", "flow", "--data.train-files", "train.txt"]
-    args += ["--reward.kind", "jpeg_compressibility", "--rollout.size", "8", "8", "--rollout.max-sequence-length", "4"]
+    args += [
+        "--reward.kind",
+        "jpeg_compressibility",
+        "--rollout.size",
+        "8",
+        "8",
+        "--rollout.max-sequence-length",
+        "4",
+    ]
     capsys.readouterr()
     main(["train", *args])
     out = capsys.readouterr().out
@@ -97,8 +124,14 @@ def test_own_pipelines_are_planned(
     assert not (tmp_path / "runs").exists()
     for options, expected in (
         (["--dry-run-device", "0.000001"], "GB of a GPU; expected at most"),
-        (["--rollout.size", "0", "0"], "rollout.size is (0, 0); expected height and width with dry_run"),
-        (["--rollout.size", "64", "64"], "the model takes no images of rollout.size (64, 64): Height"),
+        (
+            ["--rollout.size", "0", "0"],
+            "rollout.size is (0, 0); expected height and width with dry_run",
+        ),
+        (
+            ["--rollout.size", "64", "64"],
+            "the model takes no images of rollout.size (64, 64): Height",
+        ),
         (["--model", "nowhere"], "model is 'nowhere'; expected a folder of a diffusers pipeline"),
         (["--dry-run-device", "Z80"], "dry_run_device is 'Z80'; expected"),
     ):
@@ -106,17 +139,36 @@ def test_own_pipelines_are_planned(
             dry_run(parse_train_args([*args, *options]))
 
 
-def test_adapters_of_diffusers_are_planned_as_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_diffusers_are_planned_as_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flow_pipeline(tmp_path, with_vae=True)
     denoiser = Denoiser.from_pretrained(tmp_path / "flow", lora=LoRAConfig(rank=2, alpha=2))
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in denoiser.trained_parameters().items():
         tensors[f"transformer.{name.replace('.default.', '.')}"] = parameter.detach()
     save_file(tensors, tmp_path / "any.safetensors")
-    args = ["--dry-run", "true", "--model", str(tmp_path / "flow"), "--data.train-files", "train.txt"]
-    args += ["--reward.kind", "jpeg_compressibility", "--rollout.size", "8", "8", "--rollout.max-sequence-length", "4"]
+    args = [
+        "--dry-run",
+        "true",
+        "--model",
+        str(tmp_path / "flow"),
+        "--data.train-files",
+        "train.txt",
+    ]
+    args += [
+        "--reward.kind",
+        "jpeg_compressibility",
+        "--rollout.size",
+        "8",
+        "8",
+        "--rollout.max-sequence-length",
+        "4",
+    ]
     capsys.readouterr()
-    dry_run(parse_train_args([*args, "--actor.lora-adapter-path", str(tmp_path / "any.safetensors")]))
+    dry_run(
+        parse_train_args([*args, "--actor.lora-adapter-path", str(tmp_path / "any.safetensors")])
+    )
     of_file = capsys.readouterr().out
     dry_run(parse_train_args([*args, "--actor.lora-rank", "2"]))
     assert of_file == capsys.readouterr().out

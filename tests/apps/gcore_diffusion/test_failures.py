@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, Command, Finished, Server, kill_a_rank, read_rows, step_rows, write_rows
+from command_line import (
+    Cli,
+    Command,
+    Finished,
+    Server,
+    kill_a_rank,
+    read_rows,
+    step_rows,
+    write_rows,
+)
 from process_tree import grandchildren
 from tiny_pipelines import flow_pipeline
 
@@ -32,13 +41,46 @@ def args(cli: Cli) -> list[str]:
         "def red(images, prompts, rows):\n    return images[..., 0].mean((1, 2)) / 255\n\n\n"
         "def dark(images, prompts, rows):\n    return -images.mean((1, 2, 3)) / 255\n"
     )
-    write_rows(cli.cwd / "train.jsonl", ({"prompt": f"{word} {i}"} for i in range(10) for word in "abc"))
+    write_rows(
+        cli.cwd / "train.jsonl", ({"prompt": f"{word} {i}"} for i in range(10) for word in "abc")
+    )
     return [
-        *("train", "--threads", "1", "--device", "cpu", "--model", "flow", "--data.train-files", "train.jsonl"),
-        *("--reward.kind", "rewards.py:red", "--reward.held-out", "rewards.py:dark", "--actor.ema-decay", "0.9"),
+        *(
+            "train",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--model",
+            "flow",
+            "--data.train-files",
+            "train.jsonl",
+        ),
+        *(
+            "--reward.kind",
+            "rewards.py:red",
+            "--reward.held-out",
+            "rewards.py:dark",
+            "--actor.ema-decay",
+            "0.9",
+        ),
         *("--data.train-batch-size", "8", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
-        *("--rollout.eval-n", "2", "--actor.loss.kl-loss-coef", "0.1", "--trainer.tensorboard", "False"),
-        *("--trainer.total-training-steps", str(NUM_STEPS), "--trainer.save-freq", "1", "--trainer.test-freq", "2"),
+        *(
+            "--rollout.eval-n",
+            "2",
+            "--actor.loss.kl-loss-coef",
+            "0.1",
+            "--trainer.tensorboard",
+            "False",
+        ),
+        *(
+            "--trainer.total-training-steps",
+            str(NUM_STEPS),
+            "--trainer.save-freq",
+            "1",
+            "--trainer.test-freq",
+            "2",
+        ),
     ]
 
 
@@ -49,7 +91,10 @@ def undisturbed(cli: Cli, args: list[str]) -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in read_rows(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(CLOCKS)}
+        for row in read_rows(run / "metrics.jsonl")
+    ]
 
 
 def assert_alike(run: Path, expected: Path, tolerance: float = 0.0) -> None:
@@ -63,7 +108,9 @@ def num_steps(run: Path) -> int:
     return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
 
 
-def signalled_after_a_step(command: Command, run: Path, number: signal.Signals, delay_s: float) -> Finished:
+def signalled_after_a_step(
+    command: Command, run: Path, number: signal.Signals, delay_s: float
+) -> Finished:
     """Send a signal this long after the command's next step, unless it ends before."""
     before = num_steps(run)
     while not command.has_ended() and num_steps(run) <= before:
@@ -74,8 +121,12 @@ def signalled_after_a_step(command: Command, run: Path, number: signal.Signals, 
     return command.wait()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
-def test_signals_at_any_stage(cli: Cli, args: list[str], undisturbed: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
+)
+def test_signals_at_any_stage(
+    cli: Cli, args: list[str], undisturbed: Path, number: signal.Signals, code: int
+) -> None:
     """In turn soon after a step, in its evaluation or checkpoint, and ever later in the one that follows."""
     name = number.name.lower()
     run = cli.cwd / "runs" / name
@@ -114,7 +165,16 @@ def test_a_training_rank_that_is_killed(cli: Cli, args: list[str], undisturbed: 
 
 def test_a_cluster_ends_early(cli: Cli, args: list[str]) -> None:
     """Controllers and engines that sample the next step already are no hindrance, and the best policy is exported."""
-    options = ["--runtime", "ray", "--controllers", "2", "--trainer.test-freq", "1", "--actor.optim.lr", "1e-2"]
+    options = [
+        "--runtime",
+        "ray",
+        "--controllers",
+        "2",
+        "--trainer.test-freq",
+        "1",
+        "--actor.optim.lr",
+        "1e-2",
+    ]
     options += [
         "--trainer.export",
         "best",

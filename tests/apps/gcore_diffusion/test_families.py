@@ -49,15 +49,29 @@ def test_a_run(cli: Cli, name: str) -> None:
     family = FAMILIES[name]
     family.make(cli.cwd).save_pretrained(cli.cwd / "pipeline")
     (cli.cwd / "rewards.py").write_text(REWARD)
-    write_rows(cli.cwd / "train.jsonl", ({"prompt": f"{word} {i}"} for i in range(4) for word in ("red", "a blue")))
+    write_rows(
+        cli.cwd / "train.jsonl",
+        ({"prompt": f"{word} {i}"} for i in range(4) for word in ("red", "a blue")),
+    )
     assert family.size is not None
     finished = cli(
         *("train", "--threads", "1", "--device", "cpu", "--model", "pipeline"),
         *("--data.train-files", "train.jsonl", "--reward.kind", "rewards.py:bright"),
         *("--data.train-batch-size", "2", "--rollout.n", "2", "--rollout.num-inference-steps", "3"),
-        *("--rollout.eval-n", "1", "--trainer.total-training-steps", "1", "--trainer.tensorboard", "False"),
+        *(
+            "--rollout.eval-n",
+            "1",
+            "--trainer.total-training-steps",
+            "1",
+            "--trainer.tensorboard",
+            "False",
+        ),
         *("--rollout.size", *map(str, family.size)),
-        *(("--rollout.max-sequence-length", "16") if "max_sequence_length" in family.options else ()),
+        *(
+            ("--rollout.max-sequence-length", "16")
+            if "max_sequence_length" in family.options
+            else ()
+        ),
         *RUNS[name],
     )
     assert (finished.code, finished.err) == (0, "")
@@ -65,32 +79,52 @@ def test_a_run(cli: Cli, name: str) -> None:
     assert row["actor/grad_norm"] > 0
     assert row.get("training/rollout_ratio_dev", 0.0) < 1e-5
     assert (cli.cwd / "runs/default/export/model_index.json").is_file()
-    own = {file.parent.name: file for file in cli.cwd.glob("pipeline/*/diffusion_pytorch_model.safetensors")}
-    exported = {name: cli.cwd / "runs/default/export" / name / file.name for name, file in own.items()}
-    changed = {name for name, file in own.items() if file.read_bytes() != exported[name].read_bytes()}
+    own = {
+        file.parent.name: file
+        for file in cli.cwd.glob("pipeline/*/diffusion_pytorch_model.safetensors")
+    }
+    exported = {
+        name: cli.cwd / "runs/default/export" / name / file.name for name, file in own.items()
+    }
+    changed = {
+        name for name, file in own.items() if file.read_bytes() != exported[name].read_bytes()
+    }
     assert changed == {family.component or ("unet" if "unet" in own else "transformer")}
 
 
 def test_algorithms_of_one_transformer_of_two() -> None:
     """Need steps that are its own."""
     actor = DiffusionActorConfig(component="transformer_2")
-    with pytest.raises(UserError, match=r"rollout.window_size is 0; expected 1 or more with actor.component"):
+    with pytest.raises(
+        UserError, match=r"rollout.window_size is 0; expected 1 or more with actor.component"
+    ):
         DiffusionConfig(actor=actor)
-    with pytest.raises(UserError, match=r"actor.component is 'transformer_2'; expected '' with algorithm.name 'nft'"):
+    with pytest.raises(
+        UserError,
+        match=r"actor.component is 'transformer_2'; expected '' with algorithm.name 'nft'",
+    ):
         replace(embedded_nft(), actor=actor)
 
 
 async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
     """Arrays, nested values and tuples come back as they were, and what images share is there once."""
     family = FAMILIES["Qwen-Image"]
-    engine = DiffusersEngine(family.make(tmp_path).to(torch.bfloat16), options=family.options, size=family.size)
+    engine = DiffusersEngine(
+        family.make(tmp_path).to(torch.bfloat16), options=family.options, size=family.size
+    )
     kernel = FlowSDE(noise_level=0.7)
-    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0, kernel=kernel, size=family.size)
+    sampling = ImageSampling(
+        num_inference_steps=2, guidance_scale=2.0, kernel=kernel, size=family.size
+    )
     requests = [ImageRequest(request_id="a", prompt="red 7", sampling=sampling, n=2)]
     samples = [sample async for sample in engine.generate(requests)]
     await engine.close()
     group = ImageGroup(
-        prompt_index=3, prompt=ImagePrompt(text="red 7", row={}), samples=samples, scores=np.zeros(2), parts=[{}, {}]
+        prompt_index=3,
+        prompt=ImagePrompt(text="red 7", row={}),
+        samples=samples,
+        scores=np.zeros(2),
+        parts=[{}, {}],
     )
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, {"group": group.state()})
@@ -106,19 +140,37 @@ async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
         assert one.shared_conditions == other.shared_conditions == {"attention_kwargs": {}}
         assert one.timestep_map == other.timestep_map
         assert (one.guidance_scale, one.keeps_norm, one.is_negated) == (2.0, True, False)
-        for own, expected in ((one.conditions, other.conditions), (one.negative_conditions, other.negative_conditions)):
+        for own, expected in (
+            (one.conditions, other.conditions),
+            (one.negative_conditions, other.negative_conditions),
+        ):
             assert own is not None
             assert expected is not None
-            np.testing.assert_array_equal(own["encoder_hidden_states"], expected["encoder_hidden_states"])
+            np.testing.assert_array_equal(
+                own["encoder_hidden_states"], expected["encoder_hidden_states"]
+            )
 
 
 def test_images_of_several_batches_share_equal_conditions() -> None:
     """Each engine, and each of its batches, has arrays of its own."""
 
     def image(index: int, value: float) -> ImageSample:
-        empty, made = ImageRequest(request_id="a", prompt="red", sampling=ImageSampling(num_inference_steps=1)), {}
-        made["conditions"] = {"embeddings": np.full((3, 4), value, np.float32), "scale": np.float32(value), "n": 3}
-        return replace(empty.aborted(index), **made, negative_conditions={"embeddings": np.zeros((3, 4), np.float32)})
+        empty, made = (
+            ImageRequest(
+                request_id="a", prompt="red", sampling=ImageSampling(num_inference_steps=1)
+            ),
+            {},
+        )
+        made["conditions"] = {
+            "embeddings": np.full((3, 4), value, np.float32),
+            "scale": np.float32(value),
+            "n": 3,
+        }
+        return replace(
+            empty.aborted(index),
+            **made,
+            negative_conditions={"embeddings": np.zeros((3, 4), np.float32)},
+        )
 
     known: dict[bytes, Any] = {}
     group = share_conditions([image(0, 1.0), image(1, 1.0)], known)

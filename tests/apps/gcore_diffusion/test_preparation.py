@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from gcore_controller import TrainingBatch
-from gcore_diffusion.config import DiffusionAlgorithmConfig, DiffusionConfig, DiffusionRolloutConfig, embedded_nft
+from gcore_diffusion.config import (
+    DiffusionAlgorithmConfig,
+    DiffusionConfig,
+    DiffusionRolloutConfig,
+    embedded_nft,
+)
 from gcore_diffusion.modality import ImageJob, ImageModality, preference_pairs
 from gcore_diffusion.sampling.image_sampling import ImageGroup, image_sampling
 from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
@@ -55,14 +60,18 @@ def scored_group(index: int, scores: list[float]) -> ImageGroup:
     )
 
 
-async def prepare(config: DiffusionConfig, scores: list[list[float]], *, num_replicas: int = 1) -> Any:
+async def prepare(
+    config: DiffusionConfig, scores: list[list[float]], *, num_replicas: int = 1
+) -> Any:
     """What one controller prepares of groups with these scores."""
 
     async def all_gather(value: Any) -> list[Any]:
         return [value]
 
     learner = SimpleNamespace(num_replicas=num_replicas, can_score_alone=True)
-    ctx: Any = SimpleNamespace(group=SimpleNamespace(all_gather=all_gather), roles=SimpleNamespace(learner=learner))
+    ctx: Any = SimpleNamespace(
+        group=SimpleNamespace(all_gather=all_gather), roles=SimpleNamespace(learner=learner)
+    )
     job = ImageJob(config=config, prompts=ImagePromptSets(train=[], val=[]))
     groups = [scored_group(index, own) for index, own in enumerate(scores)]
     batch = TrainingBatch(groups=groups, num_groups=len(groups), metrics={}, state={}, rounds=())
@@ -89,7 +98,9 @@ def pairs_of(updates: Any) -> list[list[tuple[int, int]]]:
         ([0.5, 0.5 + 1e-9], []),
     ],
 )
-def test_images_of_the_same_score_are_no_pair(scores: list[float], expected: list[tuple[int, int]]) -> None:
+def test_images_of_the_same_score_are_no_pair(
+    scores: list[float], expected: list[tuple[int, int]]
+) -> None:
     assert preference_pairs(np.array(scores)) == expected
 
 
@@ -118,7 +129,9 @@ def windows(config: DiffusionConfig, steps: range) -> list[tuple[int, int] | Non
 
 def test_a_sliding_window_visits_all_steps() -> None:
     """MixGRPO (arXiv 2507.21802), algorithm 1: it starts at step 0 and moves by one after each `window_steps`."""
-    rollout = DiffusionRolloutConfig(num_inference_steps=5, window_size=2, window_schedule="sliding", window_steps=3)
+    rollout = DiffusionRolloutConfig(
+        num_inference_steps=5, window_size=2, window_schedule="sliding", window_steps=3
+    )
     found = windows(DiffusionConfig(rollout=rollout), range(1, 16))
     assert found == [window for start in (0, 1, 2, 3, 0) for window in [(start, start + 2)] * 3]
     narrowed = replace(rollout, window_range=(1, 4))

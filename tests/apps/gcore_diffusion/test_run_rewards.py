@@ -52,11 +52,30 @@ def args(tmp_path: Path) -> list[str]:
     """A job of two steps, without a reward."""
     flow_pipeline(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARD)
-    write_rows(tmp_path / "train.jsonl", ({"prompt": f"{word} {i}"} for i in range(10) for word in "abc"))
+    write_rows(
+        tmp_path / "train.jsonl", ({"prompt": f"{word} {i}"} for i in range(10) for word in "abc")
+    )
     return [
-        *("train", "--threads", "1", "--device", "cpu", "--model", "flow", "--data.train-files", "train.jsonl"),
+        *(
+            "train",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--model",
+            "flow",
+            "--data.train-files",
+            "train.jsonl",
+        ),
         *("--data.train-batch-size", "2", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
-        *("--rollout.eval-n", "2", "--trainer.total-training-steps", "2", "--trainer.tensorboard", "False"),
+        *(
+            "--rollout.eval-n",
+            "2",
+            "--trainer.total-training-steps",
+            "2",
+            "--trainer.tensorboard",
+            "False",
+        ),
     ]
 
 
@@ -91,13 +110,22 @@ def test_a_judge_may_be_a_term(cli: Cli, args: list[str]) -> None:
     folder = save_vision_model(cli.cwd / "judge")
     cli.ok(
         *(*args, "--reward.kind", "2 * judge + rewards.py:red", "--reward.held-out", "judge"),
-        *("--reward.models.judge.path", folder, "--reward.judge.pattern", r"(\d)", "--reward.judge.n", "2"),
+        *(
+            "--reward.models.judge.path",
+            folder,
+            "--reward.judge.pattern",
+            r"(\d)",
+            "--reward.judge.n",
+            "2",
+        ),
         *("--reward.judge.max-response-length", "48", "--reward.judge.temperature", "1.0"),
     )
     for row in step_rows(cli.cwd / "runs/default"):
         terms = [row[f"reward/{name}/mean"] for name in ("judge", "red")]
         assert row["critic/score/mean"] == pytest.approx(2 * terms[0] + terms[1])
-    first = next(row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "val/score/mean" in row)
+    first = next(
+        row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "val/score/mean" in row
+    )
     assert first["val/held_out/mean"] == pytest.approx(first["val/reward/judge/mean"])
 
 
@@ -113,7 +141,10 @@ MODEL = ["--model", "m", "--data.train-files", "f", "--reward.kind"]
         (["clip", "--reward.models.clip.pth", "x"], "unknown field reward.models.clip.pth"),
         (["clip", "--reward.models.clip", "x"], "reward.models.clip is 'x'; expected a table"),
         (["0.1 * digit + clip"], "expected a reward that is not the embedded model's with model"),
-        (["a + judge"], "reward.path is not set; expected a local folder of a vision-language model for judge"),
+        (
+            ["a + judge"],
+            "reward.path is not set; expected a local folder of a vision-language model for judge",
+        ),
         (
             ["a + b", "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode"],
             "reward.kind is 'a + b'; expected one reward with algorithm.name 'reward_gradient'",
@@ -129,13 +160,24 @@ def test_sums_that_contradict_themselves(options: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("rewards.py:red + http://x:9", "has 'http://x:9' in a sum; expected a name in reward.models, with this as"),
-        ("rewards.py:red + other.py:red", "reward.kind has the names red, red; expected names that differ"),
-        ("rewards.py:red + clip", "reward.models.clip.path is not set; expected a local folder of a CLIP model"),
+        (
+            "rewards.py:red + http://x:9",
+            "has 'http://x:9' in a sum; expected a name in reward.models, with this as",
+        ),
+        (
+            "rewards.py:red + other.py:red",
+            "reward.kind has the names red, red; expected names that differ",
+        ),
+        (
+            "rewards.py:red + clip",
+            "reward.models.clip.path is not set; expected a local folder of a CLIP model",
+        ),
         ("rewards.py:red + pretty", "reward.kind is 'pretty'; expected jpeg_compressibility"),
     ],
 )
-def test_sums_of_wrong_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+def test_sums_of_wrong_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARD)
     with pytest.raises((UserError, RewardConfigError)) as error:
@@ -151,8 +193,13 @@ def test_all_prompts_are_checked_at_the_start(cli: Cli, args: list[str]) -> None
 
 def test_an_option_is_over_a_table_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[reward.models.good]\nkind = 'clip'\npath = 'x'\n")
-    config = parse_train([*MODEL, "2 * good", "--config", str(tmp_path / "a.toml"), "--reward.models.good.path", "y"])
-    assert (config.reward.find_reward("good").kind, config.reward.find_reward("good").path) == ("clip", "y")
+    config = parse_train(
+        [*MODEL, "2 * good", "--config", str(tmp_path / "a.toml"), "--reward.models.good.path", "y"]
+    )
+    assert (config.reward.find_reward("good").kind, config.reward.find_reward("good").path) == (
+        "clip",
+        "y",
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +217,17 @@ def test_models_that_reward_have_a_share_of_a_gpu(kind: str, held_out: str, gpus
     """Each controller's, on Ray; a judge has engines of its own."""
     options = ["--reward.models.named.kind", "pick_score"] if "named" in kind else []
     config: DiffusionConfig = parse_train(
-        [*MODEL, kind, *options, "--reward.held-out", held_out, "--reward.path", "x", "--device", "cuda"]
+        [
+            *MODEL,
+            kind,
+            *options,
+            "--reward.held-out",
+            held_out,
+            "--reward.path",
+            "x",
+            "--device",
+            "cuda",
+        ]
     )
     config = replace(config, runtime="ray", ray=RayConfig(gpus_per_reward_model=0.25))
     assert config.gpus_per_controller == gpus

@@ -50,10 +50,34 @@ def own_args(cli: Cli) -> list[str]:
     write_rows(cli.cwd / "train.jsonl", ({"prompt": f"a {i}"} for i in range(8)))
     write_rows(cli.cwd / "val.jsonl", [{"prompt": "one"}, {"prompt": "</option><script>"}])
     return [
-        *("train", "--threads", "1", "--device", "cpu", "--model", "flow", "--data.train-files", "train.jsonl"),
-        *("--data.val-files", "val.jsonl", "--reward.kind", "rewards.py:red", "--reward.held-out", "rewards.py:dark"),
+        *(
+            "train",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--model",
+            "flow",
+            "--data.train-files",
+            "train.jsonl",
+        ),
+        *(
+            "--data.val-files",
+            "val.jsonl",
+            "--reward.kind",
+            "rewards.py:red",
+            "--reward.held-out",
+            "rewards.py:dark",
+        ),
         *("--data.train-batch-size", "4", "--rollout.n", "2", "--rollout.num-inference-steps", "2"),
-        *("--rollout.eval-n", "3", "--trainer.total-training-steps", "2", "--trainer.test-freq", "1"),
+        *(
+            "--rollout.eval-n",
+            "3",
+            "--trainer.total-training-steps",
+            "2",
+            "--trainer.test-freq",
+            "1",
+        ),
     ]
 
 
@@ -73,7 +97,10 @@ def test_tensorboard_has_the_images_of_each_evaluation(run: Path) -> None:
     found = events.Images("images/grid")
     assert [event.step for event in found] == [0, 1, 2]
     for event in found:
-        with Image.open(io.BytesIO(event.encoded_image_string)) as shown, Image.open(png(run, event.step)) as written:
+        with (
+            Image.open(io.BytesIO(event.encoded_image_string)) as shown,
+            Image.open(png(run, event.step)) as written,
+        ):
             assert np.array_equal(np.asarray(shown), np.asarray(written))
     assert [event.step for event in events.Scalars("val/held_out/mean")] == [0, 1, 2]
 
@@ -87,23 +114,37 @@ def test_a_run_without_improvement_ends_early(cli: Cli, own_args: list[str]) -> 
         "--actor.optim.lr",
         "1e-2",
     ]
-    args = [*option_set(args, "--reward.held-out", "rewards.py:less_red"), "--trainer.tensorboard", "False"]
-    assert "trainer.early_stopping_patience is 2; expected 0 with trainer.export 'last'" in cli.refused(
-        *args, "--trainer.early-stopping-patience", "2"
+    args = [
+        *option_set(args, "--reward.held-out", "rewards.py:less_red"),
+        "--trainer.tensorboard",
+        "False",
+    ]
+    assert (
+        "trainer.early_stopping_patience is 2; expected 0 with trainer.export 'last'"
+        in cli.refused(*args, "--trainer.early-stopping-patience", "2")
     )
     args += ["--trainer.export", "best", "--trainer.early-stopping-patience"]
     out = cli.ok(*args, "2")
     folder = cli.cwd / "runs/early"
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "val/best" in row]
-    assert [(row["step"], row["val/evaluations_since_best"]) for row in rows] == [(0, 0), (1, 1), (2, 2)]
+    assert [(row["step"], row["val/evaluations_since_best"]) for row in rows] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    ]
     assert {row["val/best"] for row in rows} == {rows[0]["val/held_out/mean"]}
-    assert "step 2: no improvement in 2 evaluations: the run ends early (trainer.early_stopping_patience)" in out
+    assert (
+        "step 2: no improvement in 2 evaluations: the run ends early (trainer.early_stopping_patience)"
+        in out
+    )
     assert "exporting the policy of step 0, the best on held-out prompts" in out
     assert Checkpointer(folder / "checkpoints").steps() == [2]
     page = " ".join((folder / "report.html").read_text().split())
     assert "Ended early, after 2 of 50 steps" in page
     assert "the last 2 evaluations were no better than the best one" in page
-    assert "complete: 2 of 50 steps are done; a higher trainer.early_stopping_patience" in cli.ok(*args, "2")
+    assert "complete: 2 of 50 steps are done; a higher trainer.early_stopping_patience" in cli.ok(
+        *args, "2"
+    )
     # As if the process had been killed while it exported.
     shutil.rmtree(folder / "export")
     out = cli.ok(*args, "2")
@@ -124,7 +165,15 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
     pytest.importorskip("wandb")
     (cli.cwd / "wandb").mkdir()
     (cli.cwd / "wandb/settings").write_text("[default]\nmode = offline\n")
-    args = [*own_args, "--name", "tracked", "--trainer.trackers", "wandb", "--trainer.tensorboard", "False"]
+    args = [
+        *own_args,
+        "--name",
+        "tracked",
+        "--trainer.trackers",
+        "wandb",
+        "--trainer.tensorboard",
+        "False",
+    ]
     for total in ("1", "2"):
         finished = cli(*option_set(args, "--trainer.total-training-steps", total))
         assert finished.code == 0, finished
@@ -144,10 +193,16 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
         if record.WhichOneof("record_type") == "history"
     ]
     for name in ("critic/score/mean", "val/score/mean", "actor/pg_loss"):
-        expected = [(row["step"], row[name]) for row in read_rows(tracked_run / "metrics.jsonl") if name in row]
+        expected = [
+            (row["step"], row[name])
+            for row in read_rows(tracked_run / "metrics.jsonl")
+            if name in row
+        ]
         assert [(row["step"], row[name]) for row in logged if name in row] == expected
     check_samples_of_training(tracked_run, logged)
-    pictures = [(row["step"], row["images/grid/path"]) for row in logged if "images/grid/path" in row]
+    pictures = [
+        (row["step"], row["images/grid/path"]) for row in logged if "images/grid/path" in row
+    ]
     assert [step for step, _ in pictures] == [0, 1, 2]
     for step, path in pictures:
         (file,) = tracked_run.glob(f"wandb/offline-run-*/files/{path}")
@@ -165,7 +220,11 @@ def check_samples_of_training(run: Path, logged: list[dict[str, Any]]) -> None:
             assert 40 <= max(shown.size) <= 160
         assert (row["advantage"] is None) == row["is_filtered"]
         assert row["prompt"]
-    assert [(row["step"], row["samples/nrows"], row["samples/ncols"]) for row in logged if "samples/nrows" in row] == [
+    assert [
+        (row["step"], row["samples/nrows"], row["samples/ncols"])
+        for row in logged
+        if "samples/nrows" in row
+    ] == [
         (1, 4, 7),
         (2, 4, 7),
     ]
@@ -217,24 +276,37 @@ def test_the_report_has_a_gallery_by_prompt_and_step(run: Path) -> None:
     assert "</option><script>" not in text
     rows = {step: read_rows(run / f"samples/step-{step:06}/prompts.jsonl") for step in (0, 1, 2)}
     for place, figures in enumerate(page.galleries):
-        assert [" ".join(caption.split())[:6] for caption, *_ in figures] == ["Before", "Step 1", "Step 2"]
+        assert [" ".join(caption.split())[:6] for caption, *_ in figures] == [
+            "Before",
+            "Step 1",
+            "Step 2",
+        ]
         for step, (caption, content, scores) in enumerate(figures):
             row = rows[step][place]
             assert f"reward {np.mean(row['scores']['reward']):.3g}" in caption
             assert content == (run / f"samples/step-{step:06}" / row["file"]).read_bytes()
-            pairs = zip(row["scores"]["reward"], row["scores"]["reward not trained on"], strict=True)
+            pairs = zip(
+                row["scores"]["reward"], row["scores"]["reward not trained on"], strict=True
+            )
             # Three images in one row.
             places = [f"{50 * i}% 0%" for i in range(3)]
-            assert scores == [f"{at}: {own:.3g} {other:.3g}" for at, (own, other) in zip(places, pairs, strict=True)]
+            assert scores == [
+                f"{at}: {own:.3g} {other:.3g}"
+                for at, (own, other) in zip(places, pairs, strict=True)
+            ]
             with Image.open(io.BytesIO(content)) as sheet:
                 assert sheet.size == (row["width"], row["height"])
 
 
 def noisy(num_prompts: int, per_prompt: int, side: int) -> ImageEvaluation:
     """Images whose WebP is as large as it gets."""
-    images = np.random.default_rng(0).integers(0, 256, (num_prompts * per_prompt, side, side, 3), np.uint8)
+    images = np.random.default_rng(0).integers(
+        0, 256, (num_prompts * per_prompt, side, side, 3), np.uint8
+    )
     prompts = [f"prompt {i // per_prompt}" for i in range(len(images))]
-    return ImageEvaluation(prompts=prompts, images=images, scores=np.zeros(len(images)), held_out=None)
+    return ImageEvaluation(
+        prompts=prompts, images=images, scores=np.zeros(len(images)), held_out=None
+    )
 
 
 def test_the_gallery_has_an_upper_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +316,12 @@ def test_the_gallery_has_an_upper_size(tmp_path: Path, monkeypatch: pytest.Monke
         shutil.copytree(tmp_path / "samples/step-000000", tmp_path / f"samples/step-{step:06}")
     found = gallery.read_gallery(tmp_path / "samples", notes := [])
     assert found is not None
-    assert (len(found.prompts), found.num_prompts, len(found.steps), found.num_steps) == (32, 32, 8, 12)
+    assert (len(found.prompts), found.num_prompts, len(found.steps), found.num_steps) == (
+        32,
+        32,
+        8,
+        12,
+    )
     assert (found.steps[0], found.steps[-1], notes) == (0, 11, [])
     monkeypatch.setattr(gallery, "MAX_BYTES", 100_000)
     text = render_report(tmp_path, KINDS).read_text()
@@ -253,7 +330,9 @@ def test_the_gallery_has_an_upper_size(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"{len(page.galleries)} of 32 prompts are shown, 8 of 12 evaluations are shown" in text
     assert 1 < len(page.galleries) < 32
     (tmp_path / "samples/step-000011/002.webp").unlink()
-    assert "step-000011/prompts.jsonl could not be read" in render_report(tmp_path, KINDS).read_text()
+    assert (
+        "step-000011/prompts.jsonl could not be read" in render_report(tmp_path, KINDS).read_text()
+    )
 
 
 def test_trackers_get_few_and_not_too_large_images() -> None:

@@ -12,11 +12,28 @@ def cli(diffusion_server: Server, tmp_path: Path) -> Cli:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--recipe", "embedded_nft"], ["--sim.reward.latency-s", "3"], ["--rollout.dtype", "bfloat16"]]
+    "options",
+    [
+        [],
+        ["--recipe", "embedded_nft"],
+        ["--sim.reward.latency-s", "3"],
+        ["--rollout.dtype", "bfloat16"],
+    ],
 )
 def test_a_run_in_simulated_time(cli: Cli, options: list[str]) -> None:
-    args = ["simulate", "train", "--controllers", "2", "--sim.devices", "16", "--sim.engine.base-s", "1"]
-    out = cli.ok(*args, "--sim.engine.per-sample-s", "0", "--trainer.total-training-steps", "2", *options)
+    args = [
+        "simulate",
+        "train",
+        "--controllers",
+        "2",
+        "--sim.devices",
+        "16",
+        "--sim.engine.base-s",
+        "1",
+    ]
+    out = cli.ok(
+        *args, "--sim.engine.per-sample-s", "0", "--trainer.total-training-steps", "2", *options
+    )
     assert "simulated: 16 devices" in out
     for row in step_rows(cli.cwd / "runs/default"):
         # An image has ten steps; the 16 replicas make the 256 of a wave at once.

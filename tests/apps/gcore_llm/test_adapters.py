@@ -32,7 +32,9 @@ def logits(model: Any, tokenizer: Any) -> torch.Tensor:
 def test_a_run_with_adapters_can_be_looked_at(shared_cli: Cli, trained: Path) -> None:
     """Its checkpoint holds adapters only; `eval` merges them with the model that they belong to."""
     last = val_rows(trained)[-1]
-    expected = f"{last['val/greedy/score/mean']:.3f} greedy, {last['val/sampled/score/mean']:.3f} sampled"
+    expected = (
+        f"{last['val/greedy/score/mean']:.3f} greedy, {last['val/sampled/score/mean']:.3f} sampled"
+    )
     assert f"step 2: held-out score {expected}\n" in shared_cli.ok("eval", "runs/default")
 
 
@@ -59,7 +61,14 @@ def test_adapters_leave_as_a_folder_of_peft_and_merged_when_asked(
 @pytest.mark.slow
 def test_a_run_starts_from_adapters(shared_cli: Cli, trained: Path, own_args: list[str]) -> None:
     """Engine, trainer and reference all have them from the first response on."""
-    start = ["--actor.lora-adapter-path", "runs/default/export", "--name", "further", "--trainer.save-freq", "1"]
+    start = [
+        "--actor.lora-adapter-path",
+        "runs/default/export",
+        "--name",
+        "further",
+        "--trainer.save-freq",
+        "1",
+    ]
     options = [*start, "--actor.loss.kl-loss-coef", "0.1", "--actor.optim.lr", "1e-3"]
     shared_cli.ok(*own_args, *options, "--trainer.total-training-steps", "1")
     run = RunFolder(shared_cli.cwd / "runs/further")
@@ -85,22 +94,52 @@ def test_fine_tuning_trains_adapters_too(cli: Cli, tiny: Path, command: str) -> 
     else:
         rows = pairs(40, seed=0)
     write_rows(cli.cwd / "rows.jsonl", rows)
-    job = [command, "--threads", "1", "--device", "cpu", "--model", str(tiny), "--data.train-files", "rows.jsonl"]
-    job += ["--data.max-length", "32", "--data.train-batch-size", "8", "--trainer.total-training-steps", "2"]
+    job = [
+        command,
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--model",
+        str(tiny),
+        "--data.train-files",
+        "rows.jsonl",
+    ]
+    job += [
+        "--data.max-length",
+        "32",
+        "--data.train-batch-size",
+        "8",
+        "--trainer.total-training-steps",
+        "2",
+    ]
     job += ["--optim.lr", "1e-2"]
     cli.ok(*job, "--lora-rank", "2", "--name", "first")
     first = cli.cwd / "runs/first"
     files = {path.name for path in (first / "export").iterdir()}
     assert files > {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
     assert "config.json" not in files
-    cli.ok(*job, "--lora-adapter-path", "runs/first/export", "--export-merged", "True", "--name", "second")
+    cli.ok(
+        *job,
+        "--lora-adapter-path",
+        "runs/first/export",
+        "--export-merged",
+        "True",
+        "--name",
+        "second",
+    )
     assert (cli.cwd / "runs/second/export/config.json").is_file()
 
 
-def test_adapters_that_do_not_fit_are_refused(shared_cli: Cli, trained: Path, own_args: list[str], tiny: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(
+    shared_cli: Cli, trained: Path, own_args: list[str], tiny: Path
+) -> None:
     path = ["--actor.lora-adapter-path", "runs/default/export", "--name", "refused"]
     for options, expected in (
-        ([*path, "--actor.lora-rank", "8"], "actor.lora_rank is 8; expected 4, as the adapters in runs/default/export"),
+        (
+            [*path, "--actor.lora-rank", "8"],
+            "actor.lora_rank is 8; expected 4, as the adapters in runs/default/export",
+        ),
         ([*path, "--actor.lora-alpha", "7"], "actor.lora_alpha is 7; expected 32"),
         (
             ["--actor.lora-adapter-path", str(tiny), "--name", "refused"],

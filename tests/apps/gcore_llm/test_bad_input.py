@@ -35,16 +35,25 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--trainer.save-frq", "3"], "--trainer.save-freq"),
         (["--rolout.n", "3"], "--rollout.n"),
         (["--rollout.n", "many"], "many"),
-        (["--rollout.n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
+        (
+            ["--rollout.n", "1"],
+            "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'",
+        ),
         (
             ["--rollout.engine", "tgi"],
             "rollout.engine is 'tgi'; expected hf, vllm, sglang, vllm_server, sglang_server or",
         ),
-        (["--rollout.engine", "none.py:make"], "rollout.engine is 'none.py:make': no such file none.py"),
+        (
+            ["--rollout.engine", "none.py:make"],
+            "rollout.engine is 'none.py:make': no such file none.py",
+        ),
         (["--rollout.temperature", "0"], "rollout.temperature is 0.0; expected above 0"),
         (["--data.train-batch-size", "0"], "data.train_batch_size is 0; expected 1 or more"),
         (["--trainer.test-freq", "0"], "trainer.test_freq is 0"),
-        (["--actor.ppo-max-token-len", "47"], "at least data.max_prompt_length + data.max_response_length = "),
+        (
+            ["--actor.ppo-max-token-len", "47"],
+            "at least data.max_prompt_length + data.max_response_length = ",
+        ),
         (["--warmup.test-freq", "0"], "warmup.test_freq is 0"),
         (["--task.num-val", "0"], "task.num_val is 0"),
         (["--actor.optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),
@@ -57,8 +66,14 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--trainer.num-processes", "2", "--trainer.parallel.context-parallel-size", "4"],
             "context_parallel_size=4 is 4; expected a divisor of the world of 2 ranks: 4 ranks would fit",
         ),
-        (["--trainer.parallel.tensor-model-parallel-size", "2"], "is 2; expected 1 for the torch backend"),
-        (["--trainer.parallel.ulysses-sequence-parallel-size", "2"], "ulysses_sequence_parallel_size is 2"),
+        (
+            ["--trainer.parallel.tensor-model-parallel-size", "2"],
+            "is 2; expected 1 for the torch backend",
+        ),
+        (
+            ["--trainer.parallel.ulysses-sequence-parallel-size", "2"],
+            "ulysses_sequence_parallel_size is 2",
+        ),
         (
             ["--trainer.megatron.overlap-grad-reduce", "True"],
             "trainer.megatron is {'overlap_grad_reduce': True}; expected {} with trainer.backend 'torch'",
@@ -66,15 +81,30 @@ def write(cli: Cli, name: str, text: str) -> str:
         (
             [
                 *("--trainer.backend", "megatron", "--actor.lora-rank", "4"),
-                *("--trainer.megatron.overlap-grad-reduce", "True", "--trainer.megatron.overlap-param-gather", "True"),
+                *(
+                    "--trainer.megatron.overlap-grad-reduce",
+                    "True",
+                    "--trainer.megatron.overlap-param-gather",
+                    "True",
+                ),
             ],
             "trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank",
         ),
         (
-            ["--trainer.backend", "megatron", "--device", "cpu", "--trainer.megatron.transformer-engine", "True"],
+            [
+                "--trainer.backend",
+                "megatron",
+                "--device",
+                "cpu",
+                "--trainer.megatron.transformer-engine",
+                "True",
+            ],
             "trainer.megatron.transformer_engine is true; expected auto or false with device cpu",
         ),
-        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "it is read with algorithm.adv_estimator gae, reinforce_plus_plus"),
+        (
+            ["--algorithm.kl-ctrl.kl-coef", "0.1"],
+            "it is read with algorithm.adv_estimator gae, reinforce_plus_plus",
+        ),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
         (
             ["--algorithm.rollout-correction.rollout-is", "token"],
@@ -103,12 +133,18 @@ def test_options(cli: Cli, own_args: list[str], options: list[str], expected: st
 @pytest.mark.parametrize(
     ("toml", "expected"),
     [
-        ("[trainer]\nsave_frq = 3", "s.toml: unknown field trainer.save_frq; did you mean trainer.save_freq?"),
+        (
+            "[trainer]\nsave_frq = 3",
+            "s.toml: unknown field trainer.save_frq; did you mean trainer.save_freq?",
+        ),
         ("quux = 3", "s.toml: unknown field quux; known here: actor.*, algorithm.*"),
         ("[rollout]\nn = 'many'", "s.toml: rollout.n is 'many'"),
         ("[data]\ntrain_files = 'a.jsonl'", "s.toml: data.train_files is 'a.jsonl'"),
         ("data = 3", "s.toml: data is 3"),
-        ("[rollout]\nn = 1", "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
+        (
+            "[rollout]\nn = 1",
+            "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'",
+        ),
         ("[actor.optim]\nlr = 0", "lr is 0.0; expected a finite number above 0"),
         ("[trainer]\nschedule = 'now'", "s.toml: trainer.schedule is 'now'"),
         ("[rollout\nn = 3", "config is s.toml: not TOML"),
@@ -175,15 +211,21 @@ def nan_weight(model: Path) -> None:
 
 
 def eight_bit_weight(model: Path) -> None:
-    change_weight(model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight.to(torch.int8))
+    change_weight(
+        model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight.to(torch.int8)
+    )
 
 
 def float8_weight(model: Path) -> None:
-    change_weight(model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight.to(torch.float8_e4m3fn))
+    change_weight(
+        model, "model.layers.0.mlp.gate_proj.weight", lambda weight: weight.to(torch.float8_e4m3fn)
+    )
 
 
 def with_adapters(model: Path) -> None:
-    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+    (model / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}'
+    )
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -221,17 +263,42 @@ def index_is_a_list(model: Path) -> None:
             with_config(quantization_config={"quant_method": "gptq", "bits": 4}),
             "model is 'model', whose config.json has quantization_config; expected weights in float32",
         ),
-        (with_adapters, "holds a model (config.json) and adapters (adapter_config.json); expected only a model"),
-        (deep_config, "model folder model has a config.json that does not load: maximum recursion depth"),
-        (with_config(hidden_size="many"), "does not load: Validation error for field 'hidden_size'"),
-        (deep_generation_config, "model/generation_config.json is not JSON: maximum recursion depth"),
-        (generation_config_is_a_list, "model/generation_config.json is list; expected a JSON object"),
-        (index_is_a_list, "model/model.safetensors.index.json is no index of weights: TypeError: list indices"),
-        (deep_index, "model/model.safetensors.index.json is no index of weights: RecursionError: maximum recursion"),
+        (
+            with_adapters,
+            "holds a model (config.json) and adapters (adapter_config.json); expected only a model",
+        ),
+        (
+            deep_config,
+            "model folder model has a config.json that does not load: maximum recursion depth",
+        ),
+        (
+            with_config(hidden_size="many"),
+            "does not load: Validation error for field 'hidden_size'",
+        ),
+        (
+            deep_generation_config,
+            "model/generation_config.json is not JSON: maximum recursion depth",
+        ),
+        (
+            generation_config_is_a_list,
+            "model/generation_config.json is list; expected a JSON object",
+        ),
+        (
+            index_is_a_list,
+            "model/model.safetensors.index.json is no index of weights: TypeError: list indices",
+        ),
+        (
+            deep_index,
+            "model/model.safetensors.index.json is no index of weights: RecursionError: maximum recursion",
+        ),
     ],
 )
 def test_checked_models(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], expected: str
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny, "model")
@@ -261,7 +328,9 @@ def test_engines_other_than_hf_may_have_quantized_weights(tiny: Path, tmp_path: 
         (no_eos, "model folder model: its tokenizer has no eos_token"),
     ],
 )
-def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path], None], expected: str) -> None:
+def test_model(
+    cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path], None], expected: str
+) -> None:
     shutil.copytree(tiny, cli.cwd / "model")
     damage(cli.cwd / "model")
     assert expected in cli.refused(*option_set(own_args, "--model", "model"))
@@ -276,11 +345,19 @@ def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path
             "the weights in model do not fit its config.json: model.embed_tokens.weight has shape [128, 128]; "
             "expected [128, 96]",
         ),
-        (with_config(num_attention_heads=0), "the model in model does not load (ZeroDivisionError: "),
-        (nan_weight, "model.layers.0.mlp.gate_proj.weight of 'qwen3' holds nan or infinity; expected finite weights"),
+        (
+            with_config(num_attention_heads=0),
+            "the model in model does not load (ZeroDivisionError: ",
+        ),
+        (
+            nan_weight,
+            "model.layers.0.mlp.gate_proj.weight of 'qwen3' holds nan or infinity; expected finite weights",
+        ),
     ],
 )
-def test_weights(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path], None], expected: str) -> None:
+def test_weights(
+    cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path], None], expected: str
+) -> None:
     shutil.copytree(tiny, cli.cwd / "model")
     damage(cli.cwd / "model")
     assert expected in cli.refused(*option_set(own_args, "--model", "model"))
@@ -316,7 +393,10 @@ def test_reward(cli: Cli, own_args: list[str], source: str, expected: str) -> No
         ("nowhere.py:reward", "no such file nowhere.py"),
         ("nowhere.py", "expected PATH.py:function"),
         ("accuracy", "expected PATH.py:function"),
-        ("", "reward is not set: PATH.py:function, math-verify, gsm8k, aime, multiple-choice, code is needed"),
+        (
+            "",
+            "reward is not set: PATH.py:function, math-verify, gsm8k, aime, multiple-choice, code is needed",
+        ),
     ],
 )
 def test_reward_spec(cli: Cli, own_args: list[str], spec: str, expected: str) -> None:
@@ -324,12 +404,18 @@ def test_reward_spec(cli: Cli, own_args: list[str], spec: str, expected: str) ->
     assert not (cli.cwd / "runs").exists()
 
 
-def test_a_reward_that_starts_to_fail_leaves_the_last_finished_step(cli: Cli, own_args: list[str]) -> None:
+def test_a_reward_that_starts_to_fail_leaves_the_last_finished_step(
+    cli: Cli, own_args: list[str]
+) -> None:
     good = Path(own_args[own_args.index("--reward") + 1].removesuffix(":reward")).read_text()
     failing = f"{good}\ncalls = 0\n\ndef failing(p, c, r):\n    global calls\n    calls += 1\n"
     failing += "    assert calls < 90, 'the judge is gone'\n    return reward(p, c, r)\n"
     write(cli, "mine.py", failing)
-    args = [*option_set(own_args, "--reward", "mine.py:failing"), "--trainer.total-training-steps", "4"]
+    args = [
+        *option_set(own_args, "--reward", "mine.py:failing"),
+        "--trainer.total-training-steps",
+        "4",
+    ]
     error = cli.refused(*args)
     assert "reward 'failing' on prompt " in error
     assert "AssertionError: the judge is gone" in error
@@ -340,7 +426,9 @@ def test_a_reward_that_starts_to_fail_leaves_the_last_finished_step(cli: Cli, ow
 
 def test_brackets_deeper_than_can_be_read(cli: Cli, own_args: list[str]) -> None:
     write(cli, "deep.toml", f"name = {DEEP}")
-    assert "config is deep.toml: not TOML: more brackets" in cli.refused(*own_args, "--config", "deep.toml")
+    assert "config is deep.toml: not TOML: more brackets" in cli.refused(
+        *own_args, "--config", "deep.toml"
+    )
     with pytest.raises(UserError, match="expected fewer brackets in each other"):
         parse_train([*own_args[1:], "--task.params.terms", DEEP])
 
@@ -357,7 +445,9 @@ def test_training_while_an_event_loop_runs(own_args: list[str], tmp_path: Path) 
     assert asyncio.run(notebook()).run == tmp_path / "default"
 
 
-def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str = "bad.jsonl") -> str:
+def bad_data(
+    cli: Cli, own_args: list[str], text: str, *options: str, name: str = "bad.jsonl"
+) -> str:
     write(cli, name, text)
     error = cli.refused(*option_set(own_args, "--data.train-files", name), *options)
     assert not (cli.cwd / "runs").exists()
@@ -376,8 +466,14 @@ def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str 
         ('{"prompt": ""}\n', "bad.jsonl: prompt of row 1 is empty"),
         ('{"prompt": 7}\n', "bad.jsonl: prompt of row 1 is 7"),
         ('{"prompt": []}\n', "bad.jsonl: prompt of row 1 is []"),
-        ('{"prompt": [{"role": "user"}]}\n', "prompt of row 1: message 1.content is missing; expected text"),
-        ('{"prompt": [{"role": "user", "content": "a"}]}\n', "the model's tokenizer has no chat template"),
+        (
+            '{"prompt": [{"role": "user"}]}\n',
+            "prompt of row 1: message 1.content is missing; expected text",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}]}\n',
+            "the model's tokenizer has no chat template",
+        ),
         ("\n", "bad.jsonl has no rows"),
     ],
 )
@@ -386,8 +482,15 @@ def test_rows(cli: Cli, own_args: list[str], text: str, expected: str) -> None:
 
 
 def test_data_files(cli: Cli, own_args: list[str]) -> None:
-    assert "data.max_prompt_length is 3: all 2 prompts are longer, the shortest has 4 tokens" in bad_data(
-        cli, own_args, '{"prompt": "aaaa"}\n{"prompt": "aaaaa"}\n', "--data.max-prompt-length", "3"
+    assert (
+        "data.max_prompt_length is 3: all 2 prompts are longer, the shortest has 4 tokens"
+        in bad_data(
+            cli,
+            own_args,
+            '{"prompt": "aaaa"}\n{"prompt": "aaaaa"}\n',
+            "--data.max-prompt-length",
+            "3",
+        )
     )
     assert "bad.csv is not CSV: Empty CSV file" in bad_data(cli, own_args, "", name="bad.csv")
     assert "data.train_files holds an empty name; expected a .jsonl, " in cli.refused(
@@ -396,10 +499,13 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     assert "bad.txt ends in '.txt'; expected " in bad_data(cli, own_args, "", name="bad.txt")
     assert "bad.parquet is not Parquet" in bad_data(cli, own_args, "prompt", name="bad.parquet")
     (cli.cwd / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
-    assert "latin.jsonl is not UTF-8" in cli.refused(*option_set(own_args, "--data.train-files", "latin.jsonl"))
+    assert "latin.jsonl is not UTF-8" in cli.refused(
+        *option_set(own_args, "--data.train-files", "latin.jsonl")
+    )
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), cli.cwd / "columns.parquet")
-    assert "columns.parquet: row 1 has no column 'prompt' (data.prompt_key); it has 'question'" in cli.refused(
-        *option_set(own_args, "--data.train-files", "columns.parquet")
+    assert (
+        "columns.parquet: row 1 has no column 'prompt' (data.prompt_key); it has 'question'"
+        in cli.refused(*option_set(own_args, "--data.train-files", "columns.parquet"))
     )
     assert "data file nowhere.jsonl does not exist" in cli.refused(
         *option_set(own_args, "--data.train-files", "nowhere.jsonl")
@@ -411,7 +517,11 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
 def test_a_prompt_too_long_for_the_model(cli: Cli, own_args: list[str]) -> None:
     """The tiny model takes 512 tokens."""
     write(cli, "long.jsonl", json.dumps({"prompt": "1" * 510}) + "\n")
-    args = [*option_set(own_args, "--data.train-files", "long.jsonl"), "--data.max-prompt-length", "600"]
+    args = [
+        *option_set(own_args, "--data.train-files", "long.jsonl"),
+        "--data.max-prompt-length",
+        "600",
+    ]
     assert "the model takes at most 512" in cli.refused(*args)
     # Nothing has been trained yet, so the name is free for other settings.
     assert "all 1 prompts are longer" in cli.refused(*args, "--data.max-prompt-length", "20")
@@ -436,8 +546,14 @@ def test_prompts_without_a_model(cli: Cli, own_args: list[str]) -> None:
             ["--task.params.min-term", "2"],
             "task.params.min_term is not a setting of 'chain_sum'; expected such as min_terms",
         ),
-        (["--task.params.min-terms", "5"], "task.name is 'chain_sum' with task.params {'min_terms': 5"),
-        (["--data.max-prompt-length", "1"], "data.max_prompt_length is 1: the problems of chain_sum are longer"),
+        (
+            ["--task.params.min-terms", "5"],
+            "task.name is 'chain_sum' with task.params {'min_terms': 5",
+        ),
+        (
+            ["--data.max-prompt-length", "1"],
+            "data.max_prompt_length is 1: the problems of chain_sum are longer",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -460,7 +576,10 @@ def test_changed_settings_on_resume(cli: Cli, own_args: list[str]) -> None:
     cli.ok(*own_args)
     before = snapshot(cli.cwd)
     error = cli.refused(*own_args, "--actor.optim.lr", "1e-4", "--seed", "3")
-    assert "runs/default was started with other settings (actor.optim.lr: 0.001 -> 0.0001; seed: 0 -> 3)" in error
+    assert (
+        "runs/default was started with other settings (actor.optim.lr: 0.001 -> 0.0001; seed: 0 -> 3)"
+        in error
+    )
     assert "--resume never, or another --name" in error
     assert snapshot(cli.cwd) == before
     longer = cli.ok(*own_args, "--trainer.total-training-steps", "3", "--trainer.save-freq", "2")
@@ -471,7 +590,9 @@ def test_changed_files_on_resume(cli: Cli, own_args: list[str], tiny: Path) -> N
     """Rows of the same number and size, another reward under the same name, and other weights of the same shapes."""
     write(cli, "mine.py", EVENS)
     shutil.copytree(tiny, cli.cwd / "model")
-    rows = write_rows(cli.cwd / "rows.jsonl", ({"prompt": f"{i}+1=", "answer": i + 1} for i in range(10, 50)))
+    rows = write_rows(
+        cli.cwd / "rows.jsonl", ({"prompt": f"{i}+1=", "answer": i + 1} for i in range(10, 50))
+    )
     args = option_set(option_set(own_args, "--reward", "mine.py:reward"), "--model", "model")
     args = option_set(args, "--data.train-files", "rows.jsonl")
     cli.ok(*args)
@@ -486,7 +607,8 @@ def test_changed_files_on_resume(cli: Cli, own_args: list[str], tiny: Path) -> N
         file.write_bytes(before.replace(old, new))
         error = cli.refused(*longer)
         assert (
-            f"runs/default was started with other settings ({setting}: the content of its files has changed)" in error
+            f"runs/default was started with other settings ({setting}: the content of its files has changed)"
+            in error
         )
         assert "without runs/default/fingerprints.json contents are not compared" in error
         file.write_bytes(before)
@@ -494,7 +616,10 @@ def test_changed_files_on_resume(cli: Cli, own_args: list[str], tiny: Path) -> N
     reward = cli.cwd / "mine.py"
     reward.write_text(reward.read_text().replace("% 2 == 0", "% 3 == 0"))
     output = cli.ok(*longer)
-    assert "reward: the content of its files has changed since the run was started; it continues with the new" in output
+    assert (
+        "reward: the content of its files has changed since the run was started; it continues with the new"
+        in output
+    )
     assert "resuming after step 2 of 3" in output
 
 
@@ -505,7 +630,10 @@ def test_run_folder_in_use(cli: Cli, own_args: list[str]) -> None:
     first = cli.start(*args)
     while not (cli.cwd / "runs/default/config.toml").exists():
         time.sleep(0.01)
-    assert "runs/default is in use by another process: choose another --name, or wait" in cli.refused(*args)
+    assert (
+        "runs/default is in use by another process: choose another --name, or wait"
+        in cli.refused(*args)
+    )
     finished = first.wait()
     assert (finished.code, finished.err) == (0, "")
 
@@ -542,14 +670,21 @@ def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> No
         (["--max-tokens", "-5"], "max_tokens is -5; expected 0 or more"),
         (["--max-tokens", "5000"], "expected at most 512, which the model takes"),
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
-        (["--top-p", "0.9"], "unknown option --top-p; there is no such setting: responses are sampled from"),
+        (
+            ["--top-p", "0.9"],
+            "unknown option --top-p; there is no such setting: responses are sampled from",
+        ),
         (["again"], "unexpected argument 'again'; expected gcore-llm sample RUN PROMPT"),
     ):
         assert expected in cli.refused("sample", "runs/default", "1+1=", *options)
     assert "PROMPT is empty" in cli.refused("sample", "runs/default", "")
-    assert "PROMPT is missing; expected gcore-llm sample RUN PROMPT" in cli.refused("sample", "runs/default")
+    assert "PROMPT is missing; expected gcore-llm sample RUN PROMPT" in cli.refused(
+        "sample", "runs/default"
+    )
     assert "MODEL is missing; expected gcore-llm eval MODEL" in cli.refused("eval")
-    assert "model is 'runs/nosuch'; expected one of the runs in runs: default" in cli.refused("eval", "runs/nosuch")
+    assert "model is 'runs/nosuch'; expected one of the runs in runs: default" in cli.refused(
+        "eval", "runs/nosuch"
+    )
     assert "model is 'nowhere/a/b'; expected a run's folder" in cli.refused("eval", "nowhere/a/b")
     assert "unknown option --steps; known here: --follow, --lines, --rank, --role" in cli.refused(
         "logs", "x", "--steps"
@@ -562,14 +697,21 @@ def test_simulate(cli: Cli) -> None:
     (cli.cwd / "model").mkdir()
     (cli.cwd / "model/config.json").write_text("{")
     for options, expected in (
-        (["--json", "nowhere/x.json"], "json is 'nowhere/x.json'; expected a file in an existing folder"),
+        (
+            ["--json", "nowhere/x.json"],
+            "json is 'nowhere/x.json'; expected a file in an existing folder",
+        ),
         (["--json", "."], ".: Is a directory"),
         (["--model", "nowhere"], "nowhere"),
         (["--model", "model"], "model"),
         (["--max-completion-length", "3"], "did you mean --max-response-length?"),
     ):
-        assert expected in cli.refused("simulate", "--devices", "8", "--controllers", "1", "--steps", "1", *options)
-    assert "calibrate is empty; expected one or more folders of runs" in cli.refused("simulate", "--calibrate")
+        assert expected in cli.refused(
+            "simulate", "--devices", "8", "--controllers", "1", "--steps", "1", *options
+        )
+    assert "calibrate is empty; expected one or more folders of runs" in cli.refused(
+        "simulate", "--calibrate"
+    )
     assert "nowhere" in cli.refused("simulate", "--calibrate", "nowhere")
 
 
@@ -579,6 +721,8 @@ def test_a_reward_that_is_not_set_is_found_before_torch_is_imported() -> None:
         "try: main(['train', '--model', 'm', '--data.train-files', 'f'])\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert "gcore-llm: error: reward is not set: PATH.py:function" in result.stderr
     assert result.stdout == "False\n"

@@ -65,8 +65,20 @@ class Watched:
 def run_args(own_args: list[str], num_steps: int) -> list[str]:
     # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
     args = option_set(own_args, "--actor.optim.lr", "1e-4")
-    args = [*option_set(args, "--trainer.total-training-steps", str(num_steps)), "--rollout.engine", "vllm"]
-    return [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    args = [
+        *option_set(args, "--trainer.total-training-steps", str(num_steps)),
+        "--rollout.engine",
+        "vllm",
+    ]
+    return [
+        *args,
+        "--trainer.save-freq",
+        "1",
+        "--trainer.test-freq",
+        "1000",
+        "--trainer.tensorboard",
+        "False",
+    ]
 
 
 def cluster_args(cluster: Any) -> list[str]:
@@ -74,16 +86,28 @@ def cluster_args(cluster: Any) -> list[str]:
     args = ["--runtime", "ray", "--ray.address", cluster.address, "--controllers", "2"]
     return [
         *args,
-        *("--rollout.num-processes", "2", "--rollout.tensor-parallel-size", "2", "--rollout.colocated", "true"),
+        *(
+            "--rollout.num-processes",
+            "2",
+            "--rollout.tensor-parallel-size",
+            "2",
+            "--rollout.colocated",
+            "true",
+        ),
     ]
 
 
-def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
+def test_losses_of_each_kind_cost_no_sample(
+    cli: Cli, own_args: list[str], cluster: Cluster
+) -> None:
     """vLLM over two devices twice, and ranks on them by turns: one of each is killed, a node is lost, one joins.
 
     Megatron's TP=2 twice: the metrics of one process that trains with torch. FSDP2 loses ranks in `test_on_ray.py`.
     """
-    now_half, now_whole = "1 controller, 1 engine and 2 training ranks", "2 controllers, 2 engines and 4 training ranks"
+    now_half, now_whole = (
+        "1 controller, 1 engine and 2 training ranks",
+        "2 controllers, 2 engines and 4 training ranks",
+    )
     (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(run_args(own_args, 10), "--reward", "holding.py:reward")
     alone = cli(*args, "--name", "alone")
@@ -111,7 +135,9 @@ def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], clust
     assert "a rank of the engine died" in finished.out + (run / "logs/main.log").read_text()
     assert_same_metrics(run, cli.cwd / "runs/alone")
     places = {name for row in read_rows(run / "spans.jsonl") for name in row["devices"]}
-    assert places == {"device 0", "device 1"}, "two devices of an engine are one row, that of the ranks there, too"
+    assert places == {"device 0", "device 1"}, (
+        "two devices of an engine are one row, that of the ranks there, too"
+    )
     assert not left_after(workers, 10.0)
 
 
@@ -131,7 +157,11 @@ def test_a_spare_takes_over_from_a_node_with_a_controller(
     watched.wait_for_a_step()
     hold = cli.cwd / "hold"
     hold.touch()
-    lost = next(node for node in cluster.worker_nodes if descendants(raylet_of(node), "ray::ControllerActor"))
+    lost = next(
+        node
+        for node in cluster.worker_nodes
+        if descendants(raylet_of(node), "ray::ControllerActor")
+    )
     cluster.remove_node(lost, allow_graceful=False)
     command.wait_until(lambda: "another one takes over its share" in command.out)
     hold.unlink()

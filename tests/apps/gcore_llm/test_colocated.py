@@ -66,18 +66,27 @@ def test_the_same_run_by_turns(cli: Cli, own_args: list[str]) -> None:
     ledger = Ledger.of(read_spans(cli.cwd / "runs/together"))
     # One device, on which all of them are.
     [work] = ledger.device_ns.values()
-    assert all(work[column] > 0 for column in ("generation", "preparation", "training", "weight_sync", "swap"))
+    assert all(
+        work[column] > 0
+        for column in ("generation", "preparation", "training", "weight_sync", "swap")
+    )
     assert Ledger.of(read_spans(cli.cwd / "runs/apart")).device_ns.keys() == {"engine", "trainer"}
 
 
 def test_with_reference_critic_and_judge(cli: Cli, own_args: list[str], tiny: Path) -> None:
-    assert_same(cli, [*own_args, *ALL_MODELS, *JUDGE, *UNREADABLE, "--reward-model.path", str(tiny)])
+    assert_same(
+        cli, [*own_args, *ALL_MODELS, *JUDGE, *UNREADABLE, "--reward-model.path", str(tiny)]
+    )
 
 
 @pytest.mark.slow
 def test_by_turns_with_vllm(cli: Cli, own_args: list[str]) -> None:
     """Its keys and values are freed at each turn, so that no prefix may be looked for there."""
-    args = [*option_set(own_args, "--trainer.total-training-steps", "3"), "--rollout.engine", "vllm"]
+    args = [
+        *option_set(own_args, "--trainer.total-training-steps", "3"),
+        "--rollout.engine",
+        "vllm",
+    ]
     # vLLM says one thing and another on stderr as it starts.
     assert_same(cli, [*args, "--trainer.test-freq", "2"], says_nothing=False)
 
@@ -85,7 +94,15 @@ def test_by_turns_with_vllm(cli: Cli, own_args: list[str]) -> None:
 @pytest.mark.slow
 def test_processes_by_turns(cli: Cli, own_args: list[str]) -> None:
     """Two ranks and an engine, each in a process of its own, with a checkpoint after each step."""
-    args = [*own_args, "--trainer.num-processes", "2", "--rollout.num-processes", "1", "--trainer.save-freq", "1"]
+    args = [
+        *own_args,
+        "--trainer.num-processes",
+        "2",
+        "--rollout.num-processes",
+        "1",
+        "--trainer.save-freq",
+        "1",
+    ]
     apart, together = run_both(cli, args)
     rows, expected = metrics_of(together), metrics_of(apart)
     assert len(rows) == len(expected) > 2
@@ -112,15 +129,35 @@ def test_megatron_ranks_by_turns(cli: Cli, own_args: list[str]) -> None:
 @pytest.mark.parametrize("strategy", ["split", "colocated"])
 def test_turns_on_a_cluster(cli: Cli, own_args: list[str], tiny: Path, strategy: str) -> None:
     """Ranks on the devices of two engines and a judge (split), or of two engines with a judge each, and on one more."""
-    args = [*own_args, *JUDGE, *UNREADABLE, "--reward-model.path", str(tiny), "--trainer.save-freq", "1"]
+    args = [
+        *own_args,
+        *JUDGE,
+        *UNREADABLE,
+        "--reward-model.path",
+        str(tiny),
+        "--trainer.save-freq",
+        "1",
+    ]
     cli.ok(*args, "--name", "alone")
     sizes = ["--controllers", "2", "--rollout.num-processes", "2", "--trainer.num-processes", "3"]
-    options = ["--runtime", "ray", *sizes, "--placement.strategy", strategy, "--rollout.colocated", "true"]
+    options = [
+        "--runtime",
+        "ray",
+        *sizes,
+        "--placement.strategy",
+        strategy,
+        "--rollout.colocated",
+        "true",
+    ]
     finished = cli(*args, *options, "--name", "turns")
     assert finished.code == 0, finished
     assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/alone")
     rows = read_rows(cli.cwd / "runs/turns/spans.jsonl")
-    places = [f"device {i}" for i in range(3)] if strategy == "split" else ["device 0", "device 1", "trainer 2"]
+    places = (
+        [f"device {i}" for i in range(3)]
+        if strategy == "split"
+        else ["device 0", "device 1", "trainer 2"]
+    )
     for row in rows:
         assert sorted(row["devices"]) == places
         for name, spans in row["devices"].items():
@@ -131,17 +168,29 @@ def test_turns_on_a_cluster(cli: Cli, own_args: list[str], tiny: Path, strategy:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [[], [*ALL_MODELS, "--actor.offload", "all"]], ids=["actor", "all models, one at a time"]
+    "options",
+    [[], [*ALL_MODELS, "--actor.offload", "all"]],
+    ids=["actor", "all models, one at a time"],
 )
-def test_what_ends_a_turn_of_sampling_costs_no_step(cli: Cli, own_args: list[str], options: list[str]) -> None:
+def test_what_ends_a_turn_of_sampling_costs_no_step(
+    cli: Cli, own_args: list[str], options: list[str]
+) -> None:
     """An error of the reward, and Ctrl-C in it, while the trainer is asleep: the step before is saved."""
     (cli.cwd / "disturbed.py").write_text(DISTURBED)
     args = option_set(own_args, "--reward", f"{cli.cwd / 'disturbed.py'}:reward")
-    args = [*option_set(args, "--trainer.total-training-steps", "3"), "--rollout.colocated", "true", *options]
+    args = [
+        *option_set(args, "--trainer.total-training-steps", "3"),
+        "--rollout.colocated",
+        "true",
+        *options,
+    ]
     cli.ok(*args, "--name", "whole")
     for action, code in (("interrupt", 130), ("error", 2)):
         (cli.cwd / "ACTION").write_text(action)
-        run, own = cli.cwd / "runs" / action, [*args, "--name", action, "--trainer.save-freq", "100"]
+        run, own = (
+            cli.cwd / "runs" / action,
+            [*args, "--name", action, "--trainer.save-freq", "100"],
+        )
         finished = cli(*own)
         assert finished.code == code, finished
         assert [row["step"] for row in step_rows(run)] == [1]
@@ -161,17 +210,32 @@ def test_one_model_at_a_time_by_turns(cli: Cli, own_args: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--trainer.schedule", "async"], "false with trainer.schedule 'async', which samples while it trains"),
-        (["--trainer.schedule", "one_step_off"], "false with trainer.schedule 'one_step_off', which samples while it"),
+        (
+            ["--trainer.schedule", "async"],
+            "false with trainer.schedule 'async', which samples while it trains",
+        ),
+        (
+            ["--trainer.schedule", "one_step_off"],
+            "false with trainer.schedule 'one_step_off', which samples while it",
+        ),
     ],
 )
-def test_turns_are_refused(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+def test_turns_are_refused(
+    cli: Cli, own_args: list[str], options: list[str], expected: str
+) -> None:
     error = cli.refused(*own_args, "--rollout.colocated", "true", *options)
     assert f"rollout.colocated is true; expected {expected}" in error
     assert not (cli.cwd / "runs").exists()
 
 
-SERVERS = ("--rollout.engine", "vllm_server", "--rollout.urls", "http://127.0.0.1:1", "--rollout.weights-dir", "/tmp")
+SERVERS = (
+    "--rollout.engine",
+    "vllm_server",
+    "--rollout.urls",
+    "http://127.0.0.1:1",
+    "--rollout.weights-dir",
+    "/tmp",
+)
 
 
 def dry_run(cli: Cli, model: Path, *options: str) -> str:
@@ -181,10 +245,28 @@ def dry_run(cli: Cli, model: Path, *options: str) -> str:
 def test_a_dry_run_prints_who_is_where(cli: Cli, tiny: Path) -> None:
     """Nothing is loaded, and nothing is written."""
     count = count_parameters(tiny)
-    roles = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.num-processes", "2"]
-    judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--rollout.engine", "vllm"]
+    roles = [
+        "--algorithm.adv-estimator",
+        "gae",
+        "--actor.loss.kl-loss-coef",
+        "0.1",
+        "--trainer.num-processes",
+        "2",
+    ]
+    judge = [
+        "--reward-model.kind",
+        "judge",
+        "--reward-model.path",
+        str(tiny),
+        "--rollout.engine",
+        "vllm",
+    ]
     out = dry_run(cli, tiny, "--dry-run-device", "H100", "--dtype", "float32", *roles, *judge)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in out.splitlines()
+        if line.startswith("│")
+    ]
     stages = ["generate", "prepare", "train", "sync"]
     assert [row[0] for row in rows if row[3].endswith("%")] == stages
     places = {row[0]: row[1] for row in rows if row[0] and row[0] not in stages}
@@ -193,7 +275,11 @@ def test_a_dry_run_prints_who_is_where(cli: Cli, tiny: Path) -> None:
     assert places["judge"] == "hf on GPU 0"
     # Both ranks have half of the weights and gradients, and of the moments; the engine has all weights.
     found = {(row[2], row[3]) for row in rows}
-    assert {("weights", f"{4 * count:,}"), ("weights", f"{2 * count:,}"), ("optimizer", f"{4 * count:,}")} <= found
+    assert {
+        ("weights", f"{4 * count:,}"),
+        ("weights", f"{2 * count:,}"),
+        ("optimizer", f"{4 * count:,}"),
+    } <= found
     assert "73.6 of 80.0 GB to plan with" in out
     assert "trainer and engine are in it side by side" in out
     assert out.splitlines()[-1] == "fits"
@@ -202,13 +288,23 @@ def test_a_dry_run_prints_who_is_where(cli: Cli, tiny: Path) -> None:
 
 def test_a_dry_run_says_what_would_fit(cli: Cli, tiny: Path) -> None:
     """A GPU that holds the engine and little else: the run is refused with the numbers, after the same tables."""
-    options = ["--dry-run-device", "2.2", "--actor.ppo-max-token-len", "400000", "--dtype", "float32"]
+    options = [
+        "--dry-run-device",
+        "2.2",
+        "--actor.ppo-max-token-len",
+        "400000",
+        "--dtype",
+        "float32",
+    ]
     options = [*options, "--actor.enable-gradient-checkpointing", "false"]
     finished = cli("train", "--model", str(tiny), "--dry-run", *options)
     assert finished.code == 2
     assert finished.out.splitlines()[-1] == "does not fit"
     error = finished.err
-    assert f"gcore-llm: error: model is {str(tiny)!r} (0.00 B parameters), whose stage 'train' needs" in error
+    assert (
+        f"gcore-llm: error: model is {str(tiny)!r} (0.00 B parameters), whose stage 'train' needs"
+        in error
+    )
     assert "expected at most 2.0 of the 2.2 GB of a GPU of 2.2 GB (GB: trainer: " in error, (
         "by turns, the engine is asleep"
     )
@@ -225,7 +321,15 @@ def test_a_dry_run_is_of_the_device_that_it_plans_for(cli: Cli, tiny: Path) -> N
     lines = dry_run(cli, tiny, *tight).splitlines()
     assert lines[-2:] == [CHECKPOINTED.format("100%"), "fits"]
     assert "gradient checkpointing" not in out
-    finished = cli("train", "--model", str(tiny), "--dry-run", *tight, "--actor.enable-gradient-checkpointing", "false")
+    finished = cli(
+        "train",
+        "--model",
+        str(tiny),
+        "--dry-run",
+        *tight,
+        "--actor.enable-gradient-checkpointing",
+        "false",
+    )
     assert finished.code == 2
     assert "actor.enable_gradient_checkpointing true" in finished.err
     # Weights for an engine in a process of its own are copied once more.
@@ -238,12 +342,18 @@ def test_a_dry_run_is_of_the_device_that_it_plans_for(cli: Cli, tiny: Path) -> N
     ("options", "expected"),
     [
         ([], "model is not set; expected a local Hugging Face folder with dry_run"),
-        (["--model", "MODEL", "--dry-run-device", "H1"], "dry_run_device is 'H1'; expected one of B200, H200, H100"),
+        (
+            ["--model", "MODEL", "--dry-run-device", "H1"],
+            "dry_run_device is 'H1'; expected one of B200, H200, H100",
+        ),
         (
             ["--model", "MODEL", *SERVERS],
             "dry_run is true with rollout.engine 'vllm_server'; expected an engine that the run starts",
         ),
-        (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
+        (
+            ["--model", "nowhere"],
+            "model is 'nowhere'; expected a Hugging Face folder with config.json",
+        ),
     ],
 )
 def test_dry_runs_that_are_refused(cli: Cli, tiny: Path, options: list[str], expected: str) -> None:

@@ -44,7 +44,9 @@ def test_auto_is_the_gpu_and_bfloat16(tiny: Path) -> None:
     assert (found.device, found.dtype) == ("cuda", "bfloat16")
     found = resolve(config(tiny, device="cpu"))
     assert (found.device, found.dtype) == ("cpu", "float32")
-    with pytest.raises(UserError, match=r"^device is 'cuda:1'; expected one of this machine's 1 CUDA devices$"):
+    with pytest.raises(
+        UserError, match=r"^device is 'cuda:1'; expected one of this machine's 1 CUDA devices$"
+    ):
         resolve(config(tiny, device="cuda:1"))
 
 
@@ -61,7 +63,11 @@ def test_a_run_plans_the_gpu_that_it_shares(tiny: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"expected at most 0\.0 of the 0\.0 GB of a small GPU"):
         plan_run(whole, said.append)
     count = len(said)
-    for other in (replace(whole, device="cpu"), replace(whole, runtime="ray"), replace(whole, model="")):
+    for other in (
+        replace(whole, device="cpu"),
+        replace(whole, runtime="ray"),
+        replace(whole, model=""),
+    ):
         assert plan_run(other, said.append) is other
     # With a GPU more, an engine in a process of its own has it.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -93,7 +99,13 @@ def test_clusters_with_gpus_take_turns_by_default(tiny: Path) -> None:
 def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) -> None:
     """Where any can move: of three or more engines of the policy and of a judge on devices of this run."""
     judge = RewardModelConfig(kind="judge", path=str(tiny), judge=JudgeConfig(num_processes=1))
-    on_gpus = config(tiny, device="cuda", runtime="ray", rollout=RolloutConfig(num_processes=2), reward_model=judge)
+    on_gpus = config(
+        tiny,
+        device="cuda",
+        runtime="ray",
+        rollout=RolloutConfig(num_processes=2),
+        reward_model=judge,
+    )
     assert (on_gpus.placement.strategy, on_gpus.strategy) == (None, "dynamic")
     assert on_gpus.takes_turns
     # Where a node is lost, the engines that are left may become more again.
@@ -114,7 +126,10 @@ def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) ->
     asked = replace(on_gpus, placement=PlacementConfig(strategy="auto"))
     assert asked.strategy == "auto"
     # What decides is the device that a run finds.
-    assert resolve(config(tiny, runtime="ray", rollout=on_gpus.rollout, reward_model=judge)).strategy == "dynamic"
+    assert (
+        resolve(config(tiny, runtime="ray", rollout=on_gpus.rollout, reward_model=judge)).strategy
+        == "dynamic"
+    )
 
 
 def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +144,23 @@ def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_the_gpu() -> None:
     found = memory("cuda")
-    assert (found["perf/max_memory_allocated_gb"], found["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
+    assert (found["perf/max_memory_allocated_gb"], found["perf/max_memory_reserved_gb"]) == (
+        3.0,
+        4.0,
+    )
     assert memory("cpu").keys() == {"perf/max_rss_gb"}
 
 
-def test_a_forecast_is_of_the_present_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_is_of_the_present_gpu(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same steps are predicted to take less than on a core; the head of a cluster may have no GPU."""
     steps = {"sampling/groups": 32.0, "response_length/mean": 100.0, "response_length/max": 200.0}
     metrics = {**steps, "sampling/acceptance": 1.0, "prompt_length/mean": 20.0, "timing_s/gen": 1.0}
     found = [
-        run_forecast(config(tiny, device=device), tiny, tmp_path / device).stepped(metrics)["forecast/stages_s"]
+        run_forecast(config(tiny, device=device), tiny, tmp_path / device).stepped(metrics)[
+            "forecast/stages_s"
+        ]
         for device in ("cuda", "cpu")
     ]
     assert 0 < found[0] < found[1]

@@ -46,7 +46,9 @@ def test_engines_take_the_gpus_without_a_rank_first(
         ("cuda:1", {"backend": "megatron"}, {0}),
     ],
 )
-def test_gpus_of_the_models_in_training(device: str, changes: dict[str, Any], expected: set[int]) -> None:
+def test_gpus_of_the_models_in_training(
+    device: str, changes: dict[str, Any], expected: set[int]
+) -> None:
     config = TrainConfig(device=device)
     assert training_gpus(replace(config, trainer=replace(config.trainer, **changes)), 2) == expected
 
@@ -68,7 +70,9 @@ few_ranks = st.integers(1, 40)
 
 
 def cluster_of(num_devices: int, devices_per_node: int) -> Cluster:
-    return Cluster(num_devices=num_devices, device=Device.named("H100"), devices_per_node=devices_per_node)
+    return Cluster(
+        num_devices=num_devices, device=Device.named("H100"), devices_per_node=devices_per_node
+    )
 
 
 def layout_of(num_ranks: int, context_parallel_size: int = 1) -> TrainingLayout:
@@ -112,7 +116,8 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
         return
     own_judges = [] if in_turns else planned.judges[::-1]
     blocks = [
-        on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in (*planned.engines, *own_judges)
+        on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b])
+        for b in (*planned.engines, *own_judges)
     ]
     live = on_ray.SharedDevices.of(
         Sizes(
@@ -131,27 +136,41 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
     for rank in range(len(found)):
         on_device = planned.on(planned.ranks[rank])
         names = {"policy engine": "engine", "judge": "judge"}
-        rows = {live.names[f"{names[role]} {number}"] for role, number in on_device.items() if role in names}
+        rows = {
+            live.names[f"{names[role]} {number}"]
+            for role, number in on_device.items()
+            if role in names
+        }
         assert rows == {live.names[f"trainer {rank}"]}
 
 
-@given(cluster=st.builds(cluster_of, st.integers(1, 32), st.integers(1, 8)), size=st.integers(1, 4), ranks=few_ranks)
+@given(
+    cluster=st.builds(cluster_of, st.integers(1, 32), st.integers(1, 8)),
+    size=st.integers(1, 4),
+    ranks=few_ranks,
+)
 def test_ray_has_ranks_that_lend_their_devices_where_the_planned_map_has_them(
     cluster: Cluster, size: int, ranks: int
 ) -> None:
-    sizes = RoleSizes(training=layout_of(ranks), num_engines=1, devices_per_engine=size, lends_ranks=True)
+    sizes = RoleSizes(
+        training=layout_of(ranks), num_engines=1, devices_per_engine=size, lends_ranks=True
+    )
     try:
         planned = map_devices(cluster, sizes)
     except PlacementError:
         return
-    blocks = [on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in planned.lent]
+    blocks = [
+        on_ray.ReservedDevice(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in planned.lent
+    ]
     counts = Sizes(controllers=1, engines=1, ranks=ranks, devices_per_engine=size, lends_ranks=True)
     live = on_ray.SharedDevices.of(counts, [on_ray.ReservedDevice("own"), *blocks])
     found = [(int(device.node), *map(int, device.gpus)) for device in live.ranks]
     assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
     assert len(found) == counts.ranks - counts.num_own_ranks == sizes.num_lent * size
     for rank, slot in enumerate(planned.ranks[: len(found)]):
-        assert live.names[f"trainer {rank}"] == live.names[f"lent {planned.on(slot)['lent engine']}"]
+        assert (
+            live.names[f"trainer {rank}"] == live.names[f"lent {planned.on(slot)['lent engine']}"]
+        )
 
 
 @given(
@@ -164,15 +183,25 @@ def test_ray_has_ranks_that_lend_their_devices_where_the_planned_map_has_them(
 def test_this_machine_has_them_where_the_planned_map_has_them(
     count: int, ranks: int, engines: int, judges: int, *, takes_turns: bool
 ) -> None:
-    sizes = RoleSizes(training=layout_of(ranks), num_engines=engines, num_judges=judges, ranks_in_turns=takes_turns)
+    sizes = RoleSizes(
+        training=layout_of(ranks),
+        num_engines=engines,
+        num_judges=judges,
+        ranks_in_turns=takes_turns,
+    )
     try:
         planned = map_devices(cluster_of(count, count), sizes)
     except PlacementError:
         return
     config = TrainConfig(device="cuda")
-    training = training_gpus(replace(config, trainer=replace(config.trainer, num_processes=ranks)), count)
+    training = training_gpus(
+        replace(config, trainer=replace(config.trainer, num_processes=ranks)), count
+    )
     assert sorted(training) == [slot.gpu for slot in planned.ranks]
-    places = [engine_gpus(count, number, training, takes_turns=takes_turns) for number in (engines, engines + judges)]
+    places = [
+        engine_gpus(count, number, training, takes_turns=takes_turns)
+        for number in (engines, engines + judges)
+    ]
     assert places == [
         [slot.gpu for slots in planned.engines for slot in slots],
         [slot.gpu for slots in (*planned.engines, *planned.judges) for slot in slots],

@@ -31,18 +31,46 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(cwd: Path, model: Path, *options: str) -> list[str]:
     """Distillation without a reward, one response a prompt."""
-    rows = [{"prompt": f"{i}+{i % 7}=", "data_source": "sums" if i % 4 else "others"} for i in range(64)]
+    rows = [
+        {"prompt": f"{i}+{i % 7}=", "data_source": "sums" if i % 4 else "others"} for i in range(64)
+    ]
     write_rows(cwd / "prompts.jsonl", rows)
     return [
-        *("train", "--threads", "1", "--device", "cpu", "--model", str(model), "--data.train-files", "prompts.jsonl"),
-        *("--algorithm.adv-estimator", "distillation", "--algorithm.filter-groups", "False", "--rollout.n", "1"),
-        *("--data.train-batch-size", "16", "--data.max-response-length", "8", "--data.max-prompt-length", "8"),
+        *(
+            "train",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--model",
+            str(model),
+            "--data.train-files",
+            "prompts.jsonl",
+        ),
+        *(
+            "--algorithm.adv-estimator",
+            "distillation",
+            "--algorithm.filter-groups",
+            "False",
+            "--rollout.n",
+            "1",
+        ),
+        *(
+            "--data.train-batch-size",
+            "16",
+            "--data.max-response-length",
+            "8",
+            "--data.max-prompt-length",
+            "8",
+        ),
         *("--actor.optim.lr", "3e-3", "--trainer.tensorboard", "False", *options),
     ]
 
 
 @pytest.mark.slow
-def test_the_divergence_to_the_teacher_falls_and_runs_resume(cli: Cli, tiny: Path, teacher: Path) -> None:
+def test_the_divergence_to_the_teacher_falls_and_runs_resume(
+    cli: Cli, tiny: Path, teacher: Path
+) -> None:
     args = job(cli.cwd, tiny, "--distillation.teachers", str(teacher), "--trainer.test-freq", "100")
     args += ["--rollout.n", "4", "--data.max-response-length", "4"]
     cli.ok(*args, "--trainer.total-training-steps", "24", "--name", "whole")
@@ -62,9 +90,26 @@ def test_the_divergence_to_the_teacher_falls_and_runs_resume(cli: Cli, tiny: Pat
 
 
 def test_teachers_by_source_add_to_rewards(cli: Cli, tiny: Path, teacher: Path) -> None:
-    (cli.cwd / "evens.py").write_text("def reward(prompt, completion, row):\n    return completion.count('2')\n")
-    options = ["--distillation.teachers", str(teacher), str(tiny), "--distillation.sources", "sums", "nothing"]
-    args = job(cli.cwd, tiny, *options, "--trainer.total-training-steps", "1", "--reward", "evens.py:reward")
+    (cli.cwd / "evens.py").write_text(
+        "def reward(prompt, completion, row):\n    return completion.count('2')\n"
+    )
+    options = [
+        "--distillation.teachers",
+        str(teacher),
+        str(tiny),
+        "--distillation.sources",
+        "sums",
+        "nothing",
+    ]
+    args = job(
+        cli.cwd,
+        tiny,
+        *options,
+        "--trainer.total-training-steps",
+        "1",
+        "--reward",
+        "evens.py:reward",
+    )
     args += ["--algorithm.adv-estimator", "grpo", "--rollout.n", "2", "--data.val-size", "0"]
     cli.ok(*args, "--data.train-batch-size", "64")
     [row] = step_rows(cli.cwd / "runs/default")
@@ -75,8 +120,17 @@ def test_teachers_by_source_add_to_rewards(cli: Cli, tiny: Path, teacher: Path) 
 
 @pytest.mark.slow
 def test_controllers_and_ranks_are_taught_alike(cli: Cli, tiny: Path, teacher: Path) -> None:
-    teachers = ["--distillation.teachers", str(teacher), str(tiny), "--distillation.weights", "3", "1"]
-    args = job(cli.cwd, tiny, *teachers, "--trainer.total-training-steps", "2", "--data.val-size", "0")
+    teachers = [
+        "--distillation.teachers",
+        str(teacher),
+        str(tiny),
+        "--distillation.weights",
+        "3",
+        "1",
+    ]
+    args = job(
+        cli.cwd, tiny, *teachers, "--trainer.total-training-steps", "2", "--data.val-size", "0"
+    )
     cli.ok(*args, "--name", "alone")
     cli.ok(*args, "--name", "ranks", "--controllers", "2", "--trainer.num-processes", "2")
     assert_same_metrics(cli.cwd / "runs/ranks", cli.cwd / "runs/alone")
@@ -85,7 +139,9 @@ def test_controllers_and_ranks_are_taught_alike(cli: Cli, tiny: Path, teacher: P
     assert first["distillation/reverse_kl"] > 0.3
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(cli: Cli, tiny: Path, teacher: Path, tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused(
+    cli: Cli, tiny: Path, teacher: Path, tmp_path: Path
+) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(teacher)
     other = tmp_path / "other"
     AutoModelForCausalLM.from_pretrained(teacher).save_pretrained(other)
@@ -96,16 +152,25 @@ def test_a_teacher_with_another_tokenizer_is_refused(cli: Cli, tiny: Path, teach
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(settings))
     message = cli.refused(*job(cli.cwd, tiny, "--distillation.teachers", str(teacher), str(other)))
-    assert f"distillation.teachers holds {str(other)!r}; expected models with the policy's tokenizer: of 2" in message
+    assert (
+        f"distillation.teachers holds {str(other)!r}; expected models with the policy's tokenizer: of 2"
+        in message
+    )
     message = cli.refused(*job(cli.cwd, tiny, "--distillation.teachers", "nowhere"))
-    assert "distillation.teachers is 'nowhere'; expected a Hugging Face folder with config.json" in message
+    assert (
+        "distillation.teachers is 'nowhere'; expected a Hugging Face folder with config.json"
+        in message
+    )
     assert not (cli.cwd / "runs").exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": ALONE}, r"adv_estimator is 'distillation'; expected another one without distillation.teachers"),
+        (
+            {"algorithm": ALONE},
+            r"adv_estimator is 'distillation'; expected another one without distillation.teachers",
+        ),
         (
             {"distillation": DistillationConfig(teachers=("a",))},
             r"algorithm.filter_groups is true; expected false with distillation.teachers",
@@ -118,18 +183,31 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
 
 
 def test_a_simulation_has_no_teachers() -> None:
-    with pytest.raises(UserError, match=r"distillation.teachers is \('a',\); expected none in a simulation"):
-        SimulatedConfig(rollout=RolloutConfig(n=2), distillation=DistillationConfig(teachers=("a",)), algorithm=ALONE)
+    with pytest.raises(
+        UserError, match=r"distillation.teachers is \('a',\); expected none in a simulation"
+    ):
+        SimulatedConfig(
+            rollout=RolloutConfig(n=2),
+            distillation=DistillationConfig(teachers=("a",)),
+            algorithm=ALONE,
+        )
 
 
 def test_settings_of_teachers() -> None:
-    with pytest.raises(UserError, match=r"distillation.weights is \(1.0,\); expected none, or 2, one for each teacher"):
+    with pytest.raises(
+        UserError,
+        match=r"distillation.weights is \(1.0,\); expected none, or 2, one for each teacher",
+    ):
         DistillationConfig(teachers=("a", "b"), weights=(1.0,))
     with pytest.raises(UserError, match=r"distillation.sources is \('x',\); expected none, or 0"):
         DistillationConfig(sources=("x",))
-    with pytest.raises(UserError, match=r"distillation.coef is 0.0; expected a finite number above 0"):
+    with pytest.raises(
+        UserError, match=r"distillation.coef is 0.0; expected a finite number above 0"
+    ):
         DistillationConfig(coef=0.0)
-    config = DistillationConfig(teachers=("a", "b", "c"), weights=(1.0, 3.0, 2.0), sources=("x", "*", "y"))
+    config = DistillationConfig(
+        teachers=("a", "b", "c"), weights=(1.0, 3.0, 2.0), sources=("x", "*", "y")
+    )
     assert config.shares("x") == {"teacher-0": 0.25, "teacher-1": 0.75}
     assert config.shares("z") == {"teacher-1": 1.0}
     assert DistillationConfig(teachers=("a",), sources=("x",)).shares("z") == {}

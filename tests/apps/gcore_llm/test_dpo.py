@@ -20,8 +20,25 @@ def job(cli: Cli, tiny: Path) -> list[str]:
     write_rows(cli.cwd / "pairs.jsonl", pairs(80, seed=0))
     write_rows(cli.cwd / "val.jsonl", pairs(10, seed=1))
     return [
-        *("dpo", "--threads", "1", "--device", "cpu", "--model", str(tiny), "--data.train-files", "pairs.jsonl"),
-        *("--data.val-files", "val.jsonl", "--data.train-batch-size", "8", "--data.max-length", "32"),
+        *(
+            "dpo",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--model",
+            str(tiny),
+            "--data.train-files",
+            "pairs.jsonl",
+        ),
+        *(
+            "--data.val-files",
+            "val.jsonl",
+            "--data.train-batch-size",
+            "8",
+            "--data.max-length",
+            "32",
+        ),
         *("--optim.lr", "5e-4", "--trainer.save-freq", "4", "--trainer.test-freq", "5"),
     ]
 
@@ -38,10 +55,18 @@ def test_the_policy_learns_to_prefer(cli: Cli, job: list[str], tiny: Path) -> No
     step = next(row for row in rows if row["step"] == 1 and "dpo/loss" in row)
     assert step["dpo/loss"] == pytest.approx(math.log(2), abs=1e-5)
 
-    before, after, tokenizer = causal_lm(tiny), causal_lm(run / "export"), AutoTokenizer.from_pretrained(tiny)
+    before, after, tokenizer = (
+        causal_lm(tiny),
+        causal_lm(run / "export"),
+        AutoTokenizer.from_pretrained(tiny),
+    )
     rewards = {
         side: [
-            0.2 * (log_prob(after, tokenizer, p["prompt"], p[side]) - log_prob(before, tokenizer, p["prompt"], p[side]))
+            0.2
+            * (
+                log_prob(after, tokenizer, p["prompt"], p[side])
+                - log_prob(before, tokenizer, p["prompt"], p[side])
+            )
             for p in pairs(10, seed=1)
         ]
         for side in ("chosen", "rejected")
@@ -73,7 +98,9 @@ def test_a_resumed_run_wants_the_same_rows(cli: Cli, job: list[str]) -> None:
 @pytest.mark.parametrize("options", [["--loss.loss-type", "ipo"], ["--loss.loss-type", "hinge"]])
 def test_other_losses(cli: Cli, job: list[str], options: list[str]) -> None:
     cli.ok(*job, *options, "--trainer.total-training-steps", "6")
-    margins = [row["val/dpo/margin"] for row in metrics_of(cli.cwd / "runs/dpo") if "val/dpo/margin" in row]
+    margins = [
+        row["val/dpo/margin"] for row in metrics_of(cli.cwd / "runs/dpo") if "val/dpo/margin" in row
+    ]
     assert margins[0] == pytest.approx(0, abs=1e-6)
     assert margins[-1] > 1e-4
 

@@ -32,12 +32,22 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
+def test_a_run_grows_and_shrinks_with_its_cluster(
+    cli: Cli, own_args: list[str], cluster: Cluster
+) -> None:
     """The samples and the training are those of a run that nothing happened to."""
     (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(own_args, "--reward", "holding.py:reward")
     args = option_set(args, "--trainer.total-training-steps", "10")
-    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    args = [
+        *args,
+        "--trainer.save-freq",
+        "1",
+        "--trainer.test-freq",
+        "1000",
+        "--trainer.tensorboard",
+        "False",
+    ]
     cli.ok(*args, "--name", "undisturbed")
 
     sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
@@ -52,7 +62,10 @@ def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str],
     second = cluster.add_node(num_cpus=4, object_store_memory=100 << 20)
     time.sleep(6)  # nodes that join are waited for, in case there are more
     hold.unlink()
-    whole, half = "2 controllers, 2 engines and 2 training ranks", "1 controller, 1 engine and 1 training rank"
+    whole, half = (
+        "2 controllers, 2 engines and 2 training ranks",
+        "1 controller, 1 engine and 1 training rank",
+    )
     command.wait_until(lambda: f"has joined; the run has {whole} now" in command.out)
     before = num_steps()
     command.wait_until(lambda: num_steps() >= before + 2)
@@ -119,8 +132,12 @@ def test_ranks_go_by_whole_replicas(gpus: list[int], expected: Sizes) -> None:
 def test_a_classifier_of_each_controller_has_a_gpu() -> None:
     """Besides those of engines and ranks, which take turns."""
     reward = RewardModelConfig(kind="classifier", path="scores")
-    config = replace(CONFIG, reward_model=reward, rollout=RolloutConfig(num_processes=4, colocated=True))
-    config = replace(config, ray=RayConfig(gpus_per_reward_model=0.5), trainer=TrainerConfig(num_processes=4))
+    config = replace(
+        CONFIG, reward_model=reward, rollout=RolloutConfig(num_processes=4, colocated=True)
+    )
+    config = replace(
+        config, ray=RayConfig(gpus_per_reward_model=0.5), trainer=TrainerConfig(num_processes=4)
+    )
     assert config.gpus_per_controller == 0.5
     assert replace(config, device="cpu").gpus_per_controller == 0.0
     assert largest([{"CPU": 32.0, "GPU": 5.0}], config) == config.sizes
@@ -155,7 +172,9 @@ def test_ranks_on_the_devices_of_engines_need_no_room() -> None:
 
 
 def test_no_room_at_all() -> None:
-    with pytest.raises(ClusterError, match="1 controller, 1 engine and 2 training ranks need 4 CPU and 2 GPU: the"):
+    with pytest.raises(
+        ClusterError, match="1 controller, 1 engine and 2 training ranks need 4 CPU and 2 GPU: the"
+    ):
         largest([{"CPU": 32.0, "GPU": 1.0}], CONFIG)
 
 
@@ -175,4 +194,8 @@ def test_more_nodes_make_no_run_smaller(nodes: list[int], more: int) -> None:
     assert after is not None
     assert before.controllers <= before.engines
     assert before.ranks % 2 == 0
-    assert (after.controllers, after.engines, after.ranks) >= (before.controllers, before.engines, before.ranks)
+    assert (after.controllers, after.engines, after.ranks) >= (
+        before.controllers,
+        before.engines,
+        before.ranks,
+    )

@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gcore_llm.evaluation.estimators import Answered, Estimate, estimates, group_sizes, maj_at_k, pass_at_k
+from gcore_llm.evaluation.estimators import (
+    Answered,
+    Estimate,
+    estimates,
+    group_sizes,
+    maj_at_k,
+    pass_at_k,
+)
 
 ANSWERS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=8)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(right: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(
+    right: list[bool], data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, len(right)))
     subsets = list(combinations(right, k))
     assert pass_at_k(len(right), sum(right), k) == sum(map(any, subsets)) / len(subsets)
@@ -31,7 +40,9 @@ def test_pass_at_k_is_stable() -> None:
     assert pass_at_k(10, 0, 10) == 0.0
     assert pass_at_k(10, 1, 10) == 1.0
     # The product of the paper's own code, in floats.
-    assert pass_at_k(200, 3, 100) == pytest.approx(1 - math.prod(1 - 100 / i for i in range(198, 201)))
+    assert pass_at_k(200, 3, 100) == pytest.approx(
+        1 - math.prod(1 - 100 / i for i in range(198, 201))
+    )
     for num, right, k in ((3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)):
         with pytest.raises(ValueError, match="expected 1 to num=3, and 0 to num=3"):
             pass_at_k(num, right, k)
@@ -39,7 +50,11 @@ def test_pass_at_k_is_stable() -> None:
 
 def voted(answers: tuple[str | None, ...], score_of: dict[str, float]) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
-    return fmean(score_of[a] for a, count in votes.items() if count == max(votes.values())) if votes else 0.0
+    return (
+        fmean(score_of[a] for a, count in votes.items() if count == max(votes.values()))
+        if votes
+        else 0.0
+    )
 
 
 @settings(max_examples=150)
@@ -56,10 +71,14 @@ def test_maj_at_k_with_ties_and_without_answers() -> None:
     assert maj_at_k(["a", "b"], [1.0, 0.0], 2) == 0.5
     assert maj_at_k(["a", "b", "b", "c", "c"], [1.0, 1.0, 1.0, 0.0, 0.0], 5) == 0.5
     assert maj_at_k([None, None], [0.0, 0.0], 1) == maj_at_k([None, None], [0.0, 0.0], 2) == 0.0
-    assert maj_at_k([None, None, "a"], [0.0, 0.0, 1.0], 3) == 1.0, "one vote is a majority of the votes"
+    assert maj_at_k([None, None, "a"], [0.0, 0.0, 1.0], 3) == 1.0, (
+        "one vote is a majority of the votes"
+    )
     rng = random.Random(0)
     answers = [rng.choice("abcdefgh") for _ in range(64)]
-    assert maj_at_k(answers, [float(answer == "a") for answer in answers], 1) == pytest.approx(answers.count("a") / 64)
+    assert maj_at_k(answers, [float(answer == "a") for answer in answers], 1) == pytest.approx(
+        answers.count("a") / 64
+    )
     with pytest.raises(ValueError, match="k is 3; expected 1 to 2"):
         maj_at_k(["a", "b"], [1.0, 0.0], 3)
 
@@ -71,7 +90,9 @@ def test_against_verl() -> None:
     rng = np.random.default_rng(0)
     answers = rng.choice(["7", "8", "9"], p=[0.45, 0.3, 0.25], size=64).tolist()
     scores = [float(answer == "7") for answer in answers]
-    found = metrics.process_validation_metrics(["sums"] * 64, ["prompt"] * 64, {"acc": scores, "pred": answers}, seed=1)
+    found = metrics.process_validation_metrics(
+        ["sums"] * 64, ["prompt"] * 64, {"acc": scores, "pred": answers}, seed=1
+    )
     own = estimates([Answered(scores=tuple(scores), answers=tuple(answers))], right_from=1.0)
     theirs = found["sums"]["acc"]
     assert own["avg@64"].mean == pytest.approx(theirs["mean@64"])
@@ -87,10 +108,18 @@ def test_estimates() -> None:
     ]
     found = estimates(answered, right_from=1.0)
     assert list(found) == ["avg@3", "pass@2", "maj@2", "pass@3", "maj@3"]
-    assert found["avg@3"] == Estimate(mean=fmean([1 / 3, 2.5 / 3]), stderr=stdev([1 / 3, 2.5 / 3]) / 2**0.5, num=2)
+    assert found["avg@3"] == Estimate(
+        mean=fmean([1 / 3, 2.5 / 3]), stderr=stdev([1 / 3, 2.5 / 3]) / 2**0.5, num=2
+    )
     assert str(found["avg@3"]) == "0.583 ± 0.250"
-    assert (found["pass@3"].mean, found["maj@3"].mean, found["pass@2"].mean) == (1.0, 0.5, fmean([2 / 3, 1.0]))
-    assert "maj@2" not in estimates([Answered(scores=(1.0, 1.0), answers=(None, None))], right_from=1.0)
+    assert (found["pass@3"].mean, found["maj@3"].mean, found["pass@2"].mean) == (
+        1.0,
+        0.5,
+        fmean([2 / 3, 1.0]),
+    )
+    assert "maj@2" not in estimates(
+        [Answered(scores=(1.0, 1.0), answers=(None, None))], right_from=1.0
+    )
     assert list(estimates([Answered(scores=(1.0,), answers=("1",))], right_from=1.0)) == ["avg@1"]
     assert str(Estimate.of([0.25])) == "0.250"
     assert estimates([], right_from=1.0) == {}

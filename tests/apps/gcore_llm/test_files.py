@@ -41,25 +41,41 @@ def broken_index(model: Path) -> None:
     [
         (truncated, "model/model.safetensors is damaged, or was not copied to its end: "),
         (no_header, "model/model.safetensors is damaged, or was not copied to its end: "),
-        (lost_shard, "lacks model-00001-of-00002.safetensors, which model.safetensors.index.json names"),
+        (
+            lost_shard,
+            "lacks model-00001-of-00002.safetensors, which model.safetensors.index.json names",
+        ),
         (broken_index, "model/model.safetensors.index.json is no index of weights"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_damaged_weights(
-    cli: Cli, own_args: list[str], tiny: Path, command: str, damage: Callable[[Path], None], expected: str
+    cli: Cli,
+    own_args: list[str],
+    tiny: Path,
+    command: str,
+    damage: Callable[[Path], None],
+    expected: str,
 ) -> None:
     shutil.copytree(tiny, cli.cwd / "model")
     damage(cli.cwd / "model")
     args = option_set(own_args, "--model", "model")
     if command == "sft":
-        args = ["sft", "--model", "model", "--data.train-files", args[args.index("--data.train-files") + 1]]
+        args = [
+            "sft",
+            "--model",
+            "model",
+            "--data.train-files",
+            args[args.index("--data.train-files") + 1],
+        ]
     assert expected in cli.refused(*args)
     assert not (cli.cwd / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "reward-model"])
-def test_a_tensor_that_the_weights_lack(cli: Cli, own_args: list[str], tiny: Path, command: str) -> None:
+def test_a_tensor_that_the_weights_lack(
+    cli: Cli, own_args: list[str], tiny: Path, command: str
+) -> None:
     """transformers would draw it at random, and say so only in its log."""
     shutil.copytree(tiny, cli.cwd / "model")
     weights = load_file(tiny / "model.safetensors")
@@ -67,12 +83,18 @@ def test_a_tensor_that_the_weights_lack(cli: Cli, own_args: list[str], tiny: Pat
     save_file(weights, cli.cwd / "model/model.safetensors", {"format": "pt"})
     args = option_set(own_args, "--model", "model")
     if command != "train":
-        rows = write_rows(cli.cwd / "rows.jsonl", [{"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}])
+        rows = write_rows(
+            cli.cwd / "rows.jsonl",
+            [{"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}],
+        )
         if command == "sft":
             write_rows(rows, [{"prompt": "a", "completion": "b"}])
         args = [command, "--model", "model", "--data.train-files", rows]
     error = cli.refused(*args)
-    assert "the weights in model lack 1 of the model's tensors, such as model.layers.1.mlp.up_proj.weight" in error
+    assert (
+        "the weights in model lack 1 of the model's tensors, such as model.layers.1.mlp.up_proj.weight"
+        in error
+    )
 
 
 def test_data_files(cli: Cli, own_args: list[str]) -> None:
@@ -80,8 +102,9 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
         return cli.refused(*option_set(own_args, "--data.train-files", name))
 
     (cli.cwd / "folder.jsonl").mkdir()
-    assert "data file folder.jsonl is a folder; expected a .jsonl, .parquet, .arrow or .csv file" in refused(
-        "folder.jsonl"
+    assert (
+        "data file folder.jsonl is a folder; expected a .jsonl, .parquet, .arrow or .csv file"
+        in refused("folder.jsonl")
     )
     assert "data file /proc/self/mem.jsonl does not exist" in refused("/proc/self/mem.jsonl")
     (cli.cwd / "memory.jsonl").symlink_to("/proc/self/mem")
@@ -99,8 +122,12 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     (cli.cwd / "empty.parquet").write_text("")
     assert "data file empty.parquet is not Parquet" in refused("empty.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": [1, 2]}), cli.cwd / "numbers.parquet")
-    assert "numbers.parquet: prompt of row 1 is 1; expected text, or a list of messages" in refused("numbers.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), cli.cwd / "no.parquet")
+    assert "numbers.parquet: prompt of row 1 is 1; expected text, or a list of messages" in refused(
+        "numbers.parquet"
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), cli.cwd / "no.parquet"
+    )
     assert "data file no.parquet has no rows" in refused("no.parquet")
     assert not (cli.cwd / "runs").exists()
 
@@ -111,7 +138,9 @@ def test_runs_folder_that_cannot_be_made(cli: Cli, own_args: list[str]) -> None:
     sft = ["sft", "--model", own_args[own_args.index("--model") + 1], "--data.train-files", rows]
     for folder in ("file", "file/below", "/proc/nowhere"):
         for args in (own_args, [*own_args, "--resume", "never"]):
-            assert f"run folder {folder}/default cannot be made: " in cli.refused(*args, "--runs-dir", folder)
+            assert f"run folder {folder}/default cannot be made: " in cli.refused(
+                *args, "--runs-dir", folder
+            )
     write_rows(cli.cwd / "rows.jsonl", [{"text": "abc"}])
     sft = option_set(sft, "--data.train-files", "rows.jsonl")
     assert "run folder file/sft cannot be made: " in cli.refused(*sft, "--runs-dir", "file")
@@ -146,14 +175,19 @@ def files_of_at_most(size_bytes: int) -> Generator[None]:
 
 
 @pytest.mark.parametrize(
-    "write", [lambda path: save_file({"weight": torch.zeros(2000)}, path), lambda path: path.write_bytes(bytes(8000))]
+    "write",
+    [
+        lambda path: save_file({"weight": torch.zeros(2000)}, path),
+        lambda path: path.write_bytes(bytes(8000)),
+    ],
 )
 def test_a_disk_that_is_full_at_the_export(tmp_path: Path, write: Callable[[Path], object]) -> None:
     """Weights are written by safetensors, other files by Python: both are one error, and leave nothing half written."""
     supervisor = Supervisor(embedded(), app="gcore-llm")
     supervisor.run = RunFolder(tmp_path)
     expected = (
-        r"the export .*export cannot be written: .*File too large.*; with enough space the same command writes it"
+        r"the export .*export cannot be written: .*File too large.*; "
+        "with enough space the same command writes it"
     )
     with pytest.raises(UserError, match=expected), files_of_at_most(4000):
         supervisor.export(lambda path: (path.mkdir(), write(path / "model.safetensors")))
@@ -182,12 +216,17 @@ calls = 0
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        ("os.path.getsize('runs/default/metrics.jsonl') + 100", "runs/default/metrics.jsonl: File too large"),
+        (
+            "os.path.getsize('runs/default/metrics.jsonl') + 100",
+            "runs/default/metrics.jsonl: File too large",
+        ),
         ("100_000", "File too large"),
     ],
     ids=["metrics", "checkpoint"],
 )
-def test_a_disk_that_fills_up_in_training(cli: Cli, own_args: list[str], size: str, expected: str) -> None:
+def test_a_disk_that_fills_up_in_training(
+    cli: Cli, own_args: list[str], size: str, expected: str
+) -> None:
     """The last committed checkpoint stays, and the same command resumes from it."""
     (cli.cwd / "mine.py").write_text(FULL.format(calls=130, size=size))
     args = option_set(own_args, "--reward", "mine.py:reward")
@@ -207,7 +246,10 @@ def test_a_report_that_cannot_be_written(cli: Cli, own_args: list[str]) -> None:
     (run / "report.html").mkdir(parents=True)
     (run / "report.html" / "file").write_text("")
     error = cli.refused(*own_args)
-    assert "the run is complete, with its export at runs/default/export, but its report cannot be written: " in error
+    assert (
+        "the run is complete, with its export at runs/default/export, but its report cannot be written: "
+        in error
+    )
     assert (run / "export/model.safetensors").is_file()
     shutil.rmtree(run / "report.html")
     assert "report.html" in cli.ok("report", run)

@@ -22,15 +22,24 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
     ("options", "expected"),
     [
         (["--optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),
-        (["--optim.lr-warmup-steps-ratio", "2"], "optim.lr_warmup_steps_ratio is 2.0; expected a number in [0, 1]"),
-        (["--trainer.total-epochs", "0"], "trainer.total_epochs is 0.0; expected a finite number above 0"),
+        (
+            ["--optim.lr-warmup-steps-ratio", "2"],
+            "optim.lr_warmup_steps_ratio is 2.0; expected a number in [0, 1]",
+        ),
+        (
+            ["--trainer.total-epochs", "0"],
+            "trainer.total_epochs is 0.0; expected a finite number above 0",
+        ),
         (["--data.max-length", "1"], "data.max_length is 1; expected 2 or more"),
         (["--data.train-batch-sise", "1"], "--data.train-batch-size"),
         (["--max-token-len", "31"], "max_token_len is 31; expected at least "),
         (["--name", "a/b"], "name is 'a/b'; expected a plain folder name"),
         (["--task.name", "chain_sum"], "expected one source of rows"),
         (["--data.train-files", "nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
-        (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
+        (
+            ["--model", "nowhere"],
+            "model is 'nowhere'; expected a Hugging Face folder with config.json",
+        ),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
         (
             ["--trainer.prometheus=-1"],
@@ -49,8 +58,16 @@ def test_options(cli: Cli, tiny: Path, options: list[str], expected: str) -> Non
     [
         ("dpo", ["--loss.beta", "0"], "beta is 0.0; expected a finite number above 0"),
         ("dpo", ["--loss.loss-type", "orpo"], "orpo"),
-        ("dpo", ["--max-token-len", "63"], "max_token_len is 63; expected at least 2 * data.max_length = 64"),
-        ("reward-model", ["--loss.center-rewards-coefficient", "-1"], "center_rewards_coefficient is -1.0"),
+        (
+            "dpo",
+            ["--max-token-len", "63"],
+            "max_token_len is 63; expected at least 2 * data.max_length = 64",
+        ),
+        (
+            "reward-model",
+            ["--loss.center-rewards-coefficient", "-1"],
+            "center_rewards_coefficient is -1.0",
+        ),
         (
             "sft",
             ["--optim.lr-warmup-steps", "3", "--optim.lr-warmup-steps-ratio", "0.1"],
@@ -58,7 +75,9 @@ def test_options(cli: Cli, tiny: Path, options: list[str], expected: str) -> Non
         ),
     ],
 )
-def test_options_of_one_command(cli: Cli, tiny: Path, command: str, options: list[str], expected: str) -> None:
+def test_options_of_one_command(
+    cli: Cli, tiny: Path, command: str, options: list[str], expected: str
+) -> None:
     assert expected in " ".join(cli.refused(*job(command, tiny), *options).split())
 
 
@@ -66,7 +85,9 @@ def test_config_file_of_another_command(cli: Cli, tiny: Path) -> None:
     (cli.cwd / "s.toml").write_text('command = "dpo"\n')
     assert "s.toml: command is 'dpo'" in cli.refused(*job("sft", tiny), "--config", "s.toml")
     (cli.cwd / "s.toml").write_text("[optim]\nlearning_rate = 1\n")
-    assert "s.toml: unknown field optim.learning_rate; " in cli.refused(*job("sft", tiny), "--config", "s.toml")
+    assert "s.toml: unknown field optim.learning_rate; " in cli.refused(
+        *job("sft", tiny), "--config", "s.toml"
+    )
 
 
 def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> None:
@@ -76,7 +97,9 @@ def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> 
         "sft", "--recipe", "own_data", *rows
     )
     assert "data.train_files is not set" in cli.refused("sft", "--model", tiny)
-    assert "worked examples (chain_sum), or rows of your own" in cli.refused("dpo", "--task.name", "leg_counting")
+    assert "worked examples (chain_sum), or rows of your own" in cli.refused(
+        "dpo", "--task.name", "leg_counting"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,14 +122,21 @@ def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> 
         (GOOD + '{"prompt": "a", "completion": ""}', "rows.jsonl: row 2 has an empty completion"),
         (GOOD + '{"text": ""}', "rows.jsonl: row 2 is empty"),
         (GOOD + '{"text": 7}', "rows.jsonl: row 2: text is 7; expected text"),
-        (GOOD + '{"text": "a\\ud800"}', "rows.jsonl: row 2: text has a lone surrogate, '\\ud800' at character 2"),
-        (GOOD + '{"prompt": "a", "completion": "\\udfff"}', "rows.jsonl: row 2: completion has a lone surrogate"),
+        (
+            GOOD + '{"text": "a\\ud800"}',
+            "rows.jsonl: row 2: text has a lone surrogate, '\\ud800' at character 2",
+        ),
+        (
+            GOOD + '{"prompt": "a", "completion": "\\udfff"}',
+            "rows.jsonl: row 2: completion has a lone surrogate",
+        ),
         (
             GOOD + '{"messages": [{"role": "assistant", "content": null}]}',
             "rows.jsonl: row 2: messages: message 1.content is None; expected text",
         ),
         (
-            GOOD + '{"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}',
+            GOOD
+            + '{"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}',
             "rows.jsonl: row 2: messages: message 1.content has the part {'type': 'audio', 'audio': 'a.wav'}; expected",
         ),
         (
@@ -117,8 +147,14 @@ def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> 
             GOOD + '{"messages": "hi"}',
             "rows.jsonl: row 2: messages is 'hi'; expected a list of messages with role and content",
         ),
-        (GOOD + f'{{"messages": {CHAT}}}', "rows.jsonl: row 2 holds chat messages: the model's tokenizer has no chat"),
-        ('{"text": "' + "x" * 32 + '"}', "no row is left to train on: 1 are longer than data.max_length=32 tokens"),
+        (
+            GOOD + f'{{"messages": {CHAT}}}',
+            "rows.jsonl: row 2 holds chat messages: the model's tokenizer has no chat",
+        ),
+        (
+            '{"text": "' + "x" * 32 + '"}',
+            "no row is left to train on: 1 are longer than data.max_length=32 tokens",
+        ),
     ],
 )
 def test_rows_to_imitate(cli: Cli, tiny: Path, text: str, expected: str) -> None:
@@ -134,10 +170,19 @@ def test_rows_to_imitate(cli: Cli, tiny: Path, text: str, expected: str) -> None
             '{"prompt": "a", "chosen": "b"}',
             "row 1 has the columns prompt, chosen; expected chosen and rejected, and prompt",
         ),
-        ('{"prompt": "a", "chosen": "b", "rejected": 7}', "row 1: rejected is 7; expected text, or a list of messages"),
-        ('{"chosen": "b", "rejected": 7}', "row 1: rejected is 7; expected text after a prompt, or conversations"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": 7}',
+            "row 1: rejected is 7; expected text, or a list of messages",
+        ),
+        (
+            '{"chosen": "b", "rejected": 7}',
+            "row 1: rejected is 7; expected text after a prompt, or conversations",
+        ),
         ('{"prompt": "a", "chosen": "b", "rejected": ""}', "row 1 has an empty rejected"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "no row is left to train on: 0 are longer than data."),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": "b"}',
+            "no row is left to train on: 0 are longer than data.",
+        ),
     ],
 )
 def test_pairs(cli: Cli, tiny: Path, text: str, expected: str) -> None:
@@ -198,6 +243,11 @@ def test_changed_settings_on_resume(cli: Cli, tiny: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_documents_every_option(cli: Cli, command: str) -> None:
     text = cli.ok(command, "--help")
-    for option in ("--data.max-length", "--optim.lr-scheduler-type", "--trainer.total-epochs", "--max-token-len"):
+    for option in (
+        "--data.max-length",
+        "--optim.lr-scheduler-type",
+        "--trainer.total-epochs",
+        "--max-token-len",
+    ):
         assert option in text
     assert "--command" not in text

@@ -50,18 +50,25 @@ def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     assert -0.5 < longer["forecast/error"] < 0.05
     # And what was learned to the next process of the run, and to a plan.
     again = run_forecast(config(tiny), tiny, path)
-    assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(0.0, abs=1e-9)
+    assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(
+        0.0, abs=1e-9
+    )
     assert Correction.load(path).factor("training") > 0
     assert again.stepped({"sampling/groups": 0.0}) == {}
 
 
 @pytest.mark.parametrize(("num_engines", "slowest"), [(1, "judge_style"), (30, "judge")])
-def test_the_slowest_of_several_judges_is_predicted(num_engines: int, slowest: str, tiny: Path) -> None:
+def test_the_slowest_of_several_judges_is_predicted(
+    num_engines: int, slowest: str, tiny: Path
+) -> None:
     """One of 0.5B, and a larger one, of 7B, that has as many engines or 30 times as many."""
     small, large = (str(shape_folder(f"Qwen2.5-{size}-Instruct")) for size in ("0.5B", "7B"))
     style = FurtherJudgeConfig(path=large, num_processes=num_engines, max_response_length=64)
     judges = RewardModelConfig(
-        kind="judge", path=small, judge=JudgeConfig(num_processes=1, max_response_length=64), judges={"style": style}
+        kind="judge",
+        path=small,
+        judge=JudgeConfig(num_processes=1, max_response_length=64),
+        judges={"style": style},
     )
     run = config(tiny, runtime="ray", reward_model=judges, rollout=RolloutConfig(num_processes=2))
     found = slowest_judge(run, shape_of)
@@ -73,10 +80,14 @@ def test_the_slowest_of_several_judges_is_predicted(num_engines: int, slowest: s
 def test_engines_of_one_device_each(tiny: Path, tmp_path: Path) -> None:
     """Two of the policy and one of a judge, whose forecast has no engine over two devices."""
     judge = RewardModelConfig(kind="judge", path=str(tiny))
-    cluster = config(tiny, runtime="ray", reward_model=judge, rollout=RolloutConfig(num_processes=2))
+    cluster = config(
+        tiny, runtime="ray", reward_model=judge, rollout=RolloutConfig(num_processes=2)
+    )
     for ranks in (1, 3):
         sized = replace(cluster, trainer=TrainerConfig(num_processes=ranks))
-        found = run_forecast(sized, tiny, tmp_path / "placement.json").stepped(metrics(100.0, longest=200.0))
+        found = run_forecast(sized, tiny, tmp_path / "placement.json").stepped(
+            metrics(100.0, longest=200.0)
+        )
         assert found["forecast/stages_s"] > 0
 
 

@@ -23,7 +23,8 @@ from gcore_rollout import Prompt, PromptImages
 from gcore_runs import RowSource, UserError, inputs, open_rows
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
 )
 DOUBLED = "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}"
 
@@ -35,7 +36,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, large_bytes: int, tokenizer: Any, **settings: Any) -> PromptSets:
+def loaded(
+    monkeypatch: pytest.MonkeyPatch, large_bytes: int, tokenizer: Any, **settings: Any
+) -> PromptSets:
     monkeypatch.setattr(inputs, "LARGE_BYTES", large_bytes)
     return load_files(DataConfig(**settings), tokenizer, seed=3)
 
@@ -43,7 +46,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch, large_bytes: int, tokenizer: Any, **
 def rows_of(count: int, length: int = 9) -> list[dict[str, Any]]:
     """Rows of rising lengths, some of them not ASCII, and one with messages."""
     rows: list[dict[str, Any]] = [
-        {"prompt": f"{i}+1=" + "9" * (i % length), "answer": i, "mixed": ["a", {"b": i}]} for i in range(count)
+        {"prompt": f"{i}+1=" + "9" * (i % length), "answer": i, "mixed": ["a", {"b": i}]}
+        for i in range(count)
     ]
     rows[3]["prompt"] = "1½+1=" + "½" * 5
     rows[5]["prompt"] = [{"role": "user", "content": "2+2="}]
@@ -74,10 +78,14 @@ def test_on_disk_and_in_memory_are_the_same(template: str, monkeypatch: pytest.M
     assert pickle.loads(pickled)[34] == small.train[34]
 
 
-def test_most_prompts_are_not_tokenized_and_lengths_are_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_most_prompts_are_not_tokenized_and_lengths_are_kept(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
     tokenizer = tiny_tokenizer()
     write_rows(
-        Path("p.jsonl"), [{"prompt": f"{i}+1="} for i in range(2000)] + [{"prompt": "9" * 100}, {"prompt": "½=" * 9}]
+        Path("p.jsonl"),
+        [{"prompt": f"{i}+1="} for i in range(2000)]
+        + [{"prompt": "9" * 100}, {"prompt": "½=" * 9}],
     )
     tokenized: list[int] = []
     whole = prompts.file_prompts
@@ -96,7 +104,12 @@ def test_most_prompts_are_not_tokenized_and_lengths_are_kept(monkeypatch: pytest
     assert len(tokenized) == len(again.val), "the cache has the lengths"
     assert again.train[77] == found.train[77]
     write_rows(Path("p.jsonl"), [{"prompt": "9" * 100}] * 3 + [{"prompt": "1+1="}] * 20)
-    assert loaded(monkeypatch, 0, tokenizer, train_files=("p.jsonl",), max_prompt_length=50).num_too_long == 3
+    assert (
+        loaded(
+            monkeypatch, 0, tokenizer, train_files=("p.jsonl",), max_prompt_length=50
+        ).num_too_long
+        == 3
+    )
     assert len(list(cache.rglob("*"))) == 5, "two copies and two results in a folder"
 
 
@@ -114,12 +127,17 @@ def test_tokenizing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ('{"prompt": "1+1=",', r"p.jsonl:6 is not JSON"),
         ('["prompt"]', r"p.jsonl:6 is list; expected a JSON object"),
-        ('{"question": "1+1="}', r"p.jsonl: row 5 has no column 'prompt' \(data.prompt_key\); it has 'question'"),
+        (
+            '{"question": "1+1="}',
+            r"p.jsonl: row 5 has no column 'prompt' \(data.prompt_key\); it has 'question'",
+        ),
         ('{"prompt": ""}', r"p.jsonl: prompt of row 5 is empty"),
         ('{"prompt": 5}', r"p.jsonl: prompt of row 5 is 5; expected text"),
     ],
 )
-def test_wrong_rows_are_found_before_the_run(line: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rows_are_found_before_the_run(
+    line: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = '{"prompt": "1+1="}\n'
     Path("p.jsonl").write_text(good * 4 + "\n" + line + "\n" + good)
     with pytest.raises(UserError, match=expected):
@@ -145,8 +163,13 @@ def test_formats_and_patterns(large_bytes: int, monkeypatch: pytest.MonkeyPatch)
         files = open_rows(source)
         assert [row for file in files for row in file.rows] == rows, source
         assert files[-1].rows[-1] == rows[-1]
-    assert [file.name for file in open_rows("part-*.parquet")] == ["part-0.parquet", "part-1.parquet"]
-    with pytest.raises(UserError, match=r"data file no-\*.csv does not exist: no file matches the pattern"):
+    assert [file.name for file in open_rows("part-*.parquet")] == [
+        "part-0.parquet",
+        "part-1.parquet",
+    ]
+    with pytest.raises(
+        UserError, match=r"data file no-\*.csv does not exist: no file matches the pattern"
+    ):
         open_rows("no-*.csv")
     with pytest.raises(UserError, match=r"data file rows\.txt does not exist"):
         open_rows("rows.txt")
@@ -154,7 +177,10 @@ def test_formats_and_patterns(large_bytes: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("large_bytes", [0, 2**30])
 def test_computed_columns(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"question": f"{i}+1=", "answer": f"{i} plus 1\n#### {i + 1} ", "meta": {"level": i}} for i in range(30)]
+    rows = [
+        {"question": f"{i}+1=", "answer": f"{i} plus 1\n#### {i + 1} ", "meta": {"level": i}}
+        for i in range(30)
+    ]
     write_rows(Path("p.jsonl"), rows)
     columns = {
         "answer": "answer.split('####')[-1].strip()",
@@ -162,7 +188,12 @@ def test_computed_columns(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
         "text": "question ~ row['answer'][:1]",
     }
     found = loaded(
-        monkeypatch, large_bytes, tiny_tokenizer(), train_files=("p.jsonl",), prompt_key="text", columns=columns
+        monkeypatch,
+        large_bytes,
+        tiny_tokenizer(),
+        train_files=("p.jsonl",),
+        prompt_key="text",
+        columns=columns,
     )
     for prompt in (*found.train, *found.val):
         number = prompt.row["meta"]["level"]
@@ -178,7 +209,10 @@ def test_computed_columns(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
         ("answer[", r"data.columns.answer is 'answer\['; expected a Jinja expression: "),
         ("missing", r"p.jsonl: row 1: 'missing' is undefined \(data.columns.answer is 'missing'\)"),
         ("answer.no.more", r"p.jsonl: row 1: 'str object' has no attribute 'no'"),
-        ("answer.__class__.__mro__", r"p.jsonl: row 1: access to attribute '__class__' of 'str' object is unsafe"),
+        (
+            "answer.__class__.__mro__",
+            r"p.jsonl: row 1: access to attribute '__class__' of 'str' object is unsafe",
+        ),
     ):
         with pytest.raises(UserError, match=expected):
             loaded(
@@ -190,20 +224,34 @@ def test_computed_columns(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("large_bytes", [0, 2**30])
 def test_mixtures_by_weights(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, count in (("a", 20), ("b", 200), ("c", 100)):
-        write_rows(Path(f"{name}.jsonl"), [{"prompt": f"{i}+1=", "source": name} for i in range(count)])
+        write_rows(
+            Path(f"{name}.jsonl"), [{"prompt": f"{i}+1=", "source": name} for i in range(count)]
+        )
     files = ("a.jsonl", "[bc].jsonl", "b.jsonl")
     Path("[bc].jsonl").write_text(Path("c.jsonl").read_text())
-    found = loaded(monkeypatch, large_bytes, tiny_tokenizer(), train_files=files, weights=(3.0, 2.0, 5.0))
+    found = loaded(
+        monkeypatch, large_bytes, tiny_tokenizer(), train_files=files, weights=(3.0, 2.0, 5.0)
+    )
     assert (len(found.train), len(found.val)) == (320 - 32, 32)
     drawn = [prompt.row["source"] for _, prompt in PromptLoader(found.train, seed=1).take(2000)]
     assert Counter(drawn) == {"a": 600, "b": 1000, "c": 400}
     for weights in ((1.0,), (1.0, 0.0, 1.0), (1.0, -1.0, 5.0), (1.0, 1.0, 1e9)):
-        with pytest.raises(UserError, match=r"expected (3 numbers, one for each of data|a finite number above 0)"):
+        with pytest.raises(
+            UserError, match=r"expected (3 numbers, one for each of data|a finite number above 0)"
+        ):
             loaded(monkeypatch, large_bytes, tiny_tokenizer(), train_files=files, weights=weights)
     write_rows(Path("a.jsonl"), [{"prompt": "9" * 70}])
-    with pytest.raises(UserError, match=r"data file a.jsonl has no rows left to train on; expected some, as it is in"):
+    with pytest.raises(
+        UserError,
+        match=r"data file a.jsonl has no rows left to train on; expected some, as it is in",
+    ):
         loaded(
-            monkeypatch, large_bytes, tiny_tokenizer(), train_files=files, weights=(3.0, 2.0, 5.0), max_prompt_length=64
+            monkeypatch,
+            large_bytes,
+            tiny_tokenizer(),
+            train_files=files,
+            weights=(3.0, 2.0, 5.0),
+            max_prompt_length=64,
         )
 
 
@@ -219,6 +267,9 @@ def test_images_of_an_object_store_are_read_when_they_are_needed() -> None:
 
 
 def test_epochs() -> None:
-    data, trainer = DataConfig(train_batch_size=8), TrainerConfig(total_epochs=1.5, total_training_steps=7)
+    data, trainer = (
+        DataConfig(train_batch_size=8),
+        TrainerConfig(total_epochs=1.5, total_training_steps=7),
+    )
     assert TrainConfig(data=data, trainer=trainer).over_rows(100).trainer.total_training_steps == 19
     assert TrainConfig(data=data).over_rows(100).trainer.total_training_steps == 200

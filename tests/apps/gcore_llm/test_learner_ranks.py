@@ -10,7 +10,14 @@ from process_tree import is_running
 pytestmark = pytest.mark.slow
 
 RANKS = ["--trainer.num-processes", "2"]
-SAME = {"actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "critic/score/mean", "critic/vf_loss"}
+SAME = {
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/kl_loss",
+    "critic/score/mean",
+    "critic/vf_loss",
+}
 
 
 def assert_same_training(run: Path, expected: Path) -> None:
@@ -21,9 +28,18 @@ def assert_same_training(run: Path, expected: Path) -> None:
             assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
 
 
-def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_args: list[str]) -> None:
+def test_fsdp_trains_as_one_process_and_each_resumes_the_other(
+    cli: Cli, own_args: list[str]
+) -> None:
     """With a critic and a reference; three ranks continue from one process's checkpoint, and one from theirs."""
-    options = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1"]
+    options = [
+        "--algorithm.adv-estimator",
+        "gae",
+        "--actor.loss.kl-loss-coef",
+        "0.1",
+        "--trainer.save-freq",
+        "1",
+    ]
     four = option_set(own_args, "--trainer.total-training-steps", "4")
     cli.ok(*four, *options, "--name", "alone")
     cli.ok(*own_args, *options, "--name", "moved", *RANKS)
@@ -33,15 +49,22 @@ def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_arg
     assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
 
 
-def test_copies_of_shards_train_as_one_process_and_are_saved_once(cli: Cli, own_args: list[str]) -> None:
+def test_copies_of_shards_train_as_one_process_and_are_saved_once(
+    cli: Cli, own_args: list[str]
+) -> None:
     """Four ranks, of which two share parameters and two have copies (HSDP); then two ranks, and then one."""
     args = [*own_args, "--trainer.save-freq", "1", "--data.train-batch-size", "4"]
     three = option_set(args, "--trainer.total-training-steps", "3")
     cli.ok(*three, "--name", "alone", "--trainer.max-ckpt-to-keep", "3")
     one = option_set(args, "--trainer.total-training-steps", "1")
-    cli.ok(*one, "--name", "moved", "--trainer.num-processes", "4", "--trainer.parallel.fsdp-size", "2")
+    cli.ok(
+        *one, "--name", "moved", "--trainer.num-processes", "4", "--trainer.parallel.fsdp-size", "2"
+    )
     [size, whole] = [
-        sum(f.stat().st_size for f in (cli.cwd / f"runs/{name}/checkpoints").glob("*1/**/*.safetensors"))
+        sum(
+            f.stat().st_size
+            for f in (cli.cwd / f"runs/{name}/checkpoints").glob("*1/**/*.safetensors")
+        )
         for name in ("moved", "alone")
     ]
     assert 0 < size < 1.05 * whole
@@ -52,7 +75,12 @@ def test_copies_of_shards_train_as_one_process_and_are_saved_once(cli: Cli, own_
 
 MEGATRON = [
     *("--trainer.num-processes", "4", "--trainer.backend", "megatron"),
-    *("--trainer.parallel.tensor-model-parallel-size", "2", "--trainer.parallel.pipeline-model-parallel-size", "2"),
+    *(
+        "--trainer.parallel.tensor-model-parallel-size",
+        "2",
+        "--trainer.parallel.pipeline-model-parallel-size",
+        "2",
+    ),
 ]
 FSDP = ["--trainer.num-processes", "3"]
 
@@ -88,13 +116,24 @@ def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[s
     command = cli.start(*many, "--trainer.save-freq", "1", *RANKS)
     kill_a_rank(command, cli.cwd / "runs/default")
     done = max(row["step"] for row in step_rows(cli.cwd / "runs/default"))
-    out = cli.ok(*option_set(many, "--trainer.total-training-steps", str(int(done) + 1)), "--trainer.save-freq", "1")
+    out = cli.ok(
+        *option_set(many, "--trainer.total-training-steps", str(int(done) + 1)),
+        "--trainer.save-freq",
+        "1",
+    )
     assert "resuming after step" in out
 
 
-def test_a_stopped_rank_is_named_and_two_interrupts_end_the_run(cli: Cli, own_args: list[str]) -> None:
+def test_a_stopped_rank_is_named_and_two_interrupts_end_the_run(
+    cli: Cli, own_args: list[str]
+) -> None:
     """The second one does not wait for the rank."""
-    args = [*option_set(own_args, "--trainer.total-training-steps", "500"), "--trainer.save-freq", "1", *RANKS]
+    args = [
+        *option_set(own_args, "--trainer.total-training-steps", "500"),
+        "--trainer.save-freq",
+        "1",
+        *RANKS,
+    ]
     command = cli.start(*args, "--trainer.heartbeat-timeout-s", "3")
     stopped = signal_a_rank(command, cli.cwd / "runs/default", signal.SIGSTOP)
     finished = command.wait()

@@ -37,10 +37,18 @@ def test_ranks_lend_their_devices_while_the_policy_samples(cli: Cli, own_args: l
     Once an engine on a rank's device is killed while it samples.
     """
     (cli.cwd / "killing.py").write_text(REWARD)
-    args = [*option_set(own_args, "--reward", "killing.py:reward"), "--algorithm.old-log-probs", "trainer"]
+    args = [
+        *option_set(own_args, "--reward", "killing.py:reward"),
+        "--algorithm.old-log-probs",
+        "trainer",
+    ]
     args = [*args, "--trainer.num-processes", "2", "--rollout.num-processes", "1"]
     said: dict[str, str] = {}
-    for name, options in {"static": [], "killed": LENT, "cluster": [*LENT, "--runtime", "ray"]}.items():
+    for name, options in {
+        "static": [],
+        "killed": LENT,
+        "cluster": [*LENT, "--runtime", "ray"],
+    }.items():
         if name == "killed":
             (cli.cwd / "KILL").touch()
         said[name] = cli.ok(*args, *options, "--name", name)
@@ -53,21 +61,38 @@ def test_ranks_lend_their_devices_while_the_policy_samples(cli: Cli, own_args: l
         for row in read_rows(cli.cwd / "runs" / name / "spans.jsonl"):
             assert {*row["devices"]} == {"engine 0", "device 0", "device 1"}
             for device, spans in row["devices"].items():
-                own = {"gen", "sync"} if device == "engine 0" else {"gen", "swap", "prepare", "train", "sync"}
+                own = (
+                    {"gen", "sync"}
+                    if device == "engine 0"
+                    else {"gen", "swap", "prepare", "train", "sync"}
+                )
                 found = {stage for stage, *_ in spans}
                 # A replacement may not be there before the next step is over.
-                assert found == own or (name == "killed" and device == "device 1" and own - found <= {"gen"})
+                assert found == own or (
+                    name == "killed" and device == "device 1" and own - found <= {"gen"}
+                )
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--trainer.schedule", "async"], "trainer.schedule 'async', whose ranks train while the policy samples"),
-        (["--rollout.colocated", "true"], "rollout.colocated true, where all engines share the devices of ranks"),
-        (["--rollout.num-processes", "0"], "rollout.num_processes 0 or servers; 1 or more engines have devices of"),
+        (
+            ["--trainer.schedule", "async"],
+            "trainer.schedule 'async', whose ranks train while the policy samples",
+        ),
+        (
+            ["--rollout.colocated", "true"],
+            "rollout.colocated true, where all engines share the devices of ranks",
+        ),
+        (
+            ["--rollout.num-processes", "0"],
+            "rollout.num_processes 0 or servers; 1 or more engines have devices of",
+        ),
     ],
 )
-def test_lending_is_refused(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+def test_lending_is_refused(
+    cli: Cli, own_args: list[str], options: list[str], expected: str
+) -> None:
     error = cli.refused(*own_args, "--rollout.num-processes", "1", *LENT, *options)
     assert f"placement.lend_ranks is true; expected false with {expected}" in error
     assert not (cli.cwd / "runs").exists()

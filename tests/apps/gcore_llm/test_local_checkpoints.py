@@ -25,8 +25,17 @@ def num_steps(run: Path) -> int:
 @pytest.fixture
 def args(own_args: list[str]) -> list[str]:
     """Two ranks, six steps, no checkpoint in the run's folder before the last."""
-    args = option_set(option_set(own_args, "--actor.optim.lr", "1e-4"), "--trainer.total-training-steps", "6")
-    args += ["--trainer.num-processes", "2", "--trainer.save-freq", "1000", "--trainer.max-ckpt-to-keep", "5"]
+    args = option_set(
+        option_set(own_args, "--actor.optim.lr", "1e-4"), "--trainer.total-training-steps", "6"
+    )
+    args += [
+        "--trainer.num-processes",
+        "2",
+        "--trainer.save-freq",
+        "1000",
+        "--trainer.max-ckpt-to-keep",
+        "5",
+    ]
     return [*args, "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
 
 
@@ -54,7 +63,9 @@ def test_a_killed_run_continues_from_this_machine(cli: Cli, args: list[str]) -> 
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert_same_metrics(run, cli.cwd / "runs/whole")
     assert Checkpointer(run / "checkpoints").steps() == [6], "the last step is in the run's folder"
-    assert not list((cli.cwd / "local").iterdir()), "nothing stays on the machine of a run that is complete"
+    assert not list((cli.cwd / "local").iterdir()), (
+        "nothing stays on the machine of a run that is complete"
+    )
     made = re.findall(r"step (\d+): [\d.]+ s", (run / "logs/main.log").read_text())
     assert len(made) <= 6 + 1, "at most one step was made again"
 
@@ -62,9 +73,14 @@ def test_a_killed_run_continues_from_this_machine(cli: Cli, args: list[str]) -> 
     cli.ok(*option_set(local, "--trainer.total-training-steps", "1"))
     assert [row["step"] for row in step_rows(run)] == [1]
 
-    refused = cli(*option_set(local, "--local-checkpoints.folder", "/$NOT_SET/x"), "--name", "other")
+    refused = cli(
+        *option_set(local, "--local-checkpoints.folder", "/$NOT_SET/x"), "--name", "other"
+    )
     assert refused.code == 2
-    assert "local_checkpoints.folder is '/$NOT_SET/x', in which this rank's environment leaves" in refused.err
+    assert (
+        "local_checkpoints.folder is '/$NOT_SET/x', in which this rank's environment leaves"
+        in refused.err
+    )
 
 
 @pytest.fixture
@@ -85,7 +101,9 @@ def machines(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_a_rank_and_its_disk_are_lost(cli: Cli, args: list[str], machines: Any, tmp_path: Path) -> None:
+def test_a_rank_and_its_disk_are_lost(
+    cli: Cli, args: list[str], machines: Any, tmp_path: Path
+) -> None:
     """The copy on the other machine is loaded: at most one step is made again, to the same metrics."""
     cli.ok(*args, "--name", "whole")
     run = cli.cwd / "runs/default"
@@ -103,7 +121,11 @@ def test_a_rank_and_its_disk_are_lost(cli: Cli, args: list[str], machines: Any, 
     shutil.rmtree(disk)
     finished = command.wait()
     assert finished.code == 0, finished
-    [line] = [line for line in finished.out.splitlines() if "all training ranks were started again" in line]
+    [line] = [
+        line
+        for line in finished.out.splitlines()
+        if "all training ranks were started again" in line
+    ]
     assert int(line.rpartition("continuing after step ")[2]) >= before - 1, line
     assert_same_metrics(run, cli.cwd / "runs/whole")
     assert not list(tmp_path.glob("disk-*/checkpoints/*"))
@@ -112,4 +134,6 @@ def test_a_rank_and_its_disk_are_lost(cli: Cli, args: list[str], machines: Any, 
 def disk_of(pid: int) -> Path:
     """The disk of a node, by the variable of its Raylet, which its processes inherit."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return Path(next(v for v in variables if v.startswith(b"LOCAL_DISK=")).decode().partition("=")[2])
+    return Path(
+        next(v for v in variables if v.startswith(b"LOCAL_DISK=")).decode().partition("=")[2]
+    )

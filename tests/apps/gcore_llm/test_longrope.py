@@ -84,11 +84,16 @@ def test_engines_are_made_for_the_length_of_the_run(phi3: Path) -> None:
 def test_a_server_that_chooses_other_factors_is_refused(phi3: Path, url: str) -> None:
     settings = RolloutConfig(engine="vllm_server", urls=(url,), weights_dir="weights")
     check_engine(settings, phi3, setting="rollout", max_length=ORIGINAL + 1)
-    with pytest.raises(UserError, match=r"has max_model_len 64; expected at most 32: rope_type 'longrope' has other"):
+    with pytest.raises(
+        UserError,
+        match=r"has max_model_len 64; expected at most 32: rope_type 'longrope' has other",
+    ):
         check_engine(settings, phi3, setting="rollout", max_length=ORIGINAL)
 
 
 def test_sglang_is_refused_for_factors_of_a_batch(phi3: Path, url: str) -> None:
     settings = RolloutConfig(engine="sglang_server", urls=(url,), weights_dir="weights")
-    with pytest.raises(UserError, match=r"^rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server"):
+    with pytest.raises(
+        UserError, match=r"^rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server"
+    ):
         check_engine(settings, phi3, setting="rollout", max_length=ORIGINAL)

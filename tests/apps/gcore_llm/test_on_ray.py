@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 import ray
-from command_line import Cli, Command, assert_same_metrics, option_set, read_rows, step_rows, val_rows
+from command_line import (
+    Cli,
+    Command,
+    assert_same_metrics,
+    option_set,
+    read_rows,
+    step_rows,
+    val_rows,
+)
 from process_tree import descendants, left_after
 from ray.cluster_utils import Cluster
 
@@ -27,7 +35,11 @@ pytestmark = pytest.mark.slow
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
 
-TITLES = {"controller": "ray::ControllerActor", "engine": "ray::EngineActor", "training rank": "ray::TrainingRank"}
+TITLES = {
+    "controller": "ray::ControllerActor",
+    "engine": "ray::EngineActor",
+    "training rank": "ray::TrainingRank",
+}
 
 # Every process notes what it scores.
 REWARD = """
@@ -73,8 +85,12 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
         samples[name] = scored(cli)
     assert len(samples["one"]) > 2 * 8 * 4
     # Each process tries the reward once, on nothing.
-    tries = {name: [line for line in lines if line.endswith(", '')")] for name, lines in samples.items()}
-    made = {name: [line for line in lines if line not in tries[name]] for name, lines in samples.items()}
+    tries = {
+        name: [line for line in lines if line.endswith(", '')")] for name, lines in samples.items()
+    }
+    made = {
+        name: [line for line in lines if line not in tries[name]] for name, lines in samples.items()
+    }
     assert made["one"] == made["four"] == made["ray"]
     assert_same_metrics(cli.cwd / "runs/four", cli.cwd / "runs/one")
     assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/one")
@@ -85,7 +101,9 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
     expected = {f"engine {i}": {"gen", "sync"} for i in range(2)}
     expected |= {f"trainer {i}": {"prepare", "train", "sync"} for i in range(2)}
     for row in read_rows(cli.cwd / "runs/ray/spans.jsonl"):
-        assert {name: {stage for stage, *_ in spans} for name, spans in row["devices"].items()} == expected
+        assert {
+            name: {stage for stage, *_ in spans} for name, spans in row["devices"].items()
+        } == expected
 
 
 def test_a_run_continues_with_other_controllers(cli: Cli, own_args: list[str], tiny: Path) -> None:
@@ -93,13 +111,34 @@ def test_a_run_continues_with_other_controllers(cli: Cli, own_args: list[str], t
 
     Adapters are trained, and alone sent to the engines of two ranks.
     """
-    judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--reward-model.judge.pattern", r"(\d)"]
-    options = ["--reward-model.judge.max-response-length", "24", "--reward-model.judge.unparsable-score", "0.25"]
+    judge = [
+        "--reward-model.kind",
+        "judge",
+        "--reward-model.path",
+        str(tiny),
+        "--reward-model.judge.pattern",
+        r"(\d)",
+    ]
+    options = [
+        "--reward-model.judge.max-response-length",
+        "24",
+        "--reward-model.judge.unparsable-score",
+        "0.25",
+    ]
     two = [*own_args, *judge, *options, "--trainer.test-freq", "2", "--actor.lora-rank", "4"]
     four = option_set(two, "--trainer.total-training-steps", "4")
     cli.ok(*four, "--name", "alone")
     cli.ok(*two, "--controllers", "4", "--name", "moved")
-    ray = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--ray.weight-sync", "delta"]
+    ray = [
+        "--runtime",
+        "ray",
+        "--controllers",
+        "2",
+        "--trainer.num-processes",
+        "2",
+        "--ray.weight-sync",
+        "delta",
+    ]
     finished = cli(*four, *ray, "--name", "moved")
     assert finished.code == 0, finished
     assert "resuming after step 2 of 4" in finished.out
@@ -116,7 +155,9 @@ def kills(command: Command, run: Path, *, seed: int) -> Iterator[str]:
     rng.shuffle(kinds)
     for kind in kinds:
         before = len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
-        while not command.has_ended() and (not run.joinpath("metrics.jsonl").exists() or len(step_rows(run)) <= before):
+        while not command.has_ended() and (
+            not run.joinpath("metrics.jsonl").exists() or len(step_rows(run)) <= before
+        ):
             time.sleep(0.02)
         time.sleep(rng.uniform(0.0, 0.3))
         found = descendants(command.pid, TITLES[kind])
@@ -131,7 +172,15 @@ def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[
     # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
     args = option_set(own_args, "--actor.optim.lr", "1e-4")
     args = option_set(args, "--trainer.total-training-steps", str(3 * NUM_KILLS))
-    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    args = [
+        *args,
+        "--trainer.save-freq",
+        "1",
+        "--trainer.test-freq",
+        "1000",
+        "--trainer.tensorboard",
+        "False",
+    ]
     cli.ok(*args, "--name", "undisturbed")
     sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
     command = cli.start(*args, "--runtime", "ray", *sizes, "--ray.weight-sync", "delta")
@@ -149,14 +198,18 @@ def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[
         finished.out,
         flags=re.MULTILINE,
     )
-    assert sorted(announced_losses) == sorted(kind for kind in killed if kind != "engine"), finished.out
+    assert sorted(announced_losses) == sorted(kind for kind in killed if kind != "engine"), (
+        finished.out
+    )
     # One that is killed while controllers are replaced, too, may have no client that could say so.
     announced = re.findall(
         r"^engine \d+ is gone: engine actor, process \d+ on \S+, died: .*; a replacement is being started$",
         finished.out,
         flags=re.MULTILINE,
     )
-    assert len(announced) == len(re.findall(r"^engine \d+ is gone", finished.out, flags=re.MULTILINE))
+    assert len(announced) == len(
+        re.findall(r"^engine \d+ is gone", finished.out, flags=re.MULTILINE)
+    )
     assert len(announced) <= killed.count("engine")
     log = (run / "logs/main.log").read_text()
     assert len(re.findall(r"process \d+ on [\d.]+, died: .*", log)) >= len(announced_losses)
@@ -224,7 +277,9 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     start()
     place = learner.ranks.locations[1]
     os.kill(int(place.split()[1]), signal.SIGSTOP)
-    with pytest.raises(RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")):
+    with pytest.raises(
+        RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")
+    ):
         learner.save(2, {"step": 2, "controllers": []})
     # Its place on the cluster is free again.
     start()
@@ -267,12 +322,17 @@ def test_a_cluster_that_is_not_there(cli: Cli, own_args: list[str]) -> None:
 
 def test_a_variable_that_is_not_set(cli: Cli, own_args: list[str]) -> None:
     error = cli.refused(*own_args, "--runtime", "ray", "--ray.env", "NO_SUCH_KEY")
-    assert "ray.env holds 'NO_SUCH_KEY'; expected names of variables that are set for this command" in error
+    assert (
+        "ray.env holds 'NO_SUCH_KEY'; expected names of variables that are set for this command"
+        in error
+    )
 
 
 def test_fewer_engines_than_controllers(cli: Cli, own_args: list[str]) -> None:
     options = ["--runtime", "ray", "--controllers", "3", "--rollout.num-processes", "2"]
-    assert "rollout.num_processes is 2; expected controllers=3 or more" in cli.refused(*own_args, *options)
+    assert "rollout.num_processes is 2; expected controllers=3 or more" in cli.refused(
+        *own_args, *options
+    )
 
 
 def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
@@ -280,7 +340,9 @@ def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many, "--runtime", "ray", "--trainer.tensorboard", "False")
     run = cli.cwd / "runs/default"
-    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2):
+    while not command.has_ended() and not (
+        (run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2
+    ):
         time.sleep(0.02)
     processes = [pid for title in TITLES.values() for pid in descendants(command.pid, title)]
     assert len(processes) == 3

@@ -75,21 +75,38 @@ def test_a_reward_that_always_fails(cli: Cli, own_args: list[str]) -> None:
     finished = cli(*args)
     assert finished.code == 2
     message = flat(finished.err)
-    assert "rewards failed; expected at most a share of reward_calls.max_failed_share = 0.5." in message
+    assert (
+        "rewards failed; expected at most a share of reward_calls.max_failed_share = 0.5."
+        in message
+    )
     assert "ValueError at rewards.py:14: no score for " in message
     assert "Traceback" not in finished.err
     out = flat(finished.out)
-    assert out.count("a reward failed and its group was dropped: ValueError at rewards.py:14: no score for") == 1
+    assert (
+        out.count(
+            "a reward failed and its group was dropped: ValueError at rewards.py:14: no score for"
+        )
+        == 1
+    )
     assert "warning: the trial gave no score: reward 'broken' on prompt" in out
     assert "nan" not in out
     run = cli.cwd / "runs/one"
-    assert (run / "logs/main.log").read_text().count('raise ValueError(f"no score for {prompt}")') == 1
+    assert (run / "logs/main.log").read_text().count(
+        'raise ValueError(f"no score for {prompt}")'
+    ) == 1
 
 
 def test_a_reward_that_fails_now_and_then(cli: Cli, own_args: list[str]) -> None:
-    args = with_reward(cli, own_args, "fragile", "--reward-calls.on-error", "drop", "--controllers", "2")
+    args = with_reward(
+        cli, own_args, "fragile", "--reward-calls.on-error", "drop", "--controllers", "2"
+    )
     out = flat(cli.ok(*args))
-    assert out.count("a reward failed and its group was dropped: ValueError at rewards.py:19: no score for") == 1
+    assert (
+        out.count(
+            "a reward failed and its group was dropped: ValueError at rewards.py:19: no score for"
+        )
+        == 1
+    )
     run = cli.cwd / "runs/default"
     rows = step_rows(run)
     assert all(0 < row["reward/failed_fraction"] < 0.5 for row in rows)
@@ -104,7 +121,12 @@ def test_a_reward_that_fails_now_and_then(cli: Cli, own_args: list[str]) -> None
     [
         ("constant", True, "every response scored 0.5; look at the reward"),
         ("of_the_prompt", False, "in every group all responses scored alike; look at the reward"),
-        pytest.param("constant", False, "every response scored 0.5; look at the reward", marks=pytest.mark.slow),
+        pytest.param(
+            "constant",
+            False,
+            "every response scored 0.5; look at the reward",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "of_the_prompt",
             True,
@@ -113,7 +135,9 @@ def test_a_reward_that_fails_now_and_then(cli: Cli, own_args: list[str]) -> None
         ),
     ],
 )
-def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], reward: str, filters: bool, reason: str) -> None:
+def test_a_reward_that_says_nothing(
+    cli: Cli, own_args: list[str], reward: str, filters: bool, reason: str
+) -> None:
     args = option_set(with_reward(cli, own_args, reward), "--trainer.total-training-steps", "6")
     args += ["--algorithm.filter-groups", str(filters), "--data.train-batch-size", "2"]
     finished = cli(*args)
@@ -128,7 +152,9 @@ def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], reward: str, 
     assert cli(*args).code == 3, "also of a run that is complete"
 
 
-@pytest.mark.parametrize(("reward", "exit_of"), [("leaving", "SystemExit: 3"), ("leaving_later", "SystemExit")])
+@pytest.mark.parametrize(
+    ("reward", "exit_of"), [("leaving", "SystemExit: 3"), ("leaving_later", "SystemExit")]
+)
 def test_a_reward_that_exits(cli: Cli, own_args: list[str], reward: str, exit_of: str) -> None:
     """Where failures are dropped, too."""
     message = cli.refused(*with_reward(cli, own_args, reward, "--reward-calls.on-error", "drop"))
@@ -156,9 +182,13 @@ def interrupted(cli: Cli, args: list[str]) -> Finished:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--reward-calls.in-threads", "True"]], ids=["sync", "in threads"])
+@pytest.mark.parametrize(
+    "options", [[], ["--reward-calls.in-threads", "True"]], ids=["sync", "in threads"]
+)
 @pytest.mark.parametrize("reward", ["blocking", "blocking_later"])
-def test_one_ctrl_c_ends_a_reward_that_blocks(cli: Cli, own_args: list[str], reward: str, options: list[str]) -> None:
+def test_one_ctrl_c_ends_a_reward_that_blocks(
+    cli: Cli, own_args: list[str], reward: str, options: list[str]
+) -> None:
     finished = interrupted(cli, with_reward(cli, own_args, reward, *options))
     assert finished.code == 130
     assert "interrupted" in finished.err
@@ -174,9 +204,16 @@ def checkpoints(run: Path) -> list[str]:
 
 def test_a_run_whose_evaluations_are_no_better_ends_early(cli: Cli, own_args: list[str]) -> None:
     """With a rate so small that the model stays as it is; its last policy is exported."""
-    args = [*option_set(own_args, "--trainer.total-training-steps", "50"), "--actor.optim.lr", "1e-12"]
+    args = [
+        *option_set(own_args, "--trainer.total-training-steps", "50"),
+        "--actor.optim.lr",
+        "1e-12",
+    ]
     out = cli.ok(*args, "--trainer.test-freq", "1", "--trainer.early-stopping-patience", "2")
-    assert "step 2: no improvement in 2 evaluations: the run ends early (trainer.early_stopping_patience)" in out
+    assert (
+        "step 2: no improvement in 2 evaluations: the run ends early (trainer.early_stopping_patience)"
+        in out
+    )
     assert (cli.cwd / "runs/default/export/config.json").is_file()
     page = " ".join((cli.cwd / "runs/default/report.html").read_text().split())
     assert "Ended early, after 2 of 50 steps" in page

@@ -74,7 +74,13 @@ def timeless(folder: Path) -> list[dict[str, float]]:
 
 def test_an_estimator_without_a_baseline(cli: Cli, own_args: list[str]) -> None:
     """Advantages are the scores themselves; a plain function needs no group and no critic."""
-    cli.ok(*own_args, "--algorithm.adv-estimator", "advantage.py:reinforce", "--algorithm.filter-groups", "False")
+    cli.ok(
+        *own_args,
+        "--algorithm.adv-estimator",
+        "advantage.py:reinforce",
+        "--algorithm.filter-groups",
+        "False",
+    )
     for row in timeless(cli.cwd / "runs/default"):
         assert row["critic/advantages/max"] == pytest.approx(row["critic/score/max"])
         assert row["critic/advantages/min"] == pytest.approx(row["critic/score/min"])
@@ -99,7 +105,9 @@ def test_an_estimator_without_a_baseline(cli: Cli, own_args: list[str]) -> None:
     ],
     ids=["advantage", "loss", "critic", "dual clip"],
 )
-def test_equal_formulas_give_equal_runs(cli: Cli, own_args: list[str], own: list[str], built_in: list[str]) -> None:
+def test_equal_formulas_give_equal_runs(
+    cli: Cli, own_args: list[str], own: list[str], built_in: list[str]
+) -> None:
     epochs = ["--actor.ppo-epochs", "2"]
     cli.ok(*own_args, *epochs, *own, "--name", "own")
     cli.ok(*own_args, *epochs, *built_in, "--name", "built-in")
@@ -121,25 +129,53 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
             "algorithm.adv_estimator is 'ppo'; expected one of distillation, dr_grpo, gae, grpo, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, remax, rloo, or PATH.py:function",
         ),
-        (["--algorithm.adv-estimator", "none.py:f"], "algorithm.adv_estimator is 'none.py:f'; expected a file that"),
-        (["--algorithm.adv-estimator", "advantage.py:f"], "expected one of AdvantagesAndReturns, actor_critic, "),
-        (["--algorithm.adv-estimator", "broken.py:f"], "does not import (ModuleNotFoundError: No module named"),
-        (["--algorithm.adv-estimator", "advantage.py:mine", "--rollout.n", "1"], "rollout.n is 1; expected at least 2"),
         (
-            ["--algorithm.adv-estimator", "advantage.py:mine", "--algorithm.kl-ctrl.kl-coef", "0.1"],
+            ["--algorithm.adv-estimator", "none.py:f"],
+            "algorithm.adv_estimator is 'none.py:f'; expected a file that",
+        ),
+        (
+            ["--algorithm.adv-estimator", "advantage.py:f"],
+            "expected one of AdvantagesAndReturns, actor_critic, ",
+        ),
+        (
+            ["--algorithm.adv-estimator", "broken.py:f"],
+            "does not import (ModuleNotFoundError: No module named",
+        ),
+        (
+            ["--algorithm.adv-estimator", "advantage.py:mine", "--rollout.n", "1"],
+            "rollout.n is 1; expected at least 2",
+        ),
+        (
+            [
+                "--algorithm.adv-estimator",
+                "advantage.py:mine",
+                "--algorithm.kl-ctrl.kl-coef",
+                "0.1",
+            ],
             "it is read with algorithm.adv_estimator gae, reinforce_plus_plus",
         ),
         (["--algorithm.adv-estimator", "advantage.py:wrong"], "advantages has shapes [(), (), "),
-        (["--actor.loss.loss-mode", "ppo"], "loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH"),
+        (
+            ["--actor.loss.loss-mode", "ppo"],
+            "loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH",
+        ),
         (["--actor.loss.loss-mode", "none.py:f"], "loss_mode is 'none.py:f'; expected a file that"),
-        (["--actor.loss.loss-mode", "loss.py:f"], "expected one of PolicyLoss, policy_loss_function, ppo, "),
+        (
+            ["--actor.loss.loss-mode", "loss.py:f"],
+            "expected one of PolicyLoss, policy_loss_function, ppo, ",
+        ),
         (
             ["--actor.loss.loss-mode", "loss.py:reinforce", "--actor.loss.clip-ratio-c", "3"],
             "actor.loss.clip_ratio_c is 3.0; expected None with actor.loss.loss_mode 'loss.py:reinforce'",
         ),
-        (["--actor.loss.loss-mode", "loss.py:wrong"], "the policy loss has shape (); expected that of its tokens"),
+        (
+            ["--actor.loss.loss-mode", "loss.py:wrong"],
+            "the policy loss has shape (); expected that of its tokens",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_does_not_fit_is_one_line(cli: Cli, own_args: list[str], options: list[str], message: str) -> None:
+def test_what_does_not_fit_is_one_line(
+    cli: Cli, own_args: list[str], options: list[str], message: str
+) -> None:
     assert message in cli.refused(*own_args, *options)

@@ -102,7 +102,10 @@ def test_chat_messages_go_through_the_template(cli: Cli, job: list[str], tiny: P
     write_rows(cli.cwd / "train.jsonl", [{"prompt": chat}, {"prompt": "2+2="}] * 10)
     args = [*with_template(cli, job, tiny), "--data.max-prompt-length", "80"]
     cli.ok(*args)
-    messages, text = "<system>Add.</system><user>1+1=</user><assistant>", "<user>2+2=</user><assistant>"
+    messages, text = (
+        "<system>Add.</system><user>1+1=</user><assistant>",
+        "<user>2+2=</user><assistant>",
+    )
     assert {prompt for prompt, _, _ in seen(cli)} == {messages, text}
     [longest] = {row["prompt_length/mean"] for row in metrics_of(cli.cwd / "runs/default")[1:2]}
     assert len(text) <= longest <= len(messages)
@@ -123,10 +126,12 @@ def test_async_reward_gives_what_a_plain_one_gives(cli: Cli, job: list[str]) -> 
     (cli.cwd / "judge.py").write_text(ASYNC)
     cli.ok(*job, "--name", "plain")
     cli.ok(*option_set(job, "--reward", "judge.py:reward"), "--name", "async", "--controllers", "2")
-    for plain, awaited in zip(*(metrics_of(cli.cwd / "runs" / name) for name in ("plain", "async")), strict=True):
-        assert {k: v for k, v in awaited.items() if k.startswith(("critic/", "val/"))} == pytest.approx(
-            {k: v for k, v in plain.items() if k.startswith(("critic/", "val/"))}
-        )
+    for plain, awaited in zip(
+        *(metrics_of(cli.cwd / "runs" / name) for name in ("plain", "async")), strict=True
+    ):
+        assert {
+            k: v for k, v in awaited.items() if k.startswith(("critic/", "val/"))
+        } == pytest.approx({k: v for k, v in plain.items() if k.startswith(("critic/", "val/"))})
 
 
 def test_config_file_and_options_over_it(cli: Cli, tiny: Path) -> None:
@@ -138,12 +143,16 @@ def test_config_file_and_options_over_it(cli: Cli, tiny: Path) -> None:
         "max_response_length = 6\nmax_prompt_length = 40\n"
         "[rollout]\nn = 4\n[actor.optim]\nlr = 1e-4\nbetas = [0.8, 0.9]\n[trainer]\ntotal_training_steps = 9\n"
     )
-    cli.ok("train", "--config", "job.toml", "--trainer.total-training-steps", "1", "--rollout.n", "2")
+    cli.ok(
+        "train", "--config", "job.toml", "--trainer.total-training-steps", "1", "--rollout.n", "2"
+    )
     config = RunFolder(cli.cwd / "runs/mine").load_config(TrainConfig)
     assert (config.rollout.n, config.trainer.total_training_steps) == (2, 1)
     assert (config.data.prompt_key, config.data.train_batch_size) == ("question", 4)
     assert (config.actor.optim.lr, config.actor.optim.betas) == (1e-4, (0.8, 0.9))
-    assert len(seen(cli)) == 1 + 2 * 2 * 2 + 2 * 4, "the trial, two evaluations of two prompts, a wave of four"
+    assert len(seen(cli)) == 1 + 2 * 2 * 2 + 2 * 4, (
+        "the trial, two evaluations of two prompts, a wave of four"
+    )
     # A run's own config is a config file that means the same.
     again = cli.ok("train", "--config", "runs/mine/config.toml")
     assert "complete: 1 of 1 steps are done" in again
@@ -153,7 +162,9 @@ def test_held_out_files(cli: Cli, job: list[str]) -> None:
     write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
     write_rows(cli.cwd / "val.jsonl", [{"prompt": "7*7="}, {"prompt": "8*8="}])
     write_rows(cli.cwd / "more.jsonl", [{"prompt": "9*9="}])
-    assert "20 training prompts, 3 held out" in cli.ok(*job, "--data.val-files", "val.jsonl", "more.jsonl")
+    assert "20 training prompts, 3 held out" in cli.ok(
+        *job, "--data.val-files", "val.jsonl", "more.jsonl"
+    )
     samples = read_rows(cli.cwd / "runs/default/samples/after.jsonl")
     assert [sample["prompt"] for sample in samples] == ["7*7=", "8*8=", "9*9="]
     assert all(sample["score"] is not None for sample in samples)
@@ -178,15 +189,22 @@ def test_long_prompts_are_left_out_and_counted(cli: Cli, job: list[str]) -> None
 
 
 def test_math_verify(cli: Cli, job: list[str]) -> None:
-    write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(20)])
+    write_rows(
+        cli.cwd / "train.jsonl", [{"prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(20)]
+    )
     args = option_set(job, "--reward", "math-verify")
     finished = cli(*args, "--algorithm.filter-groups", "False")
     # A random model is never right.
     assert (finished.code, finished.err) == (3, "")
     assert "held-out score" in finished.out
     write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
-    assert "the row has no 'answer' for math-verify to compare with" in cli.refused(*args, "--name", "without")
-    write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1=", "answer": None if i == 7 else "1"} for i in range(20)])
+    assert "the row has no 'answer' for math-verify to compare with" in cli.refused(
+        *args, "--name", "without"
+    )
+    write_rows(
+        cli.cwd / "train.jsonl",
+        [{"prompt": f"{i}+1=", "answer": None if i == 7 else "1"} for i in range(20)],
+    )
     refused = cli.refused(*args, "--name", "null")
     assert "prompt '7+1=': the row's 'answer' is None; expected a text or a number" in refused
 
@@ -196,7 +214,19 @@ def test_a_task_with_the_users_reward(cli: Cli, tiny: Path) -> None:
     (cli.cwd / "mine.py").write_text(LOGGING)
     task = ["--task.name", "chain_sum", "--task.num-train", "50", "--task.num-val", "2"]
     sizes = ["--data.train-batch-size", "4", "--rollout.n", "2", "--data.max-response-length", "6"]
-    args = ["train", "--threads", "1", "--device", "cpu", "--model", tiny, "--reward", "mine.py:reward", *task, *sizes]
+    args = [
+        "train",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--model",
+        tiny,
+        "--reward",
+        "mine.py:reward",
+        *task,
+        *sizes,
+    ]
     cli.ok(*args, "--data.max-prompt-length", "64", "--trainer.total-training-steps", "1")
     _, _, row = seen(cli)[-1]
     assert row["entry"]["metadata"]["source_dataset"] == "chain_sum"

@@ -21,7 +21,11 @@ MODELS = {
     "Qwen2.5-7B": (32,),
 }
 """Models of the recipes, each with numbers of GPUs."""
-JUDGES = {"Qwen2.5-7B-Instruct": "Qwen3-32B", "Qwen3-32B": "Qwen3-30B-A3B", "Qwen2.5-7B": "Qwen2.5-7B-Instruct"}
+JUDGES = {
+    "Qwen2.5-7B-Instruct": "Qwen3-32B",
+    "Qwen3-32B": "Qwen3-30B-A3B",
+    "Qwen2.5-7B": "Qwen2.5-7B-Instruct",
+}
 EXTRAS = (["--reference"], ["--critic", "--old-log-probs"], ["--strategy", "colocated"])
 
 
@@ -89,23 +93,47 @@ def test_a_plan_of_a_tiny_model_is_parsed_and_dry_run(
     file = tmp_path / "plan.toml"
     file.write_text(recommended(capsys, *tiny_job(tiny)))
     assert "num_processes = 4" in file.read_text()
-    main(["train", "--config", str(file), "--dry-run", "--dry-run-nodes", "2", "--dry-run-gpus-per-node", "2"])
+    main(
+        [
+            "train",
+            "--config",
+            str(file),
+            "--dry-run",
+            "--dry-run-nodes",
+            "2",
+            "--dry-run-gpus-per-node",
+            "2",
+        ]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "fits"
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
     devices = [row for row in rows if len(row) == 6]
     assert [row[:2] for row in devices] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
     assert [row[4] for row in devices] == ["0", "1", "2", "3"], "all devices train"
-    assert all((row[2] == "") != (row[3] == "") for row in devices), "each generates or judges before"
+    assert all((row[2] == "") != (row[3] == "") for row in devices), (
+        "each generates or judges before"
+    )
 
 
-def test_layouts_that_no_run_has_are_not_written(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_that_no_run_has_are_not_written(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert placement(["plan", "--toml", "--all-layouts", "--model", str(tiny), "--gpus", "4"]) == 2
     assert "--all-layouts is True; expected none with --toml" in capsys.readouterr().err
 
 
 def tiny_job(tiny: Path) -> list[object]:
-    lengths = ["--prompt-median", 16, "--max-prompt-length", 64, "--response-median", 8, "--max-response-length", 8]
+    lengths = [
+        "--prompt-median",
+        16,
+        "--max-prompt-length",
+        64,
+        "--response-median",
+        8,
+        "--max-response-length",
+        8,
+    ]
     judge = ["--judge", tiny, "--judge-median", 4, "--max-judge-length", 8, "--strategy", "dynamic"]
     return ["--model", tiny, "--gpus", 4, "--train-batch-size", 8, "--n", 4, *lengths, *judge]
 
@@ -116,8 +144,15 @@ def test_a_plan_runs_on_a_cluster(
 ) -> None:
     """Two real steps on four device slots of a Ray cluster, with engines of transformers in the place of vLLM's."""
     file = cli.cwd / "plan.toml"
-    file.write_text(recommended(capsys, *tiny_job(tiny)).replace('engine = "vllm"', 'engine = "hf"'))
-    verdicts = ["--reward-model.judge.pattern", "(.)", "--reward-model.judge.unparsable-score", "0.5"]
+    file.write_text(
+        recommended(capsys, *tiny_job(tiny)).replace('engine = "vllm"', 'engine = "hf"')
+    )
+    verdicts = [
+        "--reward-model.judge.pattern",
+        "(.)",
+        "--reward-model.judge.unparsable-score",
+        "0.5",
+    ]
     finished = cli(*own_args, "--config", str(file), *verdicts, "--name", "planned")
     assert finished.code == 0, finished
     run = cli.cwd / "runs/planned"

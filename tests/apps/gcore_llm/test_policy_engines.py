@@ -11,12 +11,27 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_rows, step_rows, val_rows
+from command_line import (
+    Cli,
+    assert_same_metrics,
+    metrics_of,
+    option_set,
+    read_rows,
+    step_rows,
+    val_rows,
+)
 from process_tree import left_after
 from server_processes import free_port, served
 from waiting import wait_until
 
-SERVED = ("--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.weights-dir", "x")
+SERVED = (
+    "--rollout.engine",
+    "vllm_server",
+    "--rollout.urls",
+    "http://h:1",
+    "--rollout.weights-dir",
+    "x",
+)
 ON_RAY = (*SERVED, "--runtime", "ray")
 # What happens at the n-th call of the reward, which is in the middle of generation; the run knows by nothing else.
 REWARD = """
@@ -43,10 +58,18 @@ def reward(prompt, completion, row):
 """
 
 
-def args_of(cli: Cli, own_args: list[str], action: str, *, calls: list[int], num_processes: int = 2) -> list[str]:
+def args_of(
+    cli: Cli, own_args: list[str], action: str, *, calls: list[int], num_processes: int = 2
+) -> list[str]:
     """A run in engine processes, whose reward does something at these calls."""
-    (cli.cwd / "acting.py").write_text(REWARD.replace("{calls}", repr(calls)).replace("{action}", action))
-    return [*option_set(own_args, "--reward", "acting.py:reward"), "--rollout.num-processes", str(num_processes)]
+    (cli.cwd / "acting.py").write_text(
+        REWARD.replace("{calls}", repr(calls)).replace("{action}", action)
+    )
+    return [
+        *option_set(own_args, "--reward", "acting.py:reward"),
+        "--rollout.num-processes",
+        str(num_processes),
+    ]
 
 
 OWN_ENGINE = """
@@ -66,7 +89,9 @@ def make(model, *, dtype, **options):
 
 def engines_of(cli: Cli) -> set[int]:
     """Every engine process that the runs have had."""
-    return {int(pid) for line in (cli.cwd / "engines").read_text().splitlines() for pid in line.split()}
+    return {
+        int(pid) for line in (cli.cwd / "engines").read_text().splitlines() for pid in line.split()
+    }
 
 
 @pytest.mark.slow
@@ -75,7 +100,9 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     # So long that the second one's replacement is there before the end.
     base = option_set(own_args, "--trainer.total-training-steps", "4")
     cli.ok(*base, "--name", "undisturbed")
-    args = args_of(cli, base, "os.kill(engines[0], signal.SIGKILL)", calls=[20, 60], num_processes=3)
+    args = args_of(
+        cli, base, "os.kill(engines[0], signal.SIGKILL)", calls=[20, 60], num_processes=3
+    )
     out = cli.ok(*args, "--name", "killed")
     expected, found = metrics_of(cli.cwd / "runs/undisturbed"), metrics_of(cli.cwd / "runs/killed")
     for row, other in zip(found, expected, strict=True):
@@ -86,7 +113,8 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     # Each was announced, once, by the name that its row in the timeline has.
     said = [re.fullmatch(r"(engine \d) is gone: (.*)", line) for line in out.splitlines()]
     assert {match[2] for match in said if match} == {
-        f"engine process {pid} was killed by SIGKILL; a replacement is being started" for pid in killed
+        f"engine process {pid} was killed by SIGKILL; a replacement is being started"
+        for pid in killed
     }
     assert sum(match is not None for match in said) == 2
     assert not killed & set(seen[-1])
@@ -94,9 +122,14 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     for row in read_rows(cli.cwd / "runs/killed/spans.jsonl"):
         for name, spans in row["devices"].items():
             stages.setdefault(name, set()).update(stage for stage, *_ in spans)
-    assert stages == {f"engine {i}": {"gen", "sync"} for i in range(3)} | {"trainer 0": {"prepare", "train", "sync"}}
+    assert stages == {f"engine {i}": {"gen", "sync"} for i in range(3)} | {
+        "trainer 0": {"prepare", "train", "sync"}
+    }
     logs = cli.cwd / "runs/killed/logs"
-    assert {path.name for path in logs.iterdir()} == {"main.log", *(f"engine-{i}.log" for i in range(3))}
+    assert {path.name for path in logs.iterdir()} == {
+        "main.log",
+        *(f"engine-{i}.log" for i in range(3)),
+    }
     assert sum(path.read_text().count(" begins\n") for path in logs.glob("engine-*.log")) == 5
     engines = engines_of(cli)
     assert len(engines) == 5
@@ -106,9 +139,22 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
 @pytest.mark.slow
 def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None:
     """A run of partial rollouts that is killed takes its engines with it, and continues its unfinished samples."""
-    base = option_set(option_set(own_args, "--data.max-response-length", "192"), "--trainer.total-training-steps", "3")
-    base += ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1", "--trainer.save-freq", "1"]
-    args = args_of(cli, base, 'Path("done").touch(); os.kill(os.getpid(), signal.SIGKILL)', calls=[80])
+    base = option_set(
+        option_set(own_args, "--data.max-response-length", "192"),
+        "--trainer.total-training-steps",
+        "3",
+    )
+    base += [
+        "--rollout.partial-rollout",
+        "True",
+        "--rollout.over-sample-rate",
+        "1",
+        "--trainer.save-freq",
+        "1",
+    ]
+    args = args_of(
+        cli, base, 'Path("done").touch(); os.kill(os.getpid(), signal.SIGKILL)', calls=[80]
+    )
     assert cli(*args).code == -9
     num_steps = len(step_rows(cli.cwd / "runs/default"))
     assert num_steps in (1, 2)
@@ -129,9 +175,12 @@ def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("action", "code"), [("raise ValueError('enough')", 2), ("os.kill(os.getpid(), signal.SIGINT)", 130)]
+    ("action", "code"),
+    [("raise ValueError('enough')", 2), ("os.kill(os.getpid(), signal.SIGINT)", 130)],
 )
-def test_no_engine_process_outlives_a_run(cli: Cli, own_args: list[str], action: str, code: int) -> None:
+def test_no_engine_process_outlives_a_run(
+    cli: Cli, own_args: list[str], action: str, code: int
+) -> None:
     assert cli(*args_of(cli, own_args, action, calls=[60])).code == code
     engines = engines_of(cli)
     assert len(engines) == 2
@@ -149,7 +198,10 @@ def test_a_custom_engine(cli: Cli, own_args: list[str]) -> None:
         assert_same_metrics(cli.cwd / "runs" / name, cli.cwd / "runs/hf")
     made = [json.loads(line) for line in (cli.cwd / "made.jsonl").read_text().splitlines()]
     assert len(made) == 3
-    assert all(options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu", "mine": 2} for options in made)
+    assert all(
+        options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu", "mine": 2}
+        for options in made
+    )
 
 
 @pytest.mark.slow
@@ -166,13 +218,25 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
         "4",
     ]
     # vLLM says one thing and another as it starts.
-    options += ["--rollout.max-num-batched-tokens", "512", "--rollout.gpu-memory-utilization", "0.3"]
-    options += ["--rollout.engine-options", "seed_per_sample=true", "async_scheduling=false", "block_size=32"]
+    options += [
+        "--rollout.max-num-batched-tokens",
+        "512",
+        "--rollout.gpu-memory-utilization",
+        "0.3",
+    ]
+    options += [
+        "--rollout.engine-options",
+        "seed_per_sample=true",
+        "async_scheduling=false",
+        "block_size=32",
+    ]
     assert cli(*args, *options, "--name", "guessed").code == 0
     rows = step_rows(cli.cwd / "runs/guessed")
     assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
     assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
-    plain, guessed = (read_rows(cli.cwd / f"runs/{name}/samples/before.jsonl") for name in ("plain", "guessed"))
+    plain, guessed = (
+        read_rows(cli.cwd / f"runs/{name}/samples/before.jsonl") for name in ("plain", "guessed")
+    )
     assert [row["completion"] for row in guessed] == [row["completion"] for row in plain]
 
 
@@ -189,7 +253,13 @@ def vllm_server(model: Path, folder: Path) -> AbstractContextManager[str]:
         # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *(
+            "--enable-scale-out",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--generation-config",
+            "vllm",
+        ),
         *("--skip-tokenizer-init", "--no-enable-chunked-prefill", "--max-num-seqs", "64"),
         *("--worker-extension-cls", "gcore_rollout.TiedHeadWorker"),
         *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -210,7 +280,15 @@ def vllm_server(model: Path, folder: Path) -> AbstractContextManager[str]:
 @pytest.fixture
 def server_args(cli: Cli, own_args: list[str], url: str) -> list[str]:
     (cli.cwd / "weights").mkdir()
-    return [*own_args, "--rollout.engine", "vllm_server", "--rollout.urls", url, "--rollout.weights-dir", "weights"]
+    return [
+        *own_args,
+        "--rollout.engine",
+        "vllm_server",
+        "--rollout.urls",
+        url,
+        "--rollout.weights-dir",
+        "weights",
+    ]
 
 
 @pytest.mark.slow
@@ -224,7 +302,10 @@ def test_a_server(cli: Cli, own_args: list[str], server_args: list[str], url: st
         assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
         assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
         assert all(row["actor/grad_norm"] > 0 for row in rows)
-        assert val_rows(cli.cwd / f"runs/{name}")[0]["val/greedy/score/mean"] == expected["val/greedy/score/mean"]
+        assert (
+            val_rows(cli.cwd / f"runs/{name}")[0]["val/greedy/score/mean"]
+            == expected["val/greedy/score/mean"]
+        )
     assert list((cli.cwd / "weights").iterdir()) == []
     # Looking at a run leaves its servers alone: without them it works, too.
     config = cli.cwd / "runs/second/config.toml"
@@ -241,7 +322,9 @@ def test_servers_on_ray(cli: Cli, server_args: list[str], tiny: Path, url: str) 
         cli.ok(*args, "--name", "here")
         cli.ok(*args, "--name", "ray", "--runtime", "ray", "--trainer.num-processes", "2")
         assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/here")
-        engines = {name for row in read_rows(cli.cwd / "runs/ray/spans.jsonl") for name in row["devices"]}
+        engines = {
+            name for row in read_rows(cli.cwd / "runs/ray/spans.jsonl") for name in row["devices"]
+        }
         assert {"engine 0", "engine 1"} <= engines
         assert list((cli.cwd / "weights").iterdir()) == []
         args = option_set(args, "--trainer.total-training-steps", "50")
@@ -253,7 +336,9 @@ def test_servers_on_ray(cli: Cli, server_args: list[str], tiny: Path, url: str) 
     assert finished.code == 2
     assert f"the server at {other} was lost" in finished.err
     num_steps = len(step_rows(cli.cwd / "runs/lost"))
-    args = option_set(option_set(args, "--controllers", "1"), "--trainer.total-training-steps", str(num_steps + 1))
+    args = option_set(
+        option_set(args, "--controllers", "1"), "--trainer.total-training-steps", str(num_steps + 1)
+    )
     cli.ok(*(arg for arg in args if arg != other), "--name", "lost", "--runtime", "ray")
     assert len(step_rows(cli.cwd / "runs/lost")) == num_steps + 1
 
@@ -261,12 +346,24 @@ def test_servers_on_ray(cli: Cli, server_args: list[str], tiny: Path, url: str) 
 @pytest.mark.slow
 def test_a_judge_on_a_server(cli: Cli, own_args: list[str], tiny: Path, url: str) -> None:
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny)]
-    for name, value in {"engine": "vllm_server", "urls": url, "pattern": r"(\d)", "high": "9"}.items():
+    for name, value in {
+        "engine": "vllm_server",
+        "urls": url,
+        "pattern": r"(\d)",
+        "high": "9",
+    }.items():
         judge += [f"--reward-model.judge.{name}", value]
     cli.ok(
-        *own_args, *judge, "--reward-model.judge.unparsable-score", "0", "--reward-model.judge.max-response-length", "8"
+        *own_args,
+        *judge,
+        "--reward-model.judge.unparsable-score",
+        "0",
+        "--reward-model.judge.max-response-length",
+        "8",
     )
-    assert all(0 < row["reward/model/parsed/mean"] < 1 for row in step_rows(cli.cwd / "runs/default"))
+    assert all(
+        0 < row["reward/model/parsed/mean"] < 1 for row in step_rows(cli.cwd / "runs/default")
+    )
 
 
 @pytest.mark.slow
@@ -280,7 +377,9 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         "takes 512 tokens; expected at least data.max_prompt_length": option_set(
             server_args, "--data.max-response-length", "500"
         ),
-        "no vllm_server answers at": option_set(server_args, "--rollout.urls", f"http://127.0.0.1:{free_port()}"),
+        "no vllm_server answers at": option_set(
+            server_args, "--rollout.urls", f"http://127.0.0.1:{free_port()}"
+        ),
         "rollout.weights_dir is 'nowhere'; expected an existing folder": option_set(
             server_args, "--rollout.weights-dir", "nowhere"
         ),
@@ -294,8 +393,14 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
     ("options", "expected"),
     [
         (["--rollout.num-processes", "-1"], "rollout.num_processes is -1; expected 0 or more"),
-        (["--rollout.urls", "http://h:1"], "rollout.engine is 'hf' and rollout.urls is ['http://h:1']"),
-        (["--rollout.engine", "vllm_server"], "rollout.engine is 'vllm_server' and rollout.urls is []"),
+        (
+            ["--rollout.urls", "http://h:1"],
+            "rollout.engine is 'hf' and rollout.urls is ['http://h:1']",
+        ),
+        (
+            ["--rollout.engine", "vllm_server"],
+            "rollout.engine is 'vllm_server' and rollout.urls is []",
+        ),
         (
             ["--rollout.engine", "vllm_server", "--rollout.urls", "h:1"],
             "rollout.urls has 'h:1'; expected http://HOST:PORT",
@@ -310,17 +415,38 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         ),
         (["--rollout.weights-dir", "x"], "rollout.weights_dir is 'x'; expected a folder with"),
         (
-            ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.num-processes", "2"],
+            [
+                "--rollout.engine",
+                "vllm_server",
+                "--rollout.urls",
+                "http://h:1",
+                "--rollout.num-processes",
+                "2",
+            ],
             "rollout.num_processes is 2 and rollout.engine is 'vllm_server'; expected 0",
         ),
         (
             [*ON_RAY, "--controllers", "2"],
             "controllers is 2; expected at most one for each of the 1 rollout.urls",
         ),
-        ([*ON_RAY, "--rollout.colocated", "true"], "rollout.colocated is true; expected auto or false with rollout.en"),
-        ([*ON_RAY, "--ray.weight-sync", "delta"], "ray.weight_sync is 'delta'; expected 'full' with rollout.engine"),
         (
-            [*ON_RAY, "--placement.strategy", "dynamic", "--reward-model.kind", "judge", "--reward-model.path", "x"],
+            [*ON_RAY, "--rollout.colocated", "true"],
+            "rollout.colocated is true; expected auto or false with rollout.en",
+        ),
+        (
+            [*ON_RAY, "--ray.weight-sync", "delta"],
+            "ray.weight_sync is 'delta'; expected 'full' with rollout.engine",
+        ),
+        (
+            [
+                *ON_RAY,
+                "--placement.strategy",
+                "dynamic",
+                "--reward-model.kind",
+                "judge",
+                "--reward-model.path",
+                "x",
+            ],
             "placement.strategy is 'dynamic'; expected 'split' with a policy on servers; others need engines",
         ),
         (
@@ -339,7 +465,10 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             ["--rollout.engine", "engine.py:make", "--rollout.engine-options", "device=cpu"],
             "rollout.engine_options has 'device'; expected none of device, dtype,",
         ),
-        (["--rollout.engine-options", "{seed"], "--rollout.engine-options is '{seed'; expected JSON"),
+        (
+            ["--rollout.engine-options", "{seed"],
+            "--rollout.engine-options is '{seed'; expected JSON",
+        ),
         (
             ["--rollout.gpu-memory-utilization", "0.5"],
             "rollout.gpu_memory_utilization is 0.5; expected None with rollout.engine 'hf'; vllm or sglang takes it",
@@ -367,8 +496,14 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rollout.engine", "sglang"], "rollout.server_python is ''; expected the Python of an environment with"),
-        (["--rollout.server-python", "x"], "rollout.server_python is 'x'; expected '', as sglang alone takes it, with"),
+        (
+            ["--rollout.engine", "sglang"],
+            "rollout.server_python is ''; expected the Python of an environment with",
+        ),
+        (
+            ["--rollout.server-python", "x"],
+            "rollout.server_python is 'x'; expected '', as sglang alone takes it, with",
+        ),
         (
             ["--rollout.engine", "sglang", "--rollout.engine-options", "port=1"],
             "rollout.engine_options has 'port'; expected none of base_gpu_id,",
@@ -390,13 +525,26 @@ SGLANG = os.environ.get("GCORE_SGLANG_PYTHON", "")
 
 
 @pytest.mark.sglang
-@pytest.mark.skipif(not SGLANG, reason="needs an environment with SGLang: scripts/sglang-cpu/setup FOLDER")
+@pytest.mark.skipif(
+    not SGLANG, reason="needs an environment with SGLang: scripts/sglang-cpu/setup FOLDER"
+)
 @pytest.mark.parametrize("runtime", ["inline", "ray"])
 def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str) -> None:
     """One of two servers gets kill -9 between steps: another takes its place, and all of them end with the run."""
-    args = [*option_set(own_args, "--trainer.total-training-steps", "4"), "--name", "own", "--runtime", runtime]
+    args = [
+        *option_set(own_args, "--trainer.total-training-steps", "4"),
+        "--name",
+        "own",
+        "--runtime",
+        runtime,
+    ]
     args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG]
-    args += ["--rollout.gpu-memory-utilization", "0.2", "--rollout.engine-options", "max_total_tokens=20000"]
+    args += [
+        "--rollout.gpu-memory-utilization",
+        "0.2",
+        "--rollout.engine-options",
+        "max_total_tokens=20000",
+    ]
     if runtime == "inline":
         # The servers sleep while the trainer works.
         args += ["--rollout.colocated", "true"]
@@ -413,8 +561,14 @@ def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str)
 
 
 def servers() -> list[int]:
-    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sglang.launch_server" in read_bytes(path)]
-    return sorted(int(path.parent.name) for path in found if read_bytes(path).startswith(SGLANG.encode()))
+    found = [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"sglang.launch_server" in read_bytes(path)
+    ]
+    return sorted(
+        int(path.parent.name) for path in found if read_bytes(path).startswith(SGLANG.encode())
+    )
 
 
 def read_bytes(path: Path) -> bytes:

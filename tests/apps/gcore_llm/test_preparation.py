@@ -40,7 +40,9 @@ def prepared(
 
     async def program(context: Any) -> dict[str, float]:
         kl = kl_controller(algorithm.kl_ctrl)
-        return await prepare([group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group)
+        return await prepare(
+            [group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group
+        )
 
     [metrics] = asyncio.run(run_inline(program, roles=None))
     return samples, metrics
@@ -55,7 +57,10 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
         return values if poison is None else np.where(mask, values, np.float32(poison))
 
     def arrays_of(mask: NDArray[np.bool_]) -> dict[str, Any]:
-        return {f: drawn(mask) for f in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")}
+        return {
+            f: drawn(mask)
+            for f in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
+        }
 
     return [
         Sample(
@@ -75,7 +80,10 @@ def algorithm_of(estimator: str) -> AlgorithmConfig:
         old_log_probs="trainer",
         kl_ctrl=KLControlConfig(kl_coef=0.1 if has_rewards else 0.0),
         rollout_correction=RolloutCorrectionConfig(
-            rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="token_k2", rollout_rs_threshold=0.5
+            rollout_is="token",
+            rollout_is_batch_normalize=True,
+            rollout_rs="token_k2",
+            rollout_rs_threshold=0.5,
         ),
     )
 
@@ -99,13 +107,18 @@ def test_what_is_not_finite_is_named(field: str) -> None:
     values = getattr(samples[1], field).copy()
     values[2] = np.nan
     samples[1] = replace(samples[1], **{field: values})
-    with pytest.raises(BatchError, match=rf"^response 1 to prompt 7\.{field}\[2\] is nan; expected a finite float32"):
+    with pytest.raises(
+        BatchError,
+        match=rf"^response 1 to prompt 7\.{field}\[2\] is nan; expected a finite float32",
+    ):
         prepared(algorithm_of("grpo"), samples, [1.0, 0.0, 0.5])
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
 @pytest.mark.parametrize("kl_coef", [0.0, 1e-9])
-def test_a_score_counts_where_a_response_ends_in_tokens_of_others(estimator: str, kl_coef: float) -> None:
+def test_a_score_counts_where_a_response_ends_in_tokens_of_others(
+    estimator: str, kl_coef: float
+) -> None:
     """The estimators along tokens read no reward of a masked-out token: the score is on the last one that counts."""
     algorithm = AlgorithmConfig(adv_estimator=estimator, kl_ctrl=KLControlConfig(kl_coef=kl_coef))
     masks = [[True, True, False], [True, True, True]]

@@ -56,7 +56,9 @@ class Asked:
         pass
 
 
-def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def asked_by_sample(
+    tokenizer: Any, config: TrainConfig, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
     engine = Asked()
 
     async def policy(*_: object) -> Any:
@@ -73,12 +75,16 @@ def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatc
 def by_transformers(tokenizer: Any, text: str, *, applies_template: bool) -> list[int]:
     if applies_template and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
     return tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("apply_chat_template", ["auto", "never"])
-@pytest.mark.parametrize("kind", ["plain", "template", "bos", "bos, template", "bos, bos in template"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "template", "bos", "bos, template", "bos, bos in template"]
+)
 def test_one_prompt_everywhere(
     kind: str, apply_chat_template: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,13 +92,20 @@ def test_one_prompt_everywhere(
     task = TaskConfig(name="chain_sum", num_train=4, num_val=2)
     data = DataConfig(apply_chat_template=apply_chat_template, train_files=("p.jsonl",))
     tasks = load_task(task, data, tokenizer, seed=0)
-    texts = [p.row["entry"]["metadata"]["expression"].replace(" ", "") + "=" for p in (*tasks.train, *tasks.val)]
-    expected = [by_transformers(tokenizer, t, applies_template=apply_chat_template == "auto") for t in texts]
+    texts = [
+        p.row["entry"]["metadata"]["expression"].replace(" ", "") + "="
+        for p in (*tasks.train, *tasks.val)
+    ]
+    expected = [
+        by_transformers(tokenizer, t, applies_template=apply_chat_template == "auto") for t in texts
+    ]
     assert [list(p.token_ids) for p in (*tasks.train, *tasks.val)] == expected
     if "bos" in kind:
         bos = tokenizer.bos_token_id
         is_in_template = apply_chat_template == "auto" and "template" in kind
-        assert {ids.count(bos) for ids in expected} == {1 if not is_in_template or "in template" in kind else 0}
+        assert {ids.count(bos) for ids in expected} == {
+            1 if not is_in_template or "in template" in kind else 0
+        }
 
     monkeypatch.chdir(tmp_path)
     write_rows(Path("p.jsonl"), [{"prompt": text} for text in texts])
@@ -102,7 +115,9 @@ def test_one_prompt_everywhere(
     config = TrainConfig(data=data)
     assert asked_by_sample(tokenizer, config, texts[0], monkeypatch) == expected[0]
 
-    encoder = Encoder(tokenizer, eos_token_ids=[1], apply_chat_template=apply_chat_template == "auto")
+    encoder = Encoder(
+        tokenizer, eos_token_ids=[1], apply_chat_template=apply_chat_template == "auto"
+    )
     if encoder.makes_messages:
         messages = [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": "7"}]
         tokens = encoder.conversation(messages, "row 1", num_given=1)
@@ -131,7 +146,9 @@ def test_text_that_has_its_bos_already(tmp_path: Path, monkeypatch: pytest.Monke
 def test_messages_as_parquet_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that are None are no keys, parts of text are text, and variables of the template are settings."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ mode }}" + TEMPLATE.replace("['content'] }}", "['content'] }}{{ m.keys() | length }}")
+    tokenizer.chat_template = "{{ mode }}" + TEMPLATE.replace(
+        "['content'] }}", "['content'] }}{{ m.keys() | length }}"
+    )
     monkeypatch.chdir(tmp_path)
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
     chats = [
@@ -152,8 +169,14 @@ def test_messages_as_parquet_has_them(tmp_path: Path, monkeypatch: pytest.Monkey
         ("a\ud800", "it has a lone surrogate, '\\ud800' at character 2; expected Unicode text"),
         ([{"role": "user", "content": "\ud800"}], "message 1.content has a lone surrogate"),
         ([{"role": "user", "content": None}], "message 1.content is None; expected text"),
-        ([{"role": "user", "content": 7}], "message 1.content is 7; expected text, or a list of parts of type text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 1.content has an image; expected text alone"),
+        (
+            [{"role": "user", "content": 7}],
+            "message 1.content is 7; expected text, or a list of parts of type text",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "message 1.content has an image; expected text alone",
+        ),
         ([{"role": 7, "content": "a"}], "message 1 has the role 7; expected text, such as 'user'"),
     ],
 )
@@ -169,7 +192,12 @@ def test_prompts_without_a_meaning(
 def test_what_a_model_takes(tmp_path: Path, tiny: Path) -> None:
     """Prompts and responses within it are asked of vLLM, whatever data.max_prompt_length says."""
     GPT2Config(n_positions=96).save_pretrained(tmp_path / "gpt2")
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 1e4,
+    }
     Qwen3Config(max_position_embeddings=64, rope_parameters=yarn).save_pretrained(tmp_path / "yarn")
     BloomConfig().save_pretrained(tmp_path / "bloom")
     assert longest_sequence(tmp_path / "gpt2") == 96
@@ -184,7 +212,9 @@ def test_what_a_model_takes(tmp_path: Path, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["", "gpt2"])
-def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_the_model_does_not_take(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     limit = 96 if model else 512
     if model:
@@ -202,7 +232,9 @@ def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkey
 
 def test_prompts_that_the_critic_does_not_take(tmp_path: Path) -> None:
     GPT2Config(n_positions=32).save_pretrained(tmp_path)
-    prompts = PromptSets(train=[Prompt(text="", token_ids=(3,), row={})], val=[], num_too_long=0, longest=1)
+    prompts = PromptSets(
+        train=[Prompt(text="", token_ids=(3,), row={})], val=[], num_too_long=0, longest=1
+    )
     config = TrainConfig(
         critic=CriticConfig(model=str(tmp_path)),
         algorithm=AlgorithmConfig(adv_estimator="gae"),

@@ -93,8 +93,19 @@ def started(**changes: str) -> Generator[Head]:
         (home / ".ray/auth_token").write_text(TOKEN)
         port = free_port()
         client_port = free_port()
-        command = [BIN / "ray", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/ray"]
-        options = [f"--ray-client-server-port={client_port}", "--object-store-memory=80000000", "--disable-usage-stats"]
+        command = [
+            BIN / "ray",
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            f"--temp-dir={folder}/ray",
+        ]
+        options = [
+            f"--ray-client-server-port={client_port}",
+            "--object-store-memory=80000000",
+            "--disable-usage-stats",
+        ]
         with subprocess.Popen(
             [*command, *options, "--num-cpus=2"],
             env=environment(HOME=str(home), **changes),
@@ -117,14 +128,25 @@ def started(**changes: str) -> Generator[Head]:
 
 def environment(**changes: str) -> dict[str, str]:
     """This process's, without what it says of a cluster."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH", "RAY_ADDRESS"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_AUTH", "RAY_ADDRESS"))
+    }
     return kept | changes
 
 
 def run(address: str, program: str = PROGRAM, **changes: str) -> str:
     """The last line that a program prints; without one, that of two controllers."""
     command = [sys.executable, "-W", "ignore", "-c", program, address]
-    done = subprocess.run(command, env=environment(**changes), capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().rpartition("\n")[2]
 
@@ -145,7 +167,10 @@ def test_a_token_is_found(head: Head, tmp_path: Path, source: str) -> None:
         "path": {"HOME": str(tmp_path), "RAY_AUTH_TOKEN_PATH": str(head.home / ".ray/auth_token")},
         "RAY_ADDRESS": {"HOME": str(head.home), "RAY_ADDRESS": head.address},
     }
-    assert run("" if source == "RAY_ADDRESS" else head.address, **changes[source]) == "[[0, 1], [0, 1]]"
+    assert (
+        run("" if source == "RAY_ADDRESS" else head.address, **changes[source])
+        == "[[0, 1], [0, 1]]"
+    )
 
 
 def test_a_token_is_left_aside_where_none_is_required() -> None:
@@ -160,7 +185,10 @@ def test_a_token_is_left_aside_where_none_is_required() -> None:
         ({}, "it has no token"),
         ({"RAY_AUTH_MODE": "token"}, "it has no token"),
         ({"RAY_AUTH_TOKEN": "f" * 64}, "the token in RAY_AUTH_TOKEN is not the cluster's"),
-        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": TOKEN}, "RAY_AUTH_MODE is 'disabled', so no token was sent"),
+        (
+            {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": TOKEN},
+            "RAY_AUTH_MODE is 'disabled', so no token was sent",
+        ),
         (
             {"RAY_AUTH_TOKEN_PATH": "/nowhere/token"},
             "RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: /nowhere/token",
@@ -168,9 +196,14 @@ def test_a_token_is_left_aside_where_none_is_required() -> None:
     ],
     ids=["none", "none in mode token", "wrong", "disabled", "no file"],
 )
-def test_a_missing_or_wrong_token_is_one_error(head: Head, tmp_path: Path, changes: dict[str, str], found: str) -> None:
+def test_a_missing_or_wrong_token_is_one_error(
+    head: Head, tmp_path: Path, changes: dict[str, str], found: str
+) -> None:
     refused = run(head.address, HOME=str(tmp_path), **changes)
-    assert refused == f"refused: the Ray cluster at {head.address!r} does not accept this process: {found}{EXPECTED}"
+    assert (
+        refused
+        == f"refused: the Ray cluster at {head.address!r} does not accept this process: {found}{EXPECTED}"
+    )
 
 
 def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) -> None:
@@ -184,7 +217,10 @@ def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) ->
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert f"the Ray cluster at {head.address!r} does not accept this process: the token" in done.stderr
+    assert (
+        f"the Ray cluster at {head.address!r} does not accept this process: the token"
+        in done.stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -198,7 +234,9 @@ def test_the_token_of_a_new_cluster_is_for_its_user_alone(tmp_path: Path) -> Non
 
 def test_variables_reach_processes_and_no_log(head: Head) -> None:
     secret = "the key of a reward's service"
-    found = run(head.address, ENVIRONMENT, HOME=str(head.home), REWARD_KEY=secret, OTHER_KEY="stays here")
+    found = run(
+        head.address, ENVIRONMENT, HOME=str(head.home), REWARD_KEY=secret, OTHER_KEY="stays here"
+    )
     assert found == repr([secret, None])
     logs = [file for file in head.home.parent.glob("ray/session_*/logs/**/*") if file.is_file()]
     assert len(logs) > 5

@@ -77,7 +77,12 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(name: str) -> None:
         return
     found = plan_cluster(config, model, H100)
     assert found.cluster.num_devices == GPUS[name]
-    used = {slot for processes in found.device_map.placed().values() for slots in processes for slot in slots}
+    used = {
+        slot
+        for processes in found.device_map.placed().values()
+        for slots in processes
+        for slot in slots
+    }
     assert len(used) == GPUS[name], "no GPU is without work"
     assert found.tightest.fits
     assert 1 < found.step.total_s < 3600
@@ -90,7 +95,9 @@ def test_the_layout_of_megatron_is_one_that_it_takes() -> None:
     from gcore_trainer.megatron.architecture import Architecture
 
     config, model = planned("qwen3_30b_a3b_gsm8k")
-    Architecture(AutoConfig.from_pretrained(model)).check_layout(config.trainer.parallel, config.trainer.num_processes)
+    Architecture(AutoConfig.from_pretrained(model)).check_layout(
+        config.trainer.parallel, config.trainer.num_processes
+    )
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -110,7 +117,9 @@ def run(*arguments: str) -> int:
 def test_experts_are_divided_over_their_ranks() -> None:
     """By hand: 32 ranks of TP 4, PP 2, DP 4 and EP 4, of 128 experts in 48 layers."""
     config, model = planned("qwen3_30b_a3b_gsm8k")
-    roles = plan_cluster(config, model, H100).memory["policy engine", "training rank"].roles["trainer"]
+    roles = (
+        plan_cluster(config, model, H100).memory["policy engine", "training rank"].roles["trainer"]
+    )
     hidden, inner, heads, kv_heads, width, vocab = 2048, 768, 32, 4, 128, 151_936
     attention = hidden * (2 * heads + 2 * kv_heads) * width + 2 * width
     layer = attention + 2 * hidden + hidden * 128
@@ -123,18 +132,36 @@ def test_experts_are_divided_over_their_ranks() -> None:
     assert roles["optimizer"] == pytest.approx(12 * stage / 16, rel=1e-6)
 
 
-def test_a_model_that_is_too_large_is_refused_with_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    code = run("--recipe", "qwen3_32b_gsm8k", "--rollout.tensor-parallel-size", "1", "--rollout.num-processes", "64")
+def test_a_model_that_is_too_large_is_refused_with_what_would_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run(
+        "--recipe",
+        "qwen3_32b_gsm8k",
+        "--rollout.tensor-parallel-size",
+        "1",
+        "--rollout.num-processes",
+        "64",
+    )
     output = capsys.readouterr()
     assert code == 2
     assert output.out.splitlines()[-1] == "does not fit"
     assert "model is 'Qwen3-32B' (32.76 B parameters), whose stage 'sync' needs" in output.err
     assert "these would fit: rollout.tensor_parallel_size 2 (" in output.err
-    code = run("--recipe", "qwen2_5_7b_dapo", "--dry-run-device", "24", "--rollout.tensor-parallel-size", "8")
+    code = run(
+        "--recipe",
+        "qwen2_5_7b_dapo",
+        "--dry-run-device",
+        "24",
+        "--rollout.tensor-parallel-size",
+        "8",
+    )
     output = capsys.readouterr()
     assert code == 2
     assert "whose stage 'train' needs" in output.err
-    assert "predicted" not in output.out, "rates of a device of which only the memory is known are not"
+    assert "predicted" not in output.out, (
+        "rates of a device of which only the memory is known are not"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,18 +185,32 @@ def test_a_model_that_is_too_large_is_refused_with_what_would_fit(capsys: pytest
         ),
     ],
 )
-def test_what_has_no_place_is_named(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_place_is_named(
+    options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--recipe", "qwen2_5_7b_gsm8k", *options) == 2
     output = capsys.readouterr()
     assert expected in output.err
     assert "│" not in output.out
 
 
-def test_ranks_and_engines_of_one_machine_have_gpus_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--runtime", "inline", "--dry-run-gpus-per-node", "8", "--rollout.colocated", "false"]
+def test_ranks_and_engines_of_one_machine_have_gpus_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [
+        "--runtime",
+        "inline",
+        "--dry-run-gpus-per-node",
+        "8",
+        "--rollout.colocated",
+        "false",
+    ]
     sizes = ["--trainer.num-processes", "4", "--rollout.num-processes", "2", "--controllers", "1"]
     assert run("--recipe", "qwen2_5_7b_gsm8k", *options, *sizes) == 0
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     places = [row[1:4] for row in rows if len(row) == 5]
     assert places == [
         *[[str(gpu), "", str(gpu)] for gpu in range(4)],
@@ -180,11 +221,16 @@ def test_ranks_and_engines_of_one_machine_have_gpus_of_their_own(capsys: pytest.
 def test_a_judge_is_mapped_and_planned(tmp_path: Path) -> None:
     """Side by side with the policy's engines, and by turns with them on each of their devices."""
     config, model = planned("qwen2_5_7b_gsm8k")
-    judge = replace(config.reward_model.judge, engine="vllm", num_processes=1, tensor_parallel_size=2)
+    judge = replace(
+        config.reward_model.judge, engine="vllm", num_processes=1, tensor_parallel_size=2
+    )
     judged = replace(config.reward_model, kind="judge", path=str(model), judge=judge)
     rollout = replace(config.rollout, num_processes=3)
     dynamic = replace(
-        config, reward_model=judged, rollout=rollout, placement=replace(config.placement, strategy="dynamic")
+        config,
+        reward_model=judged,
+        rollout=rollout,
+        placement=replace(config.placement, strategy="dynamic"),
     )
     found = plan_cluster(dynamic, model, H100)
     assert set(found.memory) == {("policy engine", "training rank"), ("judge", "training rank")}
@@ -202,7 +248,9 @@ def test_a_judge_is_mapped_and_planned(tmp_path: Path) -> None:
     assert plan.peaks["generate"] == pytest.approx(max(shares)), "one of the two is asleep"
 
 
-def test_a_folder_needs_a_config_and_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_needs_a_config_and_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = json.loads((shape_folder("Qwen2.5-0.5B-Instruct") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert run("--model", str(tmp_path), "--rollout.engine", "vllm") == 0

@@ -23,8 +23,22 @@ JOB = [
     *("--warmup.max-steps", "8", "--warmup.batch-size", "64", "--warmup.test-freq", "4"),
     *("--task.num-train", "500", "--task.num-val", "16", "--task.params.max-terms", "2"),
     *("--data.train-batch-size", "8", "--rollout.n", "4", "--data.max-response-length", "8"),
-    *("--actor.ppo-mini-batch-size", "4", "--actor.ppo-epochs", "2", "--actor.loss.kl-loss-coef", "0.01"),
-    *("--trainer.total-training-steps", "6", "--trainer.save-freq", "2", "--trainer.test-freq", "3"),
+    *(
+        "--actor.ppo-mini-batch-size",
+        "4",
+        "--actor.ppo-epochs",
+        "2",
+        "--actor.loss.kl-loss-coef",
+        "0.01",
+    ),
+    *(
+        "--trainer.total-training-steps",
+        "6",
+        "--trainer.save-freq",
+        "2",
+        "--trainer.test-freq",
+        "3",
+    ),
 ]
 # Scores that differ within most groups, not all: surplus groups and several waves are part of what must come back.
 REWARD = """
@@ -34,7 +48,11 @@ def reward(prompt, completion, row):
 
 
 def steps_done(run: Path) -> int:
-    return max((int(row["step"]) for row in step_rows(run)), default=0) if (run / "metrics.jsonl").exists() else 0
+    return (
+        max((int(row["step"]) for row in step_rows(run)), default=0)
+        if (run / "metrics.jsonl").exists()
+        else 0
+    )
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -141,7 +159,9 @@ def test_kill_again_and_again(cli: Cli, whole: Callable[[int], Whole]) -> None:
 
 
 @pytest.mark.parametrize("controllers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_interrupt_saves_the_last_finished_step(cli: Cli, whole: Callable[[int], Whole], controllers: int) -> None:
+def test_interrupt_saves_the_last_finished_step(
+    cli: Cli, whole: Callable[[int], Whole], controllers: int
+) -> None:
     """Wherever in a step Ctrl-C or SIGTERM hits, no finished step is made twice."""
     expected = whole(controllers)
     run = cli.cwd / "runs" / "interrupted"
@@ -189,6 +209,10 @@ def test_a_longer_run_continues_from_the_end(cli: Cli, own_args: list[str]) -> N
         for total in totals:
             cli.ok(*own_args, "--trainer.total-training-steps", total, "--name", name)
     straight, extended = (cli.cwd / "runs" / name for name in ("straight", "extended"))
-    assert [reproducible(r) for r in step_rows(straight)] == [reproducible(r) for r in step_rows(extended)]
-    first, second = ((run / "export/model.safetensors").read_bytes() for run in (straight, extended))
+    assert [reproducible(r) for r in step_rows(straight)] == [
+        reproducible(r) for r in step_rows(extended)
+    ]
+    first, second = (
+        (run / "export/model.safetensors").read_bytes() for run in (straight, extended)
+    )
     assert first == second

@@ -73,7 +73,9 @@ class Watched:
     def sizes(self, role: str, start: float, end: float) -> list[list[int]]:
         """The sizes of each process of a role between two times, the processes in the order of their numbers."""
         pids = sorted(pid for pid, own in self.role_of.items() if own == role)
-        return [[size for at, of, size in self.rows if of == pid and start <= at <= end] for pid in pids]
+        return [
+            [size for at, of, size in self.rows if of == pid and start <= at <= end] for pid in pids
+        ]
 
 
 @contextmanager
@@ -84,14 +86,18 @@ def watching(command: Command) -> Generator[Watched]:
         looked_s = 0.0
         while not is_over.wait(0.02):
             if time.monotonic() - looked_s > 1.0:
-                watched.role_of |= {pid: r for r, title in TITLES.items() for pid in descendants(command.pid, title)}
+                watched.role_of |= {
+                    pid: r for r, title in TITLES.items() for pid in descendants(command.pid, title)
+                }
                 looked_s = time.monotonic()
             for pid in watched.role_of:
                 try:
                     status = Path(f"/proc/{pid}/status").read_text()
                 except OSError:
                     continue  # it has just ended
-                found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")]
+                found = [
+                    line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")
+                ]
                 watched.rows += [(time.time(), pid, int(size) << 10) for size in found]
 
     thread = threading.Thread(target=watch)
@@ -104,12 +110,16 @@ def watching(command: Command) -> Generator[Watched]:
 
 
 @pytest.mark.slow
-def test_memory_of_what_sleeps_is_returned(cli: Cli, own_args: list[str], wide: tuple[Path, int]) -> None:
+def test_memory_of_what_sleeps_is_returned(
+    cli: Cli, own_args: list[str], wide: tuple[Path, int]
+) -> None:
     """An hf policy and a vLLM judge, on whose devices two ranks train; in the second step."""
     model, weights_bytes = wide
     (cli.cwd / "noting.py").write_text(LOSS)
     (cli.cwd / "question.txt").write_text("> {completion}")
-    args = option_set(option_set(own_args, "--model", str(model)), "--trainer.total-training-steps", "2")
+    args = option_set(
+        option_set(own_args, "--model", str(model)), "--trainer.total-training-steps", "2"
+    )
     args = option_set(args, "--data.max-response-length", str(NUM_TOKENS))
     judge = {
         "engine": "vllm",
@@ -122,10 +132,26 @@ def test_memory_of_what_sleeps_is_returned(cli: Cli, own_args: list[str], wide: 
     command = cli.start(
         *args,
         *("--reward-model.kind", "judge", "--reward-model.path", str(model)),
-        *(text for name, value in judge.items() for text in (f"--reward-model.judge.{name}", value)),
-        *("--algorithm.filter-groups", "False", "--actor.loss.loss-mode", f"{cli.cwd / 'noting.py'}:loss"),
+        *(
+            text
+            for name, value in judge.items()
+            for text in (f"--reward-model.judge.{name}", value)
+        ),
+        *(
+            "--algorithm.filter-groups",
+            "False",
+            "--actor.loss.loss-mode",
+            f"{cli.cwd / 'noting.py'}:loss",
+        ),
         *("--runtime", "ray", "--rollout.num-processes", "1", "--trainer.num-processes", "2"),
-        *("--rollout.colocated", "true", "--trainer.tensorboard", "False", "--trainer.test-freq", "1000"),
+        *(
+            "--rollout.colocated",
+            "true",
+            "--trainer.tensorboard",
+            "False",
+            "--trainer.test-freq",
+            "1000",
+        ),
     )
     with watching(command) as watched:
         finished = command.wait()

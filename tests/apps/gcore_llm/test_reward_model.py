@@ -18,8 +18,24 @@ def job(cli: Cli, tiny: Path) -> list[str]:
     write_rows(cli.cwd / "val.jsonl", pairs(12, seed=1))
     return [
         *("reward-model", "--threads", "1", "--device", "cpu", "--model", str(tiny)),
-        *("--data.train-files", "pairs.jsonl", "--data.val-files", "val.jsonl", "--data.train-batch-size", "8"),
-        *("--data.max-length", "64", "--optim.lr", "5e-4", "--trainer.save-freq", "4", "--trainer.test-freq", "5"),
+        *(
+            "--data.train-files",
+            "pairs.jsonl",
+            "--data.val-files",
+            "val.jsonl",
+            "--data.train-batch-size",
+            "8",
+        ),
+        *(
+            "--data.max-length",
+            "64",
+            "--optim.lr",
+            "5e-4",
+            "--trainer.save-freq",
+            "4",
+            "--trainer.test-freq",
+            "5",
+        ),
     ]
 
 
@@ -28,13 +44,19 @@ def rewards(export: Path, texts: list[str]) -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(export)
     model: Any = AutoModelForSequenceClassification.from_pretrained(export)
     assert model.config.num_labels == 1
-    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+    batch = tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+    )
     with torch.no_grad():
-        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
+            :, 0
+        ]
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-def test_transformers_scores_as_the_run_did(cli: Cli, job: list[str], tiny: Path, chat: bool) -> None:
+def test_transformers_scores_as_the_run_did(
+    cli: Cli, job: list[str], tiny: Path, chat: bool
+) -> None:
     if chat:
         job[job.index(str(tiny))] = str(with_template(tiny, cli.cwd / "chat", TEMPLATE))
     cli.ok(*job)
@@ -85,9 +107,13 @@ def test_a_tokenizer_that_pads_with_its_end(cli: Cli, job: list[str], tiny: Path
     assert AutoModelForSequenceClassification.from_pretrained(export).config.pad_token_id == padding
     assert padding != tokenizer.eos_token_id
     texts = ["1:2<eos>", "1:23<eos>"]
-    assert rewards(export, texts).tolist() == pytest.approx([rewards(export, [text]).item() for text in texts])
+    assert rewards(export, texts).tolist() == pytest.approx(
+        [rewards(export, [text]).item() for text in texts]
+    )
     exported: Any = AutoModelForSequenceClassification.from_pretrained(export)
-    hidden = exported.model(AutoTokenizer.from_pretrained(export)(texts[0], return_tensors="pt")["input_ids"])
+    hidden = exported.model(
+        AutoTokenizer.from_pretrained(export)(texts[0], return_tensors="pt")["input_ids"]
+    )
     last = exported.score(hidden.last_hidden_state)[0, -1, 0].item()
     assert rewards(export, texts)[0].item() == pytest.approx(last, abs=1e-6)
 

@@ -23,7 +23,14 @@ from gcore_runs.settings.parsing import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
 JUDGE = [
-    *("--reward-model.kind", "judge", "--reward-model.judge.pattern", r"(\d)", "--reward-model.judge.high", "9"),
+    *(
+        "--reward-model.kind",
+        "judge",
+        "--reward-model.judge.pattern",
+        r"(\d)",
+        "--reward-model.judge.high",
+        "9",
+    ),
     *("--reward-model.judge.max-response-length", "24", "--reward-model.judge.n", "2"),
 ]
 
@@ -38,10 +45,17 @@ def rows_of(cli: Cli, own_args: list[str], *options: str) -> list[dict[str, floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", ["0", "1"])
-def test_a_judge_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path, num_processes: str) -> None:
+def test_a_judge_next_to_a_function(
+    cli: Cli, own_args: list[str], tiny: Path, num_processes: str
+) -> None:
     """A tiny policy learns from a rule and, half as much, from a tiny judge, in its process or in another."""
     options = ["--reward-model.path", str(tiny), "--reward-model.weight", "0.5"]
-    options += ["--reward-model.judge.unparsable-score", "0.25", "--reward-model.judge.num-processes", num_processes]
+    options += [
+        "--reward-model.judge.unparsable-score",
+        "0.25",
+        "--reward-model.judge.num-processes",
+        num_processes,
+    ]
     rows = rows_of(cli, own_args, *JUDGE, *options)
     for row in rows:
         total = row["reward/function/mean"] + 0.5 * row["reward/model/mean"]
@@ -51,7 +65,12 @@ def test_a_judge_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path, n
         assert row["actor/grad_norm"] > 0
 
 
-STYLE = ["--reward-model.judges.style.pattern", r"(\d)", "--reward-model.judges.style.max-response-length", "16"]
+STYLE = [
+    "--reward-model.judges.style.pattern",
+    r"(\d)",
+    "--reward-model.judges.style.max-response-length",
+    "16",
+]
 
 
 @pytest.mark.slow
@@ -59,7 +78,13 @@ def test_two_judges_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path
     """Each with its own question, weight and process; what they say is known by their names."""
     (cli.cwd / "style.txt").write_text("{completion} ")
     options = ["--reward-model.path", str(tiny), "--reward-model.judge.unparsable-score", "0.25"]
-    style = {"path": tiny, "weight": 2, "template": "style.txt", "unparsable-score": 0.5, "num-processes": 1}
+    style = {
+        "path": tiny,
+        "weight": 2,
+        "template": "style.txt",
+        "unparsable-score": 0.5,
+        "num-processes": 1,
+    }
     options += [f"--reward-model.judges.style.{name}={value}" for name, value in style.items()]
     rows = rows_of(cli, own_args, *JUDGE, *STYLE, *options)
     for row in rows:
@@ -74,15 +99,26 @@ def test_two_judges_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path
 
 
 def test_a_judge_by_name_is_enough(cli: Cli, own_args: list[str], tiny: Path) -> None:
-    rows = rows_of(cli, own_args, *STYLE, "--reward-model.judges.style.path", str(tiny), "--reward", "")
+    rows = rows_of(
+        cli, own_args, *STYLE, "--reward-model.judges.style.path", str(tiny), "--reward", ""
+    )
     for row in rows:
         assert row["critic/score/mean"] == pytest.approx(row["reward/style/mean"], abs=1e-5)
 
 
-def test_groups_without_a_verdict_are_not_trained_on(cli: Cli, own_args: list[str], tiny: Path) -> None:
+def test_groups_without_a_verdict_are_not_trained_on(
+    cli: Cli, own_args: list[str], tiny: Path
+) -> None:
     """By the judge's own question, which it fills in with the row."""
     (cli.cwd / "question.txt").write_text("{prompt}{completion} of {answer}?")
-    options = ["--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt", "--reward", ""]
+    options = [
+        "--reward-model.path",
+        str(tiny),
+        "--reward-model.judge.template",
+        "question.txt",
+        "--reward",
+        "",
+    ]
     rows = rows_of(cli, own_args, *JUDGE, *options)
     assert any(row["sampling/dropped_groups"] > 0 for row in rows)
     for row in rows:
@@ -100,16 +136,29 @@ PAIRWISE = [
         "--reward-model.judge.pattern",
         "([ab])",
     ),
-    *("--reward-model.judge.max-response-length", "12", "--reward-model.judge.unparsable-score", "0.5"),
+    *(
+        "--reward-model.judge.max-response-length",
+        "12",
+        "--reward-model.judge.unparsable-score",
+        "0.5",
+    ),
 ]
 
 
 @pytest.mark.parametrize("has_function", [True, False])
-def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_function: bool) -> None:
+def test_a_judge_that_compares(
+    cli: Cli, own_args: list[str], tiny: Path, has_function: bool
+) -> None:
     """Each group's shares of wins have the mean of a tie; groups of ties alone have nothing to learn from."""
     args = own_args if has_function else option_set(own_args, "--reward", "")
     (cli.cwd / "question.txt").write_text("{answer}: {prompt}{completion_a}, or {completion_b}?")
-    options = [*PAIRWISE, "--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt"]
+    options = [
+        *PAIRWISE,
+        "--reward-model.path",
+        str(tiny),
+        "--reward-model.judge.template",
+        "question.txt",
+    ]
     for row in rows_of(cli, args, *options, "--reward-model.weight", "2"):
         assert row["reward/model/mean"] == pytest.approx(0.5)
         assert 0 < row["reward/model/parsed/mean"] < 1
@@ -121,7 +170,9 @@ def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_fu
     rows = val_rows(cli.cwd / "runs/default")
     if not has_function:
         for row in rows:
-            assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(2.0)
+            assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(
+                2.0
+            )
     scores = [f"{rows[-1][f'val/{kind}/score/mean']:.3f} {kind}" for kind in ("greedy", "sampled")]
     assert f"step 2: held-out score {', '.join(scores)}\n" in cli.ok("eval", "runs/default")
 
@@ -131,7 +182,9 @@ def test_comparison_of_responses_that_took_several_steps(
     cli: Cli, own_args: list[str], chatty: Path, tiny: Path
 ) -> None:
     """A group is compared once all of it is there, whichever steps that took."""
-    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "48")
+    args = option_set(
+        option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "48"
+    )
     partial = ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1"]
     rows = rows_of(cli, args, *PAIRWISE, *partial, "--reward-model.path", str(tiny))
     assert all(row["sampling/unfinished_groups"] > 0 for row in rows)
@@ -157,7 +210,14 @@ def test_a_classifier(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     config = Qwen3Config(vocab_size=128, **sizes, **heads, **others)
     Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
     tiny_tokenizer().save_pretrained(tmp_path / "scorer")
-    options = ["--reward-model.kind", "classifier", "--reward-model.path", str(tmp_path / "scorer"), "--reward", ""]
+    options = [
+        "--reward-model.kind",
+        "classifier",
+        "--reward-model.path",
+        str(tmp_path / "scorer"),
+        "--reward",
+        "",
+    ]
     rows = rows_of(cli, own_args, *options)
 
     async def score() -> float:
@@ -180,27 +240,51 @@ SCORER_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eo
 def test_a_classifier_of_another_family(own_args: list[str], tmp_path: Path) -> None:
     """It sees prompt and answer in its own markup up to the token that ends the answer, which pads its batches, too."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     tokenizer = tiny_tokenizer()
     eos = tokenizer.eos_token_id
-    settings: dict[str, Any] = {**sizes, **heads, "num_labels": 1, "pad_token_id": eos, "eos_token_id": eos}
+    settings: dict[str, Any] = {
+        **sizes,
+        **heads,
+        "num_labels": 1,
+        "pad_token_id": eos,
+        "eos_token_id": eos,
+    }
     config = Qwen3Config(vocab_size=128, **settings)
     model: Any = Qwen3ForSequenceClassification(config)
     model.save_pretrained(tmp_path / "scorer")
     tokenizer.chat_template = SCORER_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "scorer")
-    options = ["--reward-model.kind", "classifier", "--reward-model.path", str(tmp_path / "scorer"), "--reward", ""]
+    options = [
+        "--reward-model.kind",
+        "classifier",
+        "--reward-model.path",
+        str(tmp_path / "scorer"),
+        "--reward",
+        "",
+    ]
     messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "1+1="}]
 
     async def scores(*calls: tuple[str, str, Any]) -> list[float]:
         rewards = await TextRewards.start(resolve(parse_train([*own_args[1:], *options])))
         runner = rewards.runner
-        scored = await asyncio.gather(*(runner.score(prompt=p, completion=c, row={"prompt": r}) for p, c, r in calls))
+        scored = await asyncio.gather(
+            *(runner.score(prompt=p, completion=c, row={"prompt": r}) for p, c, r in calls)
+        )
         await rewards.close()
         return [one.score for one in scored if isinstance(one, Scored)]
 
-    calls = [("[user]1+1=[a]", "2", "1+1="), ("[system]short[user]1+1=[a]", "", messages), ("1+1=", "22", "1+1=")]
+    calls = [
+        ("[user]1+1=[a]", "2", "1+1="),
+        ("[system]short[user]1+1=[a]", "", messages),
+        ("1+1=", "22", "1+1="),
+    ]
     texts = [
         "<user>1+1=<eos>\n<assistant>2<eos>",
         "<system>short<eos>\n<user>1+1=<eos>\n<assistant><eos>",
@@ -224,7 +308,11 @@ class _Scorer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         refuses = asked["completion"][:1].isdigit()
-        body = b"no digits" if refuses else json.dumps({"score": len(asked["completion"]) / 8}).encode()
+        body = (
+            b"no digits"
+            if refuses
+            else json.dumps({"score": len(asked["completion"]) / 8}).encode()
+        )
         self.send_response(400 if refuses else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -250,7 +338,9 @@ def test_a_server_whose_failures_drop_groups(cli: Cli, own_args: list[str], url:
 
 
 def test_a_server_whose_failure_ends_the_run(cli: Cli, own_args: list[str], url: str) -> None:
-    finished = cli(*own_args, "--reward-model.kind", "server", "--reward-model.path", url, "--reward", "")
+    finished = cli(
+        *own_args, "--reward-model.kind", "server", "--reward-model.path", url, "--reward", ""
+    )
     assert finished.code == 2
     assert "answered 400 Bad Request: 'no digits'" in " ".join(finished.err.split())
 
@@ -258,7 +348,9 @@ def test_a_server_whose_failure_ends_the_run(cli: Cli, own_args: list[str], url:
 @pytest.mark.slow
 def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
     """A model that writes no programs scores 0, and no step finds anything to learn."""
-    data = write_rows(cli.cwd / "code.jsonl", ({"prompt": f"{i}", "tests": ["assert True"]} for i in range(20)))
+    data = write_rows(
+        cli.cwd / "code.jsonl", ({"prompt": f"{i}", "tests": ["assert True"]} for i in range(20))
+    )
     args = option_set(option_set(own_args, "--data.train-files", str(data)), "--reward", "code")
     finished = cli(*args, "--algorithm.max-num-gen-batches", "1")
     assert (finished.code, finished.err) == (3, "")
@@ -282,20 +374,35 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             ["--reward-model.kind", "server", "--reward-model.path", "x"],
             "url is 'x'; expected http://... or https://...",
         ),
-        (["--reward-model.weight", "0"], "reward_model.weight is 0.0; expected a finite number other than 0"),
+        (
+            ["--reward-model.weight", "0"],
+            "reward_model.weight is 0.0; expected a finite number other than 0",
+        ),
         (
             ["--reward-model.judge.engine", "vllm"],
             "reward_model.judge.num_processes is 0; expected 1 or more with reward_model.judge.engine",
         ),
-        (["--reward-model.judges.style.n", "1"], "reward_model.judges.NAME.path is ''; expected the folder of the"),
-        (["--reward-model.judges.Style.path", "x"], "reward_model.judges has 'Style'; expected names of small letters"),
-        (["--reward-model.judges.a.wieght", "1"], "unknown field reward_model.judges.a.wieght; did you mean"),
+        (
+            ["--reward-model.judges.style.n", "1"],
+            "reward_model.judges.NAME.path is ''; expected the folder of the",
+        ),
+        (
+            ["--reward-model.judges.Style.path", "x"],
+            "reward_model.judges has 'Style'; expected names of small letters",
+        ),
+        (
+            ["--reward-model.judges.a.wieght", "1"],
+            "unknown field reward_model.judges.a.wieght; did you mean",
+        ),
         (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0; expected at least 1"),
         (
             [*PAIRWISE[:-1], "0.25"],
             "reward_model.judge.unparsable_score is 0.25; expected 0.5, a tie",
         ),
-        ([*PAIRWISE, "--reward-model.judge.high", "9"], "they are of scores, comparisons have winners"),
+        (
+            [*PAIRWISE, "--reward-model.judge.high", "9"],
+            "they are of scores, comparisons have winners",
+        ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
             "reward_model.judge.pairwise is true; expected false with several turns (rollout.multi_turn), because one",
@@ -313,12 +420,20 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
     assert list(cli.cwd.iterdir()) == []
 
 
-def test_a_bad_template_is_found_before_the_run_starts(cli: Cli, own_args: list[str], tiny: Path) -> None:
+def test_a_bad_template_is_found_before_the_run_starts(
+    cli: Cli, own_args: list[str], tiny: Path
+) -> None:
     for text, expected in {
         "{prompt}": "expected {completion} in it",
         "{completion} {nothing}": "the row has no 'nothing' for the judge's template: it has ['answer', 'prompt']",
     }.items():
         (cli.cwd / "question.txt").write_text(text)
-        options = [*JUDGE, "--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt"]
+        options = [
+            *JUDGE,
+            "--reward-model.path",
+            str(tiny),
+            "--reward-model.judge.template",
+            "question.txt",
+        ]
         assert expected in " ".join(cli.refused(*own_args, *options).split())
     assert [path.name for path in cli.cwd.iterdir()] == ["question.txt"]

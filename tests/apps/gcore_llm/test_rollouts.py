@@ -18,7 +18,9 @@ def args_of(own_args: list[str], model: Path, num_steps: int) -> list[str]:
     return option_set(args, "--trainer.total-training-steps", str(num_steps))
 
 
-def test_long_responses_continue_in_later_steps(cli: Cli, own_args: list[str], chatty: Path) -> None:
+def test_long_responses_continue_in_later_steps(
+    cli: Cli, own_args: list[str], chatty: Path
+) -> None:
     """Unfinished samples are kept in checkpoints: an interrupted run continues as one that was not."""
     cli.ok(*args_of(own_args, chatty, 4), "--name", "whole")
     rows = step_rows(cli.cwd / "runs/whole")
@@ -36,12 +38,18 @@ def test_long_responses_continue_in_later_steps(cli: Cli, own_args: list[str], c
     cli.ok(*args_of(own_args, chatty, 2), "--name", "parted")
     cli.ok(*args_of(own_args, chatty, 4), "--name", "parted")
     for row, expected in zip(step_rows(cli.cwd / "runs/parted"), rows, strict=True):
-        same = [name for name in expected if not name.startswith(("timing_s/", "perf/", "ledger/", "forecast/"))]
+        same = [
+            name
+            for name in expected
+            if not name.startswith(("timing_s/", "perf/", "ledger/", "forecast/"))
+        ]
         assert {name: row[name] for name in same} == {name: expected[name] for name in same}
 
 
 @pytest.mark.slow
-def test_long_responses_wait_for_a_step_of_their_own(cli: Cli, own_args: list[str], chatty: Path) -> None:
+def test_long_responses_wait_for_a_step_of_their_own(
+    cli: Cli, own_args: list[str], chatty: Path
+) -> None:
     """Deferred prompts are kept in checkpoints: an interrupted run continues as one that was not."""
     tail = [
         "--rollout.tail-batching",
@@ -59,13 +67,19 @@ def test_long_responses_wait_for_a_step_of_their_own(cli: Cli, own_args: list[st
     rows = step_rows(cli.cwd / "runs/whole")
     assert all(row["sampling/groups"] == 8 for row in rows)
     assert any(row["sampling/long_round"] for row in rows)
-    assert all(row["sampling/deferred_groups"] > 0 for row in rows if not row["sampling/long_round"])
+    assert all(
+        row["sampling/deferred_groups"] > 0 for row in rows if not row["sampling/long_round"]
+    )
     assert all(row["sampling/oldest_version"] == row["step"] - 1 for row in rows)
 
     cli.ok(*option_set(args, "--trainer.total-training-steps", "2"), "--name", "parted")
     cli.ok(*args, "--name", "parted")
     for row, expected in zip(step_rows(cli.cwd / "runs/parted"), rows, strict=True):
-        same = [name for name in expected if not name.startswith(("timing_s/", "perf/", "ledger/", "forecast/"))]
+        same = [
+            name
+            for name in expected
+            if not name.startswith(("timing_s/", "perf/", "ledger/", "forecast/"))
+        ]
         assert {name: row[name] for name in same} == {name: expected[name] for name in same}
 
 
@@ -108,7 +122,9 @@ def broken(row):
 
 def multi_turn_args(cli: Cli, own_args: list[str], chatty: Path, function: str) -> list[str]:
     (cli.cwd / "world.py").write_text(WORLD)
-    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "128")
+    args = option_set(
+        option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "128"
+    )
     return [*args, "--rollout.multi-turn.environment", f"world.py:{function}"]
 
 
@@ -132,20 +148,36 @@ def test_turns_that_are_cut_off(cli: Cli, own_args: list[str], chatty: Path) -> 
     args = multi_turn_args(cli, own_args, chatty, "Guessing")
     out = cli.ok(*args, "--rollout.multi-turn.max-tokens-per-turn", "2")
     for row in step_rows(cli.cwd / "runs/default"):
-        shares = {name.rpartition("/")[2]: share for name, share in row.items() if name.startswith("multi_turn/end/")}
+        shares = {
+            name.rpartition("/")[2]: share
+            for name, share in row.items()
+            if name.startswith("multi_turn/end/")
+        }
         assert shares.keys() == {"done", "truncated_turn", "length", "max_turns"}
         assert sum(shares.values()) == pytest.approx(1)
         assert shares["truncated_turn"] > 0.5
-    assert " ".join(out.split()).count("of the episodes ended because a turn was cut off before its end") == 1
+    assert (
+        " ".join(out.split()).count(
+            "of the episodes ended because a turn was cut off before its end"
+        )
+        == 1
+    )
 
 
 @pytest.mark.slow
 def test_a_judge_whose_verdict_is_read(cli: Cli, own_args: list[str], chatty: Path) -> None:
     """Responses are handed back with the judge's words, and the last one's score counts."""
-    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "96")
+    args = option_set(
+        option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "96"
+    )
     args = [*option_set(args, "--reward", ""), "--rollout.multi-turn.max-revisions", "2"]
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(chatty)]
-    for name, value in {"pattern": r"(\d)", "high": "9", "unparsable-score": "0", "max-response-length": "16"}.items():
+    for name, value in {
+        "pattern": r"(\d)",
+        "high": "9",
+        "unparsable-score": "0",
+        "max-response-length": "16",
+    }.items():
         judge += [f"--reward-model.judge.{name}", value]
     cli.ok(*args, *judge)
     for row in step_rows(cli.cwd / "runs/default"):
@@ -162,7 +194,9 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
     assert finished.code == 2
     assert "step 1: RuntimeError: the board fell over" in " ".join(finished.err.split())
     args += ["--reward-calls.on-error", "drop"]
-    assert "The most frequent error: RuntimeError at world.py:" in " ".join(cli.refused(*args).split())
+    assert "The most frequent error: RuntimeError at world.py:" in " ".join(
+        cli.refused(*args).split()
+    )
     finished = cli(*args, "--reward-calls.max-failed-share", "1", "--name", "dropped")
     assert (finished.code, finished.err) == (3, "")
     assert all(row["sampling/groups"] == 0 for row in step_rows(cli.cwd / "runs/dropped"))
@@ -176,7 +210,10 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
             ["--rollout.multi-turn.environment", "none.py:f"],
             "rollout.multi_turn.environment is 'none.py:f': no such file",
         ),
-        (["--rollout.multi-turn.max-assistant-turns", "0"], "max_assistant_turns is 0; expected 1 or more"),
+        (
+            ["--rollout.multi-turn.max-assistant-turns", "0"],
+            "max_assistant_turns is 0; expected 1 or more",
+        ),
         (
             ["--rollout.over-sample-rate", "-1"],
             "rollout.over_sample_rate is -1.0; expected a finite number, 0 or more",
@@ -187,10 +224,18 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
             "an environment cannot wait for the next step",
         ),
         (
-            ["--rollout.multi-turn.max-revisions", "2", "--rollout.multi-turn.environment", "x.py:f"],
+            [
+                "--rollout.multi-turn.max-revisions",
+                "2",
+                "--rollout.multi-turn.environment",
+                "x.py:f",
+            ],
             "rollout.multi_turn.max_revisions is 2; expected 0 with",
         ),
-        (["--rollout.multi-turn.good-enough", "inf"], "good_enough is inf; expected a finite number"),
+        (
+            ["--rollout.multi-turn.good-enough", "inf"],
+            "good_enough is inf; expected a finite number",
+        ),
         (
             ["--rollout.partial-rollout", "True", "--algorithm.adv-estimator", "remax"],
             "expected false with algorithm.adv_estimator 'remax'",

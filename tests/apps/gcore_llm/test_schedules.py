@@ -27,7 +27,11 @@ def reward(prompt, completion, row):
 
 @pytest.fixture
 def six_steps(own_args: list[str]) -> list[str]:
-    return [*option_set(own_args, "--trainer.total-training-steps", "6"), "--algorithm.filter-groups", "False"]
+    return [
+        *option_set(own_args, "--trainer.total-training-steps", "6"),
+        "--algorithm.filter-groups",
+        "False",
+    ]
 
 
 def scheduled(cli: Cli, args: list[str], schedule: str, *, kills_at: int = 0) -> list[str]:
@@ -57,26 +61,42 @@ def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -
                     values.pop("perf/computed_tokens", None)
             assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
     rows = [json.loads(line) for line in (two / "spans.jsonl").read_text().splitlines()]
-    assert all({"sampling 0", "sampling 1", "engine 0", "trainer 0"} == row["devices"].keys() for row in rows)
+    assert all(
+        {"sampling 0", "sampling 1", "engine 0", "trainer 0"} == row["devices"].keys()
+        for row in rows
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_async_is_no_staler_than_it_may_be(cli: Cli, six_steps: list[str], max_staleness: int) -> None:
+def test_async_is_no_staler_than_it_may_be(
+    cli: Cli, six_steps: list[str], max_staleness: int
+) -> None:
     """Its engine samples while this process trains."""
     args = [*scheduled(cli, six_steps, "async"), "--rollout.max-staleness", str(max_staleness)]
     cli.ok(*args, "--rollout.num-processes", "1", "--controllers", "2")
-    staleness = [step - version for step, version in enumerate(oldest_versions(cli.cwd / "runs/default"))]
+    staleness = [
+        step - version for step, version in enumerate(oldest_versions(cli.cwd / "runs/default"))
+    ]
     assert staleness[0] == 0
     assert 1 <= max(staleness) <= max_staleness
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)]
+)
 def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: str) -> None:
     """A run that is killed trains on every prompt that it drew, in order, and on none twice."""
     calls_a_step = 8 * 4
     args = scheduled(cli, six_steps, schedule, kills_at=3 * calls_a_step + 5)
-    args += ["--trainer.save-freq", "1", "--trainer.test-freq", "100", "--rollout.max-staleness", "2"]
+    args += [
+        "--trainer.save-freq",
+        "1",
+        "--trainer.test-freq",
+        "100",
+        "--rollout.max-staleness",
+        "2",
+    ]
     assert cli(*args).code == -9
     num_steps = len(step_rows(cli.cwd / "runs/default"))
     assert 0 <= num_steps <= 3
@@ -84,18 +104,29 @@ def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: 
     rows = step_rows(cli.cwd / "runs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # Batches of one size: the position in the data set shows which prompts a step had.
-    assert [row["sampling/epoch"] for row in rows] == pytest.approx([8 * n / 36 for n in range(1, 7)])
+    assert [row["sampling/epoch"] for row in rows] == pytest.approx(
+        [8 * n / 36 for n in range(1, 7)]
+    )
 
 
-@pytest.mark.parametrize("options", [[], ["--algorithm.old-log-probs", "trainer", "--actor.ppo-mini-batch-size", "4"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--algorithm.old-log-probs", "trainer", "--actor.ppo-mini-batch-size", "4"]]
+)
 def test_engine_and_trainer_are_compared(cli: Cli, own_args: list[str], options: list[str]) -> None:
     """At every step, in every schedule in which a response is by the trainer's present weights."""
     for schedule in ("sync", "one_step_off", "async"):
-        cli.ok(*scheduled(cli, own_args, schedule), *options, "--name", schedule, "--controllers", "2")
+        cli.ok(
+            *scheduled(cli, own_args, schedule), *options, "--name", schedule, "--controllers", "2"
+        )
         rows = step_rows(cli.cwd / "runs" / schedule)
         # The first batch is by the first weights in any schedule.
         compared = [row for row in rows if row["training/rollout_probs_diff_valid"]]
         assert compared == (rows if schedule != "async" else rows[: len(compared)]) != []
         for row in compared:
-            assert 0 < row["training/rollout_log_probs_diff_mean"] < row["training/rollout_log_probs_diff_max"] < 1e-4
+            assert (
+                0
+                < row["training/rollout_log_probs_diff_mean"]
+                < row["training/rollout_log_probs_diff_max"]
+                < 1e-4
+            )
             assert 0 <= row["training/rollout_k3_kl"] < 1e-8

@@ -54,7 +54,9 @@ def learned(encoder: Encoder, row: dict[str, Any]) -> tuple[str, str]:
     tokens = sft_tokens(encoder, row, "row 1")
     tokenizer = tiny_tokenizer()
     texts = ["#" if i == EOS else str(tokenizer.decode([i])) for i in tokens.ids]
-    return "".join(texts), "".join(t for t, is_learned in zip(texts, tokens.mask, strict=True) if is_learned)
+    return "".join(texts), "".join(
+        t for t, is_learned in zip(texts, tokens.mask, strict=True) if is_learned
+    )
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
@@ -68,7 +70,10 @@ def test_of_a_prompt_and_completion_only_the_completion_is_learned(template: str
     whole = "<system>Add.</system><user>1+1</user><assistant>2</assistant><user>2+2</user><assistant>4!</assistant>#"
     messages = {"prompt": CHAT[:4], "completion": CHAT[4:]}
     assert learned(encoder(template), messages) == (whole, "4!</assistant>#")
-    assert learned(encoder(template), {"prompt": CHAT[:4], "completion": "4!"}) == (whole, "4!</assistant>#")
+    assert learned(encoder(template), {"prompt": CHAT[:4], "completion": "4!"}) == (
+        whole,
+        "4!</assistant>#",
+    )
     text = {"prompt": "1+1", "completion": "2"}
     expected = "<user>1+1</user><assistant>2</assistant>#"
     assert learned(encoder(template), text) == (expected, "2</assistant>#")
@@ -79,7 +84,9 @@ def test_a_turn_ends_where_generation_would(tmp_path: Path) -> None:
     text = "<system>Add.#\n<user>1+1#\n<assistant>2#\n<user>2+2#\n<assistant>(hm)4!#\n"
     assert learned(encoder(THINKING), {"messages": CHAT}) == (text, "2#(hm)4!#")
     counting = "{{ messages | length }}" + TEMPLATE
-    with pytest.raises(UserError, match=r"row 1: .* renders what comes before the assistant's turn \(message 3\)"):
+    with pytest.raises(
+        UserError, match=r"row 1: .* renders what comes before the assistant's turn \(message 3\)"
+    ):
         learned(encoder(counting), {"messages": CHAT})
 
 
@@ -111,21 +118,33 @@ def test_what_is_not_learned_is_a_notice() -> None:
     """Thoughts of earlier turns that the template leaves out, and turns that nothing ends."""
     stripping = THINKING.replace("m['content']", "m['content'].split('</think>')[-1]")
     thoughtful = [
-        *({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "<think>two?</think>2"}),
-        *({"role": "user", "content": "2+2"}, {"role": "assistant", "reasoning_content": "hm", "content": "4"}),
+        *(
+            {"role": "user", "content": "1+1"},
+            {"role": "assistant", "content": "<think>two?</think>2"},
+        ),
+        *(
+            {"role": "user", "content": "2+2"},
+            {"role": "assistant", "reasoning_content": "hm", "content": "4"},
+        ),
     ]
     own = encoder(stripping)
     assert learned(own, {"messages": thoughtful})[1] == "2#(hm)4#"
     assert learned(own, {"messages": CHAT})[1] == "2#(hm)4!#"
     [notice] = own.notices()
-    assert notice.startswith("1 rows: the chat template leaves out reasoning of the assistant, which is not learned")
+    assert notice.startswith(
+        "1 rows: the chat template leaves out reasoning of the assistant, which is not learned"
+    )
     own = encoder(TEMPLATE)
     learned(own, {"messages": CHAT})
     [notice] = own.notices()
-    assert notice.startswith("1 rows: the chat template ends turns before the last with no token that ends a response")
+    assert notice.startswith(
+        "1 rows: the chat template ends turns before the last with no token that ends a response"
+    )
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": None}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": None}}
+]
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
@@ -138,13 +157,17 @@ def test_tools_of_a_row_are_announced(tools: Any) -> None:
     announced = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
     expected = tokenizer.apply_chat_template(CHAT[1:3], tools=announced, tokenize=False)
     assert learned(encoder(template), row) == (f"{expected}#", "2</assistant>#")
-    with pytest.raises(UserError, match="row 1: tools are given; expected a chat template that announces them"):
+    with pytest.raises(
+        UserError, match="row 1: tools are given; expected a chat template that announces them"
+    ):
         learned(encoder(TEMPLATE), row)
 
 
 def test_messages_as_parquet_and_servers_have_them() -> None:
     """Keys that are None are no keys, content may be parts of text, and null next to a call."""
-    template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.keys() | sort | join(',') }}")
+    template = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] }}{{ m.keys() | sort | join(',') }}"
+    )
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
     messages = [
         {
@@ -168,9 +191,14 @@ def test_variables_of_the_template() -> None:
     tokenizer: Any = tiny_tokenizer()
     tokenizer.chat_template = "{{ 'think' if enable_thinking else 'answer' }}" + TEMPLATE
     own = Encoder(
-        tokenizer, eos_token_ids=[EOS], apply_chat_template=True, chat_template_kwargs={"enable_thinking": True}
+        tokenizer,
+        eos_token_ids=[EOS],
+        apply_chat_template=True,
+        chat_template_kwargs={"enable_thinking": True},
     )
-    assert learned(own, {"messages": CHAT[1:3]})[0] == "think<user>1+1</user><assistant>2</assistant>#"
+    assert (
+        learned(own, {"messages": CHAT[1:3]})[0] == "think<user>1+1</user><assistant>2</assistant>#"
+    )
 
 
 def test_text() -> None:
@@ -191,7 +219,9 @@ def transformers_loss(model: Path, rows: list[tuple[str, str]]) -> float:
     with torch.no_grad():
         output = causal_lm(model)(
             input_ids=torch.tensor([own + [0] * (length - len(own)) for own in ids]),
-            attention_mask=torch.tensor([[1] * len(own) + [0] * (length - len(own)) for own in ids]),
+            attention_mask=torch.tensor(
+                [[1] * len(own) + [0] * (length - len(own)) for own in ids]
+            ),
             labels=torch.tensor([own + [-100] * (length - len(own)) for own in labels]),
         )
     return float(output.loss)
@@ -199,13 +229,19 @@ def transformers_loss(model: Path, rows: list[tuple[str, str]]) -> float:
 
 def marks(*parts: tuple[str, bool]) -> tuple[str, str]:
     """Text and marks, of parts that are learned or not; the end of the sequence is learned."""
-    return "".join(t for t, _ in parts), "".join(("=" if on else " ") * len(t) for t, on in parts) + "="
+    return "".join(t for t, _ in parts), "".join(
+        ("=" if on else " ") * len(t) for t, on in parts
+    ) + "="
 
 
 def test_loss_is_that_of_transformers(cli: Cli, tiny: Path) -> None:
     """Of a masked conversation, a prompt with its completion, and text; in one batch and in small micro-batches."""
     with_template(tiny, cli.cwd / "model", TEMPLATE)
-    rows = [{"messages": CHAT}, {"prompt": "9*9", "completion": "81"}, {"text": "to be or not to be"}]
+    rows = [
+        {"messages": CHAT},
+        {"prompt": "9*9", "completion": "81"},
+        {"text": "to be or not to be"},
+    ]
     write_rows(cli.cwd / "rows.jsonl", rows)
     conversation = marks(
         ("<system>Add.</system><user>1+1</user><assistant>", False),
@@ -216,8 +252,25 @@ def test_loss_is_that_of_transformers(cli: Cli, tiny: Path) -> None:
     completion = marks(("<user>9*9</user><assistant>", False), ("81</assistant>", True))
     text = marks(("t", False), ("o be or not to be", True))
     expected = transformers_loss(tiny, [conversation, completion, text])
-    args = ["sft", "--threads", "1", "--device", "cpu", "--model", "model", "--data.train-files", "rows.jsonl"]
-    args += ["--data.val-files", "rows.jsonl", "--data.train-batch-size", "3", "--data.max-length", "128"]
+    args = [
+        "sft",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--model",
+        "model",
+        "--data.train-files",
+        "rows.jsonl",
+    ]
+    args += [
+        "--data.val-files",
+        "rows.jsonl",
+        "--data.train-batch-size",
+        "3",
+        "--data.max-length",
+        "128",
+    ]
     for name, budget in (("whole", 1000), ("small", 128)):
         cli.ok(*args, "--max-token-len", budget, "--name", name)
         evaluated, step, _ = metrics_of(cli.cwd / "runs" / name)
@@ -228,9 +281,21 @@ def test_loss_is_that_of_transformers(cli: Cli, tiny: Path) -> None:
 @pytest.fixture
 def job(cli: Cli, tiny: Path) -> list[str]:
     """Two epochs of forty rows, four a step, in about two seconds."""
-    write_rows(cli.cwd / "rows.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(44)])
+    write_rows(
+        cli.cwd / "rows.jsonl", [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(44)]
+    )
     return [
-        *("sft", "--threads", "1", "--device", "cpu", "--model", str(tiny), "--data.train-files", "rows.jsonl"),
+        *(
+            "sft",
+            "--threads",
+            "1",
+            "--device",
+            "cpu",
+            "--model",
+            str(tiny),
+            "--data.train-files",
+            "rows.jsonl",
+        ),
         *("--data.train-batch-size", "4", "--data.max-length", "32", "--optim.lr", "1e-3"),
         *("--trainer.total-epochs", "2", "--trainer.save-freq", "7", "--trainer.test-freq", "5"),
     ]
@@ -246,7 +311,9 @@ def test_interrupted_run_ends_as_if_nothing_had_happened(cli: Cli, job: list[str
     rates = [row["actor/lr"] for row in steps]
     assert rates[:2] == pytest.approx([5e-4, 1e-3])
     assert rates[-1] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 17 / 18)) / 2)
-    evaluations = {row["step"]: row["val/sft/loss"] for row in whole["metrics"] if "val/sft/loss" in row}
+    evaluations = {
+        row["step"]: row["val/sft/loss"] for row in whole["metrics"] if "val/sft/loss" in row
+    }
     assert sorted(evaluations) == [0, 5, 10, 15, 20]
     assert evaluations[20] < evaluations[0] - 1
     run = interrupt_and_resume(cli, [*job, "--optim.lr-warmup-steps-ratio", "0.1"], after_step=3)
@@ -272,9 +339,14 @@ def is_last_of_three(row: dict[str, float]) -> bool:
 def test_half_precision_and_recomputed_layers(cli: Cli, job: list[str]) -> None:
     short = [*job, "--trainer.total-training-steps", "2"]
     losses: dict[str, list[float]] = {}
-    for name, options in (("plain", []), ("recomputed", ["--enable-gradient-checkpointing", "True"])):
+    for name, options in (
+        ("plain", []),
+        ("recomputed", ["--enable-gradient-checkpointing", "True"]),
+    ):
         cli.ok(*short, *options, "--name", name)
-        losses[name] = [r["sft/loss"] for r in metrics_of(cli.cwd / "runs" / name) if "sft/loss" in r]
+        losses[name] = [
+            r["sft/loss"] for r in metrics_of(cli.cwd / "runs" / name) if "sft/loss" in r
+        ]
     cli.ok(*short, "--dtype", "bfloat16", "--name", "half")
     half = [r["sft/loss"] for r in metrics_of(cli.cwd / "runs/half") if "sft/loss" in r]
     assert losses["recomputed"] == pytest.approx(losses["plain"], rel=1e-6)
@@ -307,14 +379,22 @@ def scraped(url: str) -> dict[str, float]:
 
 def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> None:
     port = free_port()
-    many = [*option_set(job, "--trainer.test-freq", "1000"), "--trainer.total-training-steps", "100000"]
+    many = [
+        *option_set(job, "--trainer.test-freq", "1000"),
+        "--trainer.total-training-steps",
+        "100000",
+    ]
     command = cli.start(*many, "--trainer.tensorboard", "False", "--trainer.prometheus", port)
     served: dict[str, float] = {}
     while not command.has_ended(0.02) and served.get("gcore_step", 0.0) < 2:
         served = scraped(f"http://127.0.0.1:{port}/metrics")
     command.send(signal.SIGINT)
     assert command.wait().code == 130
-    losses = {row["step"]: row["sft/loss"] for row in metrics_of(cli.cwd / "runs/sft") if "sft/loss" in row}
+    losses = {
+        row["step"]: row["sft/loss"]
+        for row in metrics_of(cli.cwd / "runs/sft")
+        if "sft/loss" in row
+    }
     assert served["gcore_sft_loss"] == losses[int(served["gcore_step"])]
     assert served["gcore_step_seconds_count"] == served["gcore_step"]
     lines = cli.ok("logs", "runs/sft", "--role", "main").splitlines()
@@ -325,7 +405,15 @@ def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> No
 
 def test_demo(cli: Cli) -> None:
     """What the command does without any option, in small."""
-    out = cli.ok("sft", "--task.num-train", "300", "--task.num-val", "16", "--trainer.total-training-steps", "6")
+    out = cli.ok(
+        "sft",
+        "--task.num-train",
+        "300",
+        "--task.num-val",
+        "16",
+        "--trainer.total-training-steps",
+        "6",
+    )
     assert "held-out rows" in out
     assert "report:  runs/sft/report.html" in out
     run = cli.cwd / "runs/sft"
@@ -349,6 +437,8 @@ def test_demo(cli: Cli) -> None:
     assert "Loss per step" in page
     assert "Held-out loss" in page
     assert "Samples before and after" not in page
-    assert "is a run of the command sft; expected one of train" in cli.refused("sample", run, "1+1=")
+    assert "is a run of the command sft; expected one of train" in cli.refused(
+        "sample", run, "1+1="
+    )
     exported = causal_lm(run / "export")
     assert np.isfinite(exported(torch.tensor([[5, 6]])).logits.detach().numpy()).all()

@@ -22,9 +22,22 @@ from gcore_rollout import Completion, Request, RolloutError, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.simulation import cluster as cluster_module
 from gcore_runs.simulation.cluster import Simulation
-from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthModel, RewardModel, SimulateConfig
+from gcore_runs.simulation.config import (
+    EngineModel,
+    LearnerModel,
+    LengthModel,
+    RewardModel,
+    SimulateConfig,
+)
 from gcore_runs.simulation.engine import ModelledEngine
-from gcore_runs.simulation.services import LoadMeter, ModelledLearner, ModelledReward, SharedState, now_s, sample_name
+from gcore_runs.simulation.services import (
+    LoadMeter,
+    ModelledLearner,
+    ModelledReward,
+    SharedState,
+    now_s,
+    sample_name,
+)
 from gcore_runs.simulation.tokens import SimulatedTokens, coarse_workload, drawn_prompts
 
 COLUMNS = (*WORK, *IDLE)
@@ -51,14 +64,18 @@ EQUAL = replace(
     prompt_length=LengthModel(median=30, sigma=0),
     response_length=LengthModel(median=100, sigma=0),
     filter_groups=False,
-    engine=EngineModel(devices_per_replica=2, base_s=0.03, per_sample_s=0.001, prefill_tokens_per_s=1000),
+    engine=EngineModel(
+        devices_per_replica=2, base_s=0.03, per_sample_s=0.001, prefill_tokens_per_s=1000
+    ),
 )
 
 
 @pytest.mark.parametrize("controllers", [1, 2])
 @pytest.mark.parametrize("max_num_seqs", [16, 4])
 def test_equal_lengths_take_what_the_formula_says(max_num_seqs: int, controllers: int) -> None:
-    config = replace(EQUAL, controllers=controllers, engine=replace(EQUAL.engine, max_num_seqs=max_num_seqs))
+    config = replace(
+        EQUAL, controllers=controllers, engine=replace(EQUAL.engine, max_num_seqs=max_num_seqs)
+    )
     # Either of two replicas has four prompts of 30 tokens, each with four responses of 100.
     rounds = 16 // max_num_seqs
     gen_s = 4 * 30 / 1000 + rounds * 100 * (0.03 + 0.001 * max_num_seqs)
@@ -74,15 +91,21 @@ def test_equal_lengths_take_what_the_formula_says(max_num_seqs: int, controllers
 
 
 def test_the_built_in_model_is_qwen_7b() -> None:
-    assert coarse_workload("", 16, workload_of).weights_bytes / 2 == pytest.approx(7.615e9, rel=1e-3)
+    assert coarse_workload("", 16, workload_of).weights_bytes / 2 == pytest.approx(
+        7.615e9, rel=1e-3
+    )
 
 
 def test_a_judge_is_waited_for() -> None:
     """Eight places for 32 calls of 5 s, which all begin as the responses end together."""
     judge = RewardModel(latency_s=5.0, latency_sigma=0.0, max_concurrency=8)
-    by_rule, judged = (simulate(replace(EQUAL, reward=reward)).steps[0] for reward in (EQUAL.reward, judge))
+    by_rule, judged = (
+        simulate(replace(EQUAL, reward=reward)).steps[0] for reward in (EQUAL.reward, judge)
+    )
     assert judged.step_s == pytest.approx(by_rule.step_s + 32 / 8 * 5.0, abs=1e-6)
-    assert judged.device_s["waiting_for_reward"] + judged.device_s["barriers"] == pytest.approx(4 * 20.0, abs=1e-5)
+    assert judged.device_s["waiting_for_reward"] + judged.device_s["barriers"] == pytest.approx(
+        4 * 20.0, abs=1e-5
+    )
 
 
 EVERYTHING = replace(
@@ -91,7 +114,9 @@ EVERYTHING = replace(
     kl_loss_coef=0.1,
     old_log_probs="trainer",
     ppo_mini_batch_size=8,
-    reward=RewardModel(acceptance=0.6, latency_s=3.0, devices=2, devices_per_replica=1, max_concurrency=4),
+    reward=RewardModel(
+        acceptance=0.6, latency_s=3.0, devices=2, devices_per_replica=1, max_concurrency=4
+    ),
 )
 
 
@@ -121,7 +146,11 @@ class Spy:
 
         class Engine(ModelledEngine):
             def generate(self, requests: Sequence[Request]) -> Any:
-                spy.tickets += [int(r.request_id) for r in requests if not r.prefixes and len(r.sample_indices) == r.n]
+                spy.tickets += [
+                    int(r.request_id)
+                    for r in requests
+                    if not r.prefixes and len(r.sample_indices) == r.n
+                ]
                 return spied(super().generate(requests))
 
         async def spied(completions: AsyncIterator[Completion]) -> AsyncIterator[Completion]:
@@ -130,7 +159,9 @@ class Spy:
                 yield completion
 
         class Learner(ModelledLearner):
-            async def train_step(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> dict[str, float]:
+            async def train_step(
+                self, role: str, micro_batches: Sequence[Sequence[Any]]
+            ) -> dict[str, float]:
                 spy.updates.append(
                     sorted(
                         (int(s.response_ids[0]), s.response_ids.size, float(s.advantages[0]))
@@ -165,7 +196,9 @@ def test_every_prompt_is_sampled_and_trained_on_once(alone: tuple[Spy, Simulatio
     spy, simulation = alone
     assert sorted(spy.tickets) == list(range(len(spy.tickets)))
     # Among 10,000 prompts: some groups were of no use, and others were sampled for them.
-    assert len(spy.tickets) == round(simulation.steps[-1].metrics["sampling/epoch"] * 10_000) > 3 * 16
+    assert (
+        len(spy.tickets) == round(simulation.steps[-1].metrics["sampling/epoch"] * 10_000) > 3 * 16
+    )
     assert [len(update) for update in spy.updates] == [16 * 4] * 3
     assert len(spy.lengths) == 3 * 16 * 4
 
@@ -175,7 +208,9 @@ def test_the_number_of_controllers_changes_no_sample(
     alone: tuple[Spy, Simulation], prompts: Literal["stealing", "own", "shared"]
 ) -> None:
     spy, simulation = spied(
-        replace(SMALL, controllers=4, engine=EngineModel(max_num_seqs=8, base_s=0.02, prompts=prompts))
+        replace(
+            SMALL, controllers=4, engine=EngineModel(max_num_seqs=8, base_s=0.02, prompts=prompts)
+        )
     )
     assert spy.updates == alone[0].updates
     assert sorted(spy.tickets) == sorted(alone[0].tickets)
@@ -206,9 +241,13 @@ def test_partial_rollout_cuts_the_tail_and_no_length(alone: tuple[Spy, Simulatio
     spy, simulation = spied(replace(SMALL, partial_rollout=True))
     common = spy.lengths.keys() & alone[0].lengths.keys()
     assert len(common) > 16
-    assert {name: spy.lengths[name] for name in common} == {name: alone[0].lengths[name] for name in common}
+    assert {name: spy.lengths[name] for name in common} == {
+        name: alone[0].lengths[name] for name in common
+    }
     assert any(len(versions) > 1 for versions in spy.versions)
-    tails = [sum(s.device_s["long_tail"] for s in steps) for steps in (simulation.steps, alone[1].steps)]
+    tails = [
+        sum(s.device_s["long_tail"] for s in steps) for steps in (simulation.steps, alone[1].steps)
+    ]
     assert tails[0] < tails[1] / 2
 
 
@@ -233,9 +272,15 @@ def state(config: SimulateConfig) -> SharedState:
     # A sync takes a second.
     learner = replace(config.learner, sync_gb_per_s=workload.weights_bytes / 1e9)
     modality = SimulatedTokens(config, workload, seed=0, flops=len)
-    ledger = RunningLedger(num_devices=config.devices, num_reward_devices=0, num_controllers=1, clock=now_s)
+    ledger = RunningLedger(
+        num_devices=config.devices, num_reward_devices=0, num_controllers=1, clock=now_s
+    )
     return SharedState(
-        config=replace(config, learner=learner), modality=modality, seed=0, meter=LoadMeter(1), ledger=ledger
+        config=replace(config, learner=learner),
+        modality=modality,
+        seed=0,
+        meter=LoadMeter(1),
+        ledger=ledger,
     )
 
 
@@ -258,7 +303,14 @@ ONE = replace(
 
 def request(n: int, seed: int = 0, cut_short: tuple[Completion, ...] = ()) -> Request:
     sampling = SamplingParams(max_tokens=128)
-    return Request(request_id="r", prompt_token_ids=(7,) * 2, sampling=sampling, n=n, seed=seed, prefixes=cut_short)
+    return Request(
+        request_id="r",
+        prompt_token_ids=(7,) * 2,
+        sampling=sampling,
+        n=n,
+        seed=seed,
+        prefixes=cut_short,
+    )
 
 
 def test_responses_share_the_steps() -> None:
@@ -302,7 +354,9 @@ def test_an_aborted_response_continues_to_the_same_length() -> None:
     assert {c.token_ids.size for c in cut_short.values()} == {8}
     lengths = {c.index: c.token_ids.size for c in whole}
     assert {c.index: c.token_ids.size for c in rest} == {i: lengths[i] for i in cut_short}
-    assert all(set(c.weight_versions[:8]) == {0} and set(c.weight_versions[8:]) == {1} for c in rest)
+    assert all(
+        set(c.weight_versions[:8]) == {0} and set(c.weight_versions[8:]) == {1} for c in rest
+    )
 
 
 async def first(engine: ModelledEngine) -> int:
@@ -377,7 +431,13 @@ def test_a_controllers_load_is_its_own_code() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config.json alone."""
     folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32, "vocab_size": 128}
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "vocab_size": 128,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **shape, **heads}))
     return folder
@@ -391,21 +451,43 @@ def test_a_unit_of_tokens_scales_the_work(model: Path) -> None:
         assert coarse.flops(entries) - entries * coarse.flops_per_token == pytest.approx(
             exact.flops_per_attended_pair * pairs, rel=1 / entries
         )
-    assert coarse.weights_bytes == 2 * (4 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 384) + 2 * 128 * 128)
+    assert coarse.weights_bytes == 2 * (
+        4 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 384) + 2 * 128 * 128
+    )
 
 
 def test_command_prints_its_table(cli: Cli, model: Path) -> None:
     out = cli.ok(
-        *("simulate", "--devices", "16", "--controllers", "2", "--steps", "2", "--model", model, "--json", "out.json"),
+        *(
+            "simulate",
+            "--devices",
+            "16",
+            "--controllers",
+            "2",
+            "--steps",
+            "2",
+            "--model",
+            model,
+            "--json",
+            "out.json",
+        ),
         *("--reward.latency-s", "2", "--reward.devices", "4", "--engine.max-num-seqs", "8"),
     )
     assert "16 simulated devices, 2 controllers, 2 steps" in out
-    for row in ("step time, mean", "tokens a second", "idle: long tail of generation", "busiest controller's load"):
+    for row in (
+        "step time, mean",
+        "tokens a second",
+        "idle: long tail of generation",
+        "busiest controller's load",
+    ):
         assert row in out
     written = json.loads((cli.cwd / "out.json").read_text())
     assert written["config"]["devices"] == 16
     assert [step["step"] for step in written["steps"]] == [1, 2]
-    assert all(sum(s["device_s"].values()) == pytest.approx(16 * s["step_s"], rel=1e-9) for s in written["steps"])
+    assert all(
+        sum(s["device_s"].values()) == pytest.approx(16 * s["step_s"], rel=1e-9)
+        for s in written["steps"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -413,7 +495,10 @@ def test_command_prints_its_table(cli: Cli, model: Path) -> None:
     [
         (["--devices", "0"], "devices is 0[:;] .*1"),
         (["--controllers", "0"], "controllers is 0[:;] .*1"),
-        (["--token-unit", "100"], r"token_unit is 100; expected a divisor of max_prompt_length \(1024\)"),
+        (
+            ["--token-unit", "100"],
+            r"token_unit is 100; expected a divisor of max_prompt_length \(1024\)",
+        ),
         (
             ["--devices", "6", "--controllers", "1"],
             r"learner.devices_per_replica is 8; expected a divisor of devices \(6\), such as 2 or 6",
@@ -428,13 +513,28 @@ def test_command_prints_its_table(cli: Cli, model: Path) -> None:
         ),
         (["--engine.base-s", "0"], "engine.base_s is 0.0; expected a finite number above 0"),
         (["--reward.acceptance", "0"], "reward.acceptance is 0.0; expected a number in"),
-        (["--reward.devices", "4"], r"reward.latency_s is 0; expected above 0 where reward.devices is above 0 \(4\)"),
-        (["--reward.devices", "512", "--reward.latency-s", "1"], r"expected fewer than devices \(512\)"),
-        (["--response-length.median", "inf"], "response_length.median is inf; expected a finite number above 0"),
-        (["--learner.device", "abacus"], "learner.device is 'abacus'; expected one of B200, H200, H100"),
+        (
+            ["--reward.devices", "4"],
+            r"reward.latency_s is 0; expected above 0 where reward.devices is above 0 \(4\)",
+        ),
+        (
+            ["--reward.devices", "512", "--reward.latency-s", "1"],
+            r"expected fewer than devices \(512\)",
+        ),
+        (
+            ["--response-length.median", "inf"],
+            "response_length.median is inf; expected a finite number above 0",
+        ),
+        (
+            ["--learner.device", "abacus"],
+            "learner.device is 'abacus'; expected one of B200, H200, H100",
+        ),
         (["--learner.utilisation", "1.5"], "learner.utilisation is 1.5; expected a number in"),
         (["--prompt-share", "2"], "prompt_share is 2.0; expected a number in"),
-        (["--controllers", "300"], r"controllers is 300; expected at most the replicas of the engine \(256\)"),
+        (
+            ["--controllers", "300"],
+            r"controllers is 300; expected at most the replicas of the engine \(256\)",
+        ),
         (["--n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator"),
         (["--n", "70000"], "n is 70000; expected at most 65536"),
     ],
@@ -448,7 +548,9 @@ def test_wrong_folders_are_refused(cli: Cli) -> None:
     assert "model is 'nowhere'; expected a Hugging Face folder with config.json" in cli.refused(
         "simulate", "--model", "nowhere"
     )
-    assert "json is 'no/out.json'; expected a file in an existing" in cli.refused("simulate", "--json", "no/out.json")
+    assert "json is 'no/out.json'; expected a file in an existing" in cli.refused(
+        "simulate", "--json", "no/out.json"
+    )
     assert not list(cli.cwd.iterdir())
 
 
@@ -467,20 +569,39 @@ def test_a_run_in_simulated_time(cli: Cli) -> None:
         assert row["timing_s/step"] > row["timing_s/reward"] > 1
         assert row["response_length/max"] <= 32 / 4
         assert 0 < row["ledger/idle_share"] < 1
-    spans = [json.loads(line) for line in (cli.cwd / "runs/default/spans.jsonl").read_text().splitlines()]
+    spans = [
+        json.loads(line) for line in (cli.cwd / "runs/default/spans.jsonl").read_text().splitlines()
+    ]
     assert spans[1]["start_s"] == pytest.approx(first[0]["timing_s/step"], abs=1e-3)
     assert {"engine 0", "engine 1", "trainer 0", "trainer 1"} <= spans[0]["devices"].keys()
     assert (cli.cwd / "runs/default/report.html").is_file()
     assert not (cli.cwd / "runs/default/export").exists()
-    assert "is a run of the command simulate; expected one of train" in cli.refused("sample", "runs/default", "3+4=")
+    assert "is a run of the command simulate; expected one of train" in cli.refused(
+        "sample", "runs/default", "3+4="
+    )
     assert cli.ok("report", "runs/default").strip() == "runs/default/report.html"
     for options, message in (
-        (["--trainer.schedule", "async"], "trainer.schedule is 'async'; expected the schedule 'sync', single turns"),
-        (["--sim.token-unit", "5"], "sim.token_unit is 5; expected a divisor of data.max_prompt_length (16)"),
-        (["--sim.devices", "12"], "sim.learner.devices_per_replica is 8; expected a divisor of sim.devices (12)"),
+        (
+            ["--trainer.schedule", "async"],
+            "trainer.schedule is 'async'; expected the schedule 'sync', single turns",
+        ),
+        (
+            ["--sim.token-unit", "5"],
+            "sim.token_unit is 5; expected a divisor of data.max_prompt_length (16)",
+        ),
+        (
+            ["--sim.devices", "12"],
+            "sim.learner.devices_per_replica is 8; expected a divisor of sim.devices (12)",
+        ),
         (["--model", "nowhere"], "model is 'nowhere'"),
         (["--runtime", "ray"], "runtime is 'ray'; expected 'inline' in a simulation"),
-        (["--rollout.colocated", "true"], "rollout.colocated is true; expected false with a simulation"),
-        (["--placement.lend-ranks", "true", "--rollout.num-processes", "1"], "false with a simulation, whose roles"),
+        (
+            ["--rollout.colocated", "true"],
+            "rollout.colocated is true; expected false with a simulation",
+        ),
+        (
+            ["--placement.lend-ranks", "true", "--rollout.num-processes", "1"],
+            "false with a simulation, whose roles",
+        ),
     ):
         assert message in cli.refused(*args, *options)

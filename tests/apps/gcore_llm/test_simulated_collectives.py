@@ -81,7 +81,12 @@ def predicted(config: SimulateConfig) -> tuple[float, float, float]:
     step = predict_layout(config.cluster, JOB, layout, engines, takes_turns=False)
     costs = JobCosts(policy=engine.costs, reward=None, training=TrainingCosts(per_token_s=0.0))
     sampling = predict_step(
-        costs, JOB, strategy="colocated", num_devices=config.devices, policy_devices=config.devices, reward_devices=0
+        costs,
+        JOB,
+        strategy="colocated",
+        num_devices=config.devices,
+        policy_devices=config.devices,
+        reward_devices=0,
     )
     return sampling.generation_s, step.training_s, step.weight_sync_s
 
@@ -95,7 +100,10 @@ def predicted(config: SimulateConfig) -> tuple[float, float, float]:
         ({"devices_per_replica": 8, "backend": "megatron"}, {}),
         ({"devices_per_replica": 8, "backend": "megatron", "context_parallel_size": 4}, {}),
         ({"devices_per_replica": 4, "backend": "megatron", "pipeline_model_parallel_size": 2}, {}),
-        ({"devices_per_replica": 4, "backend": "megatron"}, {"inter_node_gb_per_s": 2.0, "devices_per_node": 4}),
+        (
+            {"devices_per_replica": 4, "backend": "megatron"},
+            {"inter_node_gb_per_s": 2.0, "devices_per_node": 4},
+        ),
     ],
 )
 def test_training_has_the_share_of_a_step_that_the_planner_predicts(
@@ -111,24 +119,41 @@ def test_training_has_the_share_of_a_step_that_the_planner_predicts(
     simulated_s = np.mean([step.metrics["timing_s/train"] for step in steps])
     assert simulated_s == pytest.approx(training_s, rel=0.12)
     step_s = np.mean([step.step_s for step in steps])
-    assert simulated_s / step_s == pytest.approx(training_s / (generation_s + training_s + sync_s), rel=0.12)
-    assert np.mean([step.metrics["timing_s/sync"] for step in steps]) == pytest.approx(sync_s, rel=0.01)
+    assert simulated_s / step_s == pytest.approx(
+        training_s / (generation_s + training_s + sync_s), rel=0.12
+    )
+    assert np.mean([step.metrics["timing_s/sync"] for step in steps]) == pytest.approx(
+        sync_s, rel=0.01
+    )
     without = simulate(replace(config, learner=replace(config.learner, collectives=False))).steps
     assert np.mean([step.metrics["timing_s/train"] for step in without]) < simulated_s
 
 
 def collectives(**changed: Any) -> TrainingCollectives:
-    cluster = {name: changed.pop(name) for name in ("devices_per_node", "inter_node_gb_per_s") if name in changed}
+    cluster = {
+        name: changed.pop(name)
+        for name in ("devices_per_node", "inter_node_gb_per_s")
+        if name in changed
+    }
     config = replace(CONFIG, learner=replace(CONFIG.learner, **changed), **cluster)
     return training_collectives(config, WORKLOAD.weights_bytes, WORKLOAD)
 
 
 def test_a_gather_is_a_ring() -> None:
-    cluster, efficiency = Cluster(num_devices=16, device=Device.named("H100")), Efficiency(links=0.5, all_reduce_s=1e-3)
+    cluster, efficiency = (
+        Cluster(num_devices=16, device=Device.named("H100")),
+        Efficiency(links=0.5, all_reduce_s=1e-3),
+    )
     assert gather_seconds(cluster, efficiency, 9e9, 1) == 0
-    assert gather_seconds(cluster, efficiency, 9e9, 8) == pytest.approx(9e9 * 7 / 8 / (450e9 * 0.5) + 1e-3)
-    assert gather_seconds(cluster, efficiency, 9e9, 16, count=3) == pytest.approx(9e9 * 15 / 16 / (50e9 * 0.5) + 3e-3)
-    assert gather_seconds(cluster, efficiency, 9e9, 2, span=16, count=0) == pytest.approx(9e9 / 2 / (50e9 * 0.5))
+    assert gather_seconds(cluster, efficiency, 9e9, 8) == pytest.approx(
+        9e9 * 7 / 8 / (450e9 * 0.5) + 1e-3
+    )
+    assert gather_seconds(cluster, efficiency, 9e9, 16, count=3) == pytest.approx(
+        9e9 * 15 / 16 / (50e9 * 0.5) + 3e-3
+    )
+    assert gather_seconds(cluster, efficiency, 9e9, 2, span=16, count=0) == pytest.approx(
+        9e9 / 2 / (50e9 * 0.5)
+    )
 
 
 def test_gathers_of_zero_3_are_hidden_as_far_as_products_last() -> None:
@@ -140,7 +165,9 @@ def test_gathers_of_zero_3_are_hidden_as_far_as_products_last() -> None:
     products_s, tokens = np.array([0.1, 10.0]), np.array([1000.0, 100_000.0])
     hidden_s = 2 * found.weights_s + found.gradients_s
     assert found.seconds(products_s, tokens, is_training=True) == pytest.approx([hidden_s, 10.0])
-    assert found.seconds(products_s, tokens, is_training=False) == pytest.approx([found.weights_s, 10.0])
+    assert found.seconds(products_s, tokens, is_training=False) == pytest.approx(
+        [found.weights_s, 10.0]
+    )
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 8, 1)])
@@ -148,7 +175,10 @@ def test_tokens_cross_the_links_of_their_replica(sizes: tuple[int, int, int]) ->
     """By counting bytes on a rank's links, of a token's share of its layers and its context."""
     tp, pp, cp = sizes
     found = collectives(
-        devices_per_replica=8, backend="megatron", pipeline_model_parallel_size=pp, context_parallel_size=cp
+        devices_per_replica=8,
+        backend="megatron",
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
     )
     rate = 450e9 * Efficiency().links
     sent = 4 * (28 / pp) * 2 * 3584 * (tp - 1) / tp / cp
@@ -162,11 +192,16 @@ def test_a_pipeline_has_a_bubble_and_updates_cross_the_nodes() -> None:
     assert found.replica_s(np.full(4, 2.0)) == pytest.approx(8 * (1 + 1 / 4))
     assert found.weights_s == found.gradients_s == 0
     slower = collectives(
-        devices_per_replica=4, backend="megatron", pipeline_model_parallel_size=2, inter_node_gb_per_s=5.0
+        devices_per_replica=4,
+        backend="megatron",
+        pipeline_model_parallel_size=2,
+        inter_node_gb_per_s=5.0,
     )
     # Four ranks share a stage's gradients in float32 and weights in bfloat16.
     moved = 6 * WORKLOAD.weights_bytes / 2 / 4 * 3 / 4
-    assert slower.update_s - found.update_s == pytest.approx(moved / Efficiency().links * (1 / 5e9 - 1 / 50e9))
+    assert slower.update_s - found.update_s == pytest.approx(
+        moved / Efficiency().links * (1 / 5e9 - 1 / 50e9)
+    )
 
 
 def test_what_was_measured_has_its_collectives_in_it() -> None:
@@ -174,8 +209,17 @@ def test_what_was_measured_has_its_collectives_in_it() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
-def test_sizes_that_contradict_each_other_are_refused(backend: Literal["torch", "megatron"]) -> None:
-    args = ["--devices", "16", "--learner.backend", backend, "--learner.pipeline-model-parallel-size", "3"]
+def test_sizes_that_contradict_each_other_are_refused(
+    backend: Literal["torch", "megatron"],
+) -> None:
+    args = [
+        "--devices",
+        "16",
+        "--learner.backend",
+        backend,
+        "--learner.pipeline-model-parallel-size",
+        "3",
+    ]
     message = {
         "torch": "learner.backend is 'torch'; expected megatron with pipeline_model_parallel_size 3",
         "megatron": r"learner.devices_per_replica is 8; expected a multiple of .* \(3\)",

@@ -22,7 +22,14 @@ ARGS = [
     *("--warmup.max-steps", "8", "--warmup.batch-size", "64", "--warmup.test-freq", "4"),
     *("--task.num-train", "500", "--task.num-val", "8", "--task.params.max-terms", "2"),
     *("--data.train-batch-size", "4", "--rollout.n", "4", "--data.max-response-length", "8"),
-    *("--trainer.total-training-steps", str(NUM_STEPS), "--trainer.save-freq", "20", "--trainer.test-freq", "50"),
+    *(
+        "--trainer.total-training-steps",
+        str(NUM_STEPS),
+        "--trainer.save-freq",
+        "20",
+        "--trainer.test-freq",
+        "50",
+    ),
 ]
 
 
@@ -40,7 +47,9 @@ def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
     """Over 300 steps, with the engine in the run's process and in one of its own."""
     (cli.cwd / "thirds.py").write_text(REWARD)
     run = cli.cwd / "runs" / "soak"
-    command = cli.start(*ARGS, "--reward", "thirds.py:reward", "--rollout.num-processes", num_processes)
+    command = cli.start(
+        *ARGS, "--reward", "thirds.py:reward", "--rollout.num-processes", num_processes
+    )
     found: dict[int, int] = {}
     while not command.has_ended():
         time.sleep(0.02)
@@ -51,6 +60,8 @@ def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
             except FileNotFoundError:
                 break  # it has just ended
     assert command.wait().code == 0
-    settled, last = (statistics.median(found[s] for s in steps if s in found) for steps in (SETTLED, LAST))
+    settled, last = (
+        statistics.median(found[s] for s in steps if s in found) for steps in (SETTLED, LAST)
+    )
     assert len(found) > 40
     assert last < 1.01 * settled, f"{settled / 1e6:.1f} MB, then {last / 1e6:.1f} MB"

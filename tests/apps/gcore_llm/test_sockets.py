@@ -22,7 +22,14 @@ def listening(pid: int) -> set[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_ranks_and_engines_of_one_machine_listen_to_it_alone(cli: Cli, own_args: list[str]) -> None:
-    options = ["--trainer.num-processes", "2", "--rollout.num-processes", "2", "--trainer.prometheus", "19464"]
+    options = [
+        "--trainer.num-processes",
+        "2",
+        "--rollout.num-processes",
+        "2",
+        "--trainer.prometheus",
+        "19464",
+    ]
     command = cli.start(*own_args, *options)
     found: set[tuple[str, str]] = set()
     while not command.has_ended(0.3):
@@ -40,8 +47,12 @@ def test_the_rendezvous_of_ranks_on_ray_is_on_the_address_of_the_node_alone() ->
     before = {s.laddr for s in psutil.Process().net_connections("tcp")}
     with socket.create_server(("127.0.0.2", 0)) as own:
         host, port = own.getsockname()
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=own.detach())
-    opened = [s.laddr for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_LISTEN]
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=own.detach()
+        )
+    opened = [
+        s.laddr for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_LISTEN
+    ]
     assert [tuple(address) for address in opened if address not in before] == [(host, port)]
     store.set("key", "value")
     with pytest.raises(OSError, match="refused"):

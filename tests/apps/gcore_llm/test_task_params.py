@@ -17,7 +17,9 @@ from gcore_runs.errors import UserError
 from gcore_runs.settings.parsing import merge, to_toml
 
 DATASETS: dict[str, Any] = import_reasoning_gym().factory.DATASETS
-NEEDS_PARAMS = {"composite": {"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2}}]}}
+NEEDS_PARAMS = {
+    "composite": {"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2}}]}
+}
 """Tasks without problems of their own, and settings that give them some. No task needs files or a network."""
 
 
@@ -37,7 +39,11 @@ def as_toml(value: Any) -> Any:
 def on_the_command_line(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(v, str) and not v.startswith("-") for v in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(v, str) and not v.startswith("-") for v in value)
+    ):
         return value
     return [_inline(value)]
 
@@ -78,7 +84,11 @@ def test_all_settings_of_all_tasks(name: str) -> None:
     assert alike(settings_of(from_toml.task)) == expected
     resumed = merge(TrainConfig(), tomllib.loads(to_toml(from_toml)), source="config.toml")
     assert resumed == from_toml
-    options = [part for key, v in written.items() for part in (f"--task.params.{key}", *on_the_command_line(v))]
+    options = [
+        part
+        for key, v in written.items()
+        for part in (f"--task.params.{key}", *on_the_command_line(v))
+    ]
     from_options = parse_train(["--recipe", "own_data", "--task.name", name, *options])
     assert alike(settings_of(from_options.task)) == expected
     assert default[0]["question"]
@@ -87,19 +97,47 @@ def test_all_settings_of_all_tasks(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("game_of_life", ["--task.params.filled-cells-weights", "0.3"], {"filled_cells_weights": 0.3}),
+        (
+            "game_of_life",
+            ["--task.params.filled-cells-weights", "0.3"],
+            {"filled_cells_weights": 0.3},
+        ),
         ("caesar_cipher", ["--task.params.delimiter", ","], {"delimiter": ","}),
         ("caesar_cipher", ["--task.params.delimiter", "7"], {"delimiter": "7"}),
-        ("basic_arithmetic", ["--task.params.allow-parentheses", "False"], {"allow_parentheses": False}),
+        (
+            "basic_arithmetic",
+            ["--task.params.allow-parentheses", "False"],
+            {"allow_parentheses": False},
+        ),
         ("basic_arithmetic", ["--task.params.operators", "+", "*"], {"operators": ["+", "*"]}),
         ("basic_arithmetic", ["--task.params.operators", "+"], {"operators": ["+"]}),
         ("complex_arithmetic", ["--task.params.operations", "+", "-"], {"operations": ("+", "-")}),
-        ("polynomial_multiplication", ["--task.params.variables", '["x", "y", "z"]'], {"variables": ("x", "y", "z")}),
-        ("rearc", ["--task.params.board-format-opts", "{row_delimiter = ';'}"], "board_format_opts.row_delimiter"),
-        ("rearc", ["--task.params.board-format-opts.row-delimiter", ";"], "board_format_opts.row_delimiter"),
+        (
+            "polynomial_multiplication",
+            ["--task.params.variables", '["x", "y", "z"]'],
+            {"variables": ("x", "y", "z")},
+        ),
+        (
+            "rearc",
+            ["--task.params.board-format-opts", "{row_delimiter = ';'}"],
+            "board_format_opts.row_delimiter",
+        ),
+        (
+            "rearc",
+            ["--task.params.board-format-opts.row-delimiter", ";"],
+            "board_format_opts.row_delimiter",
+        ),
         ("figlet_font", ["--task.params.static-font", "None"], {"static_font": None}),
-        ("time_intervals", ["--task.params.min-date", "2020-02-03"], {"min_date": datetime.date(2020, 2, 3)}),
-        ("time_intervals", ["--task.params.min-time", "01:02:00"], {"min_time": datetime.time(1, 2)}),
+        (
+            "time_intervals",
+            ["--task.params.min-date", "2020-02-03"],
+            {"min_date": datetime.date(2020, 2, 3)},
+        ),
+        (
+            "time_intervals",
+            ["--task.params.min-time", "01:02:00"],
+            {"min_time": datetime.time(1, 2)},
+        ),
         ("word_sorting", ["--task.params.transformation", "lowercase"], "transformation"),
     ],
 )
@@ -116,22 +154,38 @@ def test_types(name: str, options: list[str], expected: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "params", "expected"),
     [
-        ("chain_sums", {}, "task.name is 'chain_sums'; expected a task of reasoning-gym, such as chain_sum"),
+        (
+            "chain_sums",
+            {},
+            "task.name is 'chain_sums'; expected a task of reasoning-gym, such as chain_sum",
+        ),
         (
             "chain_sum",
             {"min_term": 2},
             "task.params.min_term is not a setting of 'chain_sum'; expected such as min_terms",
         ),
-        ("chain_sum", {"min_terms": "two"}, "task.params.min_terms is 'two'; expected a valid integer"),
+        (
+            "chain_sum",
+            {"min_terms": "two"},
+            "task.params.min_terms is 'two'; expected a valid integer",
+        ),
         ("chain_sum", {"min_terms": True}, "task.params.min_terms is True; expected int"),
-        ("chain_sum", {"min_terms": 9, "max_terms": 2}, "task.name is 'chain_sum' with task.params {'min_terms': 9"),
+        (
+            "chain_sum",
+            {"min_terms": 9, "max_terms": 2},
+            "task.name is 'chain_sum' with task.params {'min_terms': 9",
+        ),
         ("chain_sum", {"seed": 3}, "task.params.seed is 3: seed set it"),
         (
             "basic_arithmetic",
             {"format_style": "odd"},
             "task.params.format_style is 'odd'; expected 'simple' or 'natural'",
         ),
-        ("composite", {"datasets": [{"name": "chain_sun", "weight": 1, "config": {}}]}, "such as chain_sum"),
+        (
+            "composite",
+            {"datasets": [{"name": "chain_sun", "weight": 1, "config": {}}]},
+            "such as chain_sum",
+        ),
         (
             "composite",
             {"datasets": [{"name": "chain_sum", "weight": 1, "config": {"max_term": 2}}]},

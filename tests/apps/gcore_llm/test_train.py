@@ -25,14 +25,46 @@ EMBEDDED = [
     *("train", "--threads", "1", "--device", "cpu", "--seed", "3"),
     *("--warmup.max-steps", "40", "--warmup.batch-size", "64", "--warmup.test-freq", "20"),
     *("--task.num-train", "500", "--task.num-val", "16", "--task.params.max-terms", "2"),
-    *("--data.train-batch-size", "8", "--data.max-response-length", "8", "--algorithm.max-num-gen-batches", "2"),
-    *("--trainer.total-training-steps", "4", "--trainer.save-freq", "3", "--trainer.test-freq", "2"),
+    *(
+        "--data.train-batch-size",
+        "8",
+        "--data.max-response-length",
+        "8",
+        "--algorithm.max-num-gen-batches",
+        "2",
+    ),
+    *(
+        "--trainer.total-training-steps",
+        "4",
+        "--trainer.save-freq",
+        "3",
+        "--trainer.test-freq",
+        "2",
+    ),
 ]
 VERL_NAMES = {
     *("critic/score/mean", "critic/score/max", "critic/score/min"),
-    *("actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "actor/grad_norm", "actor/lr"),
-    *("response_length/mean", "response_length/max", "response_length/clip_ratio", "prompt_length/mean"),
-    *("timing_s/gen", "timing_s/reward", "timing_s/step", "perf/throughput", "perf/total_num_tokens"),
+    *(
+        "actor/pg_loss",
+        "actor/ppo_kl",
+        "actor/pg_clipfrac",
+        "actor/entropy",
+        "actor/grad_norm",
+        "actor/lr",
+    ),
+    *(
+        "response_length/mean",
+        "response_length/max",
+        "response_length/clip_ratio",
+        "prompt_length/mean",
+    ),
+    *(
+        "timing_s/gen",
+        "timing_s/reward",
+        "timing_s/step",
+        "perf/throughput",
+        "perf/total_num_tokens",
+    ),
 }
 
 
@@ -61,7 +93,15 @@ def trained(shared_cli: Cli, own_args: list[str]) -> Path:
 
 def test_embedded_run_folder(embedded: Path) -> None:
     assert {p.name for p in embedded.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
+        *(
+            "config.toml",
+            "metrics.jsonl",
+            "warmup.jsonl",
+            "tensorboard",
+            "checkpoints",
+            "export",
+            "model",
+        ),
         *(
             "report.html",
             "samples",
@@ -73,16 +113,24 @@ def test_embedded_run_folder(embedded: Path) -> None:
             "fingerprints.json",
         ),
     }
-    assert RunFolder(embedded).load_config(TrainConfig) == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
+    assert RunFolder(embedded).load_config(TrainConfig) == resolve(
+        parse_train([*EMBEDDED[1:], "--name", "embedded"])
+    )
     assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [20, 40]
     assert [row["step"] for row in step_rows(embedded)] == [1, 2, 3, 4]
     assert [row["step"] for row in val_rows(embedded)] == [0, 2, 4]
-    assert all(math.isfinite(value) for row in read_rows(embedded / "metrics.jsonl") for value in row.values())
+    assert all(
+        math.isfinite(value)
+        for row in read_rows(embedded / "metrics.jsonl")
+        for value in row.values()
+    )
     assert Checkpointer(embedded / "checkpoints").steps() == [3, 4]
     for name in ("before", "after"):
         samples = read_rows(embedded / "samples" / f"{name}.jsonl")
         assert len(samples) == 16
-        assert all(sample.keys() == {"prompt", "completion", "score", "answer"} for sample in samples)
+        assert all(
+            sample.keys() == {"prompt", "completion", "score", "answer"} for sample in samples
+        )
     assert "<html" in (embedded / "report.html").read_text()
     check_samples_of_training(embedded)
 
@@ -104,19 +152,29 @@ def check_samples_of_training(run: Path) -> None:
     assert any(row["advantage"] for row in rows)
 
 
-def test_timeline_for_perfetto_adds_up_to_the_recorded_times(embedded: Path, shared_cli: Cli) -> None:
+def test_timeline_for_perfetto_adds_up_to_the_recorded_times(
+    embedded: Path, shared_cli: Cli
+) -> None:
     assert shared_cli.ok("trace", embedded) == f"{embedded}/trace.json\n"
     events = checked_events(embedded / "trace.json")
     assert list(threads_of(events)) == ["steps", "controller 0", "engine 0", "trainer 0"]
     slices = slices_of(events, "controller 0")
-    steps = {name: (start, start + length) for name, start, length in slices if name.startswith("step ")}
+    steps = {
+        name: (start, start + length) for name, start, length in slices if name.startswith("step ")
+    }
     assert list(steps) == ["step 1", "step 2", "step 3", "step 4"]
     for row in step_rows(embedded):
         start, end = steps[f"step {row['step']:.0f}"]
         # The gaps between stages are part of the step; spans are rounded to tenths of milliseconds.
         assert (end - start) / 1e6 == pytest.approx(row["timing_s/step"], abs=0.25)
-        inside = [(name, length) for name, at, length in slices if start <= at and at + length <= end]
-        stages = {name.removeprefix("timing_s/"): value for name, value in row.items() if name.startswith("timing_s/")}
+        inside = [
+            (name, length) for name, at, length in slices if start <= at and at + length <= end
+        ]
+        stages = {
+            name.removeprefix("timing_s/"): value
+            for name, value in row.items()
+            if name.startswith("timing_s/")
+        }
         for stage, seconds in stages.items():
             if stage != "step":
                 found = [length for name, length in inside if name == stage]
@@ -146,8 +204,13 @@ def test_metrics_have_the_names_of_the_field(trained: Path) -> None:
         assert 0 < row["actor/entropy"] < math.log(128)
         assert row["training/rollout_probs_diff_mean"] < 1e-5
         assert abs(row["actor/ppo_kl"]) < 1e-5
-    stages = [sum(v for k, v in r.items() if k.startswith("timing_s/") and k != "timing_s/step") for r in rows]
-    assert all(stage <= row["timing_s/step"] * 1.001 for stage, row in zip(stages, rows, strict=True))
+    stages = [
+        sum(v for k, v in r.items() if k.startswith("timing_s/") and k != "timing_s/step")
+        for r in rows
+    ]
+    assert all(
+        stage <= row["timing_s/step"] * 1.001 for stage, row in zip(stages, rows, strict=True)
+    )
 
 
 def test_tensorboard_holds_the_same_numbers(trained: Path) -> None:
@@ -179,7 +242,9 @@ def test_sample_continues_the_prompt(shared_cli: Cli, trained: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained / "export")
     model: Any = AutoModelForCausalLM.from_pretrained(trained / "export")
     ids = torch.tensor([tokenizer("3+4=")["input_ids"]])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+    )
     assert greedy == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 
     args = ("sample", trained, "3+4=", "--n", "3", "--temperature", "1", "--max-tokens", "4")
@@ -213,9 +278,19 @@ def test_the_same_command_after_the_end_trains_nothing(shared_cli: Cli, embedded
     assert {name: (embedded / name).stat().st_mtime_ns for name in kept} == before
 
 
-def test_resume_never_starts_a_second_run(shared_cli: Cli, trained: Path, own_args: list[str]) -> None:
+def test_resume_never_starts_a_second_run(
+    shared_cli: Cli, trained: Path, own_args: list[str]
+) -> None:
     before = (trained / "metrics.jsonl").read_bytes()
-    args = [*own_args, "--name", "trained", "--resume", "never", "--trainer.total-training-steps", "1"]
+    args = [
+        *own_args,
+        "--name",
+        "trained",
+        "--resume",
+        "never",
+        "--trainer.total-training-steps",
+        "1",
+    ]
     assert "run folder: runs/trained-2" in shared_cli.ok(*args)
     assert "run folder: runs/trained-3" in shared_cli.ok(*args)
     assert (trained / "metrics.jsonl").read_bytes() == before
@@ -245,7 +320,14 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
         log = cli.cwd / f"scored-{controllers}.jsonl"
         (cli.cwd / "sometimes.py").write_text(SOMETIMES.replace("{log}", log.name))
         args = option_set(own_args, "--reward", "sometimes.py:reward")
-        args += ["--rollout.n", "2", "--actor.optim.lr", "1e-4", "--trainer.total-training-steps", "3"]
+        args += [
+            "--rollout.n",
+            "2",
+            "--actor.optim.lr",
+            "1e-4",
+            "--trainer.total-training-steps",
+            "3",
+        ]
         args += ["--actor.ppo-mini-batch-size", "3", "--data.train-batch-size", "7"]
         cli.ok(*args, "--name", f"c{controllers}", "--controllers", controllers)
         runs[controllers] = metrics_of(cli.cwd / f"runs/c{controllers}")
@@ -256,8 +338,12 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
         for row, expected in zip(runs[controllers], runs[1], strict=True):
             assert row.keys() == expected.keys()
             for name, value in row.items():
-                exact = name.startswith(("critic/", "val/", "sampling/", "response_length/", "step"))
-                assert value == pytest.approx(expected[name], rel=1e-12 if exact else 1e-4, abs=1e-4), name
+                exact = name.startswith(
+                    ("critic/", "val/", "sampling/", "response_length/", "step")
+                )
+                assert value == pytest.approx(
+                    expected[name], rel=1e-12 if exact else 1e-4, abs=1e-4
+                ), name
 
 
 @pytest.mark.slow
@@ -276,13 +362,30 @@ def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
     tiny_tokenizer().save_pretrained(tmp_path / "moe")
-    args = [*option_set(own_args, "--model", str(tmp_path / "moe")), "--trainer.total-training-steps", "1"]
-    args += ["--actor.ppo-epochs", "3", "--actor.optim.lr", "0.03", "--algorithm.old-log-probs", "trainer"]
+    args = [
+        *option_set(own_args, "--model", str(tmp_path / "moe")),
+        "--trainer.total-training-steps",
+        "1",
+    ]
+    args += [
+        "--actor.ppo-epochs",
+        "3",
+        "--actor.optim.lr",
+        "0.03",
+        "--algorithm.old-log-probs",
+        "trainer",
+    ]
     megatron = ["--trainer.backend", "megatron", "--trainer.num-processes", "2"]
     variants: dict[str, list[str]] = {
         "free": [],
         "torch": ["--actor.router-replay", "R2"],
-        "megatron": ["--actor.router-replay", "R2", *megatron, "--trainer.parallel.expert-model-parallel-size", "2"],
+        "megatron": [
+            "--actor.router-replay",
+            "R2",
+            *megatron,
+            "--trainer.parallel.expert-model-parallel-size",
+            "2",
+        ],
     }
     rows: dict[str, dict[str, float]] = {}
     for name, options in variants.items():
@@ -311,18 +414,56 @@ def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) 
         ["--actor.loss.loss-agg-mode", "seq-mean-token-mean", "--dtype", "bfloat16"],
         ["--actor.loss.loss-agg-mode", "seq-mean-token-sum-norm", "--data.num-workers", "2"],
         ["--controllers", "4", "--data.train-batch-size", "4", "--actor.ppo-mini-batch-size", "1"],
-        ["--algorithm.adv-estimator", "dr_grpo", "--actor.loss.loss-mode", "cispo", "--actor.ppo-epochs", "2"],
-        ["--algorithm.adv-estimator", "rloo", "--actor.loss.loss-mode", "gspo", "--actor.ppo-epochs", "2"],
-        ["--algorithm.adv-estimator", "reinforce_plus_plus_baseline", "--actor.loss.loss-mode", "sapo"],
-        ["--algorithm.adv-estimator", "reinforce_plus_plus", "--algorithm.gamma", "0.9", "--controllers", "2"],
+        [
+            "--algorithm.adv-estimator",
+            "dr_grpo",
+            "--actor.loss.loss-mode",
+            "cispo",
+            "--actor.ppo-epochs",
+            "2",
+        ],
+        [
+            "--algorithm.adv-estimator",
+            "rloo",
+            "--actor.loss.loss-mode",
+            "gspo",
+            "--actor.ppo-epochs",
+            "2",
+        ],
+        [
+            "--algorithm.adv-estimator",
+            "reinforce_plus_plus_baseline",
+            "--actor.loss.loss-mode",
+            "sapo",
+        ],
+        [
+            "--algorithm.adv-estimator",
+            "reinforce_plus_plus",
+            "--algorithm.gamma",
+            "0.9",
+            "--controllers",
+            "2",
+        ],
         ["--actor.loss.kl-loss-coef", "0.1", "--actor.loss.kl-loss-type", "k3+"],
         ["--algorithm.adv-estimator", "remax", "--controllers", "2"],
         ["--algorithm.adv-estimator", "gae", "--algorithm.lam", "0.9", "--actor.ppo-epochs", "2"],
         ["--algorithm.adv-estimator", "gae", "--critic.warmup-steps", "1", "--controllers", "2"],
         ["--actor.lora-rank", "4", "--actor.loss.kl-loss-coef", "0.1"],
-        ["--actor.optim.name", "muon", "--actor.optim.muon-lr", "2e-3", "--actor.optim.weight-decay", "0.1"],
+        [
+            "--actor.optim.name",
+            "muon",
+            "--actor.optim.muon-lr",
+            "2e-3",
+            "--actor.optim.weight-decay",
+            "0.1",
+        ],
         ["--algorithm.overlong.buffer-len", "4", "--algorithm.overlong.filter", "True"],
-        ["--actor.enable-gradient-checkpointing", "True", "--actor.optim.lr-scheduler-type", "cosine"],
+        [
+            "--actor.enable-gradient-checkpointing",
+            "True",
+            "--actor.optim.lr-scheduler-type",
+            "cosine",
+        ],
     ],
     ids=lambda options: " ".join(options),
 )
@@ -340,7 +481,9 @@ def test_variants(cli: Cli, own_args: list[str], options: list[str]) -> None:
         assert rows[1]["critic/values/max"] != 0
         assert rows[1]["critic/vf_explained_var"] < 1
     if "cosine" in options:
-        assert [row["actor/lr"] for row in rows] == pytest.approx([1e-3, 0.5e-3])  # half of a run of two steps
+        assert [row["actor/lr"] for row in rows] == pytest.approx(
+            [1e-3, 0.5e-3]
+        )  # half of a run of two steps
     last = rows[-1]
     if "--actor.loss.kl-loss-coef" in options:
         assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
@@ -365,14 +508,28 @@ def test_kl_in_the_reward_adapts(cli: Cli, own_args: list[str]) -> None:
 
 def test_rollout_correction_measures_and_masks(cli: Cli, own_args: list[str]) -> None:
     """Engine and trainer agree here, so weights are 1 and nothing is rejected; a harsh rule rejects what differs."""
-    correct = ["--algorithm.old-log-probs", "trainer", "--algorithm.rollout-correction.rollout-is", "token"]
+    correct = [
+        "--algorithm.old-log-probs",
+        "trainer",
+        "--algorithm.rollout-correction.rollout-is",
+        "token",
+    ]
     cli.ok(*own_args, *correct, "--actor.ppo-epochs", "2", "--controllers", "2")
     for row in step_rows(cli.cwd / "runs/default"):
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4)
         assert row["rollout_corr/rollout_is_max"] == pytest.approx(1, abs=1e-3)
     harsh = ["--algorithm.rollout-correction.rollout-rs", "token_k1", "--name", "harsh"]
-    cli.ok(*own_args, *correct, *harsh, "--algorithm.rollout-correction.rollout-rs-threshold", "1.0000001")
-    assert all(row["rollout_corr/rollout_rs_masked_fraction"] > 0.1 for row in step_rows(cli.cwd / "runs/harsh"))
+    cli.ok(
+        *own_args,
+        *correct,
+        *harsh,
+        "--algorithm.rollout-correction.rollout-rs-threshold",
+        "1.0000001",
+    )
+    assert all(
+        row["rollout_corr/rollout_rs_masked_fraction"] > 0.1
+        for row in step_rows(cli.cwd / "runs/harsh")
+    )
 
 
 def test_a_long_response_costs(cli: Cli, own_args: list[str]) -> None:
@@ -385,10 +542,23 @@ def test_a_long_response_costs(cli: Cli, own_args: list[str]) -> None:
 
 
 def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: list[str]) -> None:
-    small = ["--data.max-prompt-length", "12", "--actor.ppo-max-token-len", "20", "--rollout.max-num-seqs", "5"]
+    small = [
+        "--data.max-prompt-length",
+        "12",
+        "--actor.ppo-max-token-len",
+        "20",
+        "--rollout.max-num-seqs",
+        "5",
+    ]
     cli.ok(*own_args, *small)
     for row, expected in zip(step_rows(cli.cwd / "runs/default"), step_rows(trained), strict=True):
-        for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "response_length/mean"):
+        for name in (
+            "critic/score/mean",
+            "actor/pg_loss",
+            "actor/entropy",
+            "actor/grad_norm",
+            "response_length/mean",
+        ):
             assert row[name] == pytest.approx(expected[name], abs=1e-4), name
 
 

@@ -36,7 +36,14 @@ SAVING = [
 @pytest.mark.slow
 def test_a_run_in_less_memory_is_the_same_run(cli: Cli, own_args: list[str]) -> None:
     """With a critic and a reference, which take turns with the policy; it resumes, and another run resumes it."""
-    options = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1"]
+    options = [
+        "--algorithm.adv-estimator",
+        "gae",
+        "--actor.loss.kl-loss-coef",
+        "0.1",
+        "--trainer.save-freq",
+        "1",
+    ]
     three = option_set(own_args, "--trainer.total-training-steps", "3")
     cli.ok(*three, *options, "--name", "plain")
     cli.ok(*own_args, *options, *SAVING, "--name", "saving")
@@ -44,7 +51,13 @@ def test_a_run_in_less_memory_is_the_same_run(cli: Cli, own_args: list[str]) -> 
     rows, others = (step_rows(cli.cwd / "runs" / name) for name in ("saving", "plain"))
     assert len(rows) == len(others) == 3
     for row, other in zip(rows, others, strict=True):
-        for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/vf_loss", "critic/score/mean"):
+        for name in (
+            "actor/pg_loss",
+            "actor/grad_norm",
+            "actor/kl_loss",
+            "critic/vf_loss",
+            "critic/score/mean",
+        ):
             assert row[name] == other[name], name
 
 
@@ -53,19 +66,33 @@ def test_a_run_in_bfloat16(cli: Cli, own_args: list[str]) -> None:
     cli.ok(*own_args, "--dtype", "bfloat16", "--actor.offload", "optimizer", "--name", "rounded")
     rows = step_rows(cli.cwd / "runs/rounded")
     assert rows
-    assert all(abs(row["training/rollout_k3_kl"]) < 0.05 for row in rows if "training/rollout_k3_kl" in row)
+    assert all(
+        abs(row["training/rollout_k3_kl"]) < 0.05 for row in rows if "training/rollout_k3_kl" in row
+    )
 
 
 @pytest.mark.slow
-def test_a_run_with_8_bit_moments_and_compiled_layers_resumes(cli: Cli, own_args: list[str]) -> None:
-    options = ["--actor.optim.name", "adamw_8bit", "--actor.compile", "--trainer.save-freq", "1", "--name", "small"]
+def test_a_run_with_8_bit_moments_and_compiled_layers_resumes(
+    cli: Cli, own_args: list[str]
+) -> None:
+    options = [
+        "--actor.optim.name",
+        "adamw_8bit",
+        "--actor.compile",
+        "--trainer.save-freq",
+        "1",
+        "--name",
+        "small",
+    ]
     # Not `ok`: where a CUDA toolkit is installed without a GPU, Inductor says so on stderr.
     for args in (own_args, option_set(own_args, "--trainer.total-training-steps", "3")):
         finished = cli(*args, *options)
         assert finished.code == 0, finished
     rows = step_rows(cli.cwd / "runs/small")
     assert len(rows) == 3
-    assert all(abs(row["training/rollout_k3_kl"]) < 1e-4 for row in rows if "training/rollout_k3_kl" in row)
+    assert all(
+        abs(row["training/rollout_k3_kl"]) < 1e-4 for row in rows if "training/rollout_k3_kl" in row
+    )
 
 
 def test_the_data_type_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,25 +128,44 @@ def test_a_resumed_run_keeps_its_data_type(
 
 
 def test_muon_does_not_update_on_the_host() -> None:
-    with pytest.raises(UserError, match=r"actor.offload is 'optimizer'; expected 'none' with actor.optim.name 'muon'"):
+    with pytest.raises(
+        UserError,
+        match=r"actor.offload is 'optimizer'; expected 'none' with actor.optim.name 'muon'",
+    ):
         ActorConfig(optim=OptimizerConfig(name="muon"), offload="optimizer")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"offload": "all"}, "actor.offload is 'all'; expected 'none' with trainer.backend 'megatron'"),
+        (
+            {"offload": "all"},
+            "actor.offload is 'all'; expected 'none' with trainer.backend 'megatron'",
+        ),
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
-        ({"compile": True}, "actor.compile is true; expected false with trainer.backend 'megatron'"),
-        ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),
-        ({"optim": OptimizerConfig(name="muon")}, "actor.optim.name is 'muon'; expected 'adamw' with"),
+        (
+            {"compile": True},
+            "actor.compile is true; expected false with trainer.backend 'megatron'",
+        ),
+        (
+            {"optim": OptimizerConfig(name="adamw_8bit")},
+            "actor.optim.name is 'adamw_8bit'; expected 'adamw' with",
+        ),
+        (
+            {"optim": OptimizerConfig(name="muon")},
+            "actor.optim.name is 'muon'; expected 'adamw' with",
+        ),
         ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
     ],
 )
 def test_settings_of_torch_with_megatron_are_refused(changes: dict[str, Any], message: str) -> None:
     config = TrainConfig()
     with pytest.raises(UserError, match=message):
-        replace(config, trainer=replace(config.trainer, backend="megatron"), actor=replace(config.actor, **changes))
+        replace(
+            config,
+            trainer=replace(config.trainer, backend="megatron"),
+            actor=replace(config.actor, **changes),
+        )
 
 
 def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path) -> None:
@@ -127,7 +173,9 @@ def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path
     actor = ActorConfig(optim=OptimizerConfig(name="adamw_8bit", lr=1e-3))
     config = TrainConfig(device="cpu", dtype="float32", actor=actor)
     exact = replace(config, actor=replace(actor, optim=replace(actor.optim, name="adamw")))
-    workers = [LLMTrainerWorker(own, tiny, tmp_path / "checkpoints") for own in (config, config, exact)]
+    workers = [
+        LLMTrainerWorker(own, tiny, tmp_path / "checkpoints") for own in (config, config, exact)
+    ]
     for _ in range(2):
         workers[0].train_step("actor", BATCH)
     workers[0].save(1, {"step": 1, "controllers": None})
@@ -146,7 +194,9 @@ def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at all tensors
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # Dynamo looks at all tensors
 def test_a_run_with_compiled_layers_is_the_same_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,25 +207,43 @@ def test_a_run_with_compiled_layers_is_the_same_run(
         actor = ActorConfig(optim=OptimizerConfig(lr=1e-3), compile=is_compiled)
         config = TrainConfig(device="cpu", dtype="float32", algorithm=ALGORITHM, actor=actor)
         worker = LLMTrainerWorker(config, tiny, tmp_path / str(is_compiled))
-        scores = {role: worker.score(role, BATCH, with_routing=False)[0][0][0] for role in ("reference", "critic")}
+        scores = {
+            role: worker.score(role, BATCH, with_routing=False)[0][0][0]
+            for role in ("reference", "critic")
+        }
         found.append(scores | worker.train_step("actor", BATCH))
         worker.close()
     names = ("reference", "critic", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
     plain, other = ([own[name] for name in names] for own in found)
     assert other == pytest.approx(plain, rel=1e-5, abs=1e-6)
-    with pytest.raises(UserError, match=r"actor.compile is true; expected false with actor.activation_offload"):
+    with pytest.raises(
+        UserError, match=r"actor.compile is true; expected false with actor.activation_offload"
+    ):
         TrainConfig(actor=ActorConfig(compile=True, activation_offload=True))
 
 
 def test_a_plan_knows_the_bytes_of_moments(tiny: Path) -> None:
     config = TrainConfig(model=str(tiny), device="cpu", dtype="bfloat16")
     small = replace(config, actor=replace(config.actor, optim=OptimizerConfig(name="adamw_8bit")))
-    optimizer = [plan_memory(own, tiny, Device.named("H100")).roles["trainer"]["optimizer"] for own in (config, small)]
+    optimizer = [
+        plan_memory(own, tiny, Device.named("H100")).roles["trainer"]["optimizer"]
+        for own in (config, small)
+    ]
     assert optimizer[1] == pytest.approx(optimizer[0] * 6.03125 / 12)
 
 
-BATCH = [[Sample(prompt_ids=np.arange(2, 9), response_ids=np.arange(3, 8), advantages=np.ones(5, np.float32))]]
-ALGORITHM = AlgorithmConfig(adv_estimator="gae", old_log_probs="trainer", kl_ctrl=KLControlConfig(kl_coef=0.01))
+BATCH = [
+    [
+        Sample(
+            prompt_ids=np.arange(2, 9),
+            response_ids=np.arange(3, 8),
+            advantages=np.ones(5, np.float32),
+        )
+    ]
+]
+ALGORITHM = AlgorithmConfig(
+    adv_estimator="gae", old_log_probs="trainer", kl_ctrl=KLControlConfig(kl_coef=0.01)
+)
 
 
 def parameters_of(worker: LLMTrainerWorker, role: str) -> list[torch.nn.Parameter]:
@@ -199,7 +267,9 @@ def take_memory(worker: LLMTrainerWorker) -> None:
 
 
 @pytest.fixture(params=["none", "all"])
-def worker(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[LLMTrainerWorker]:
+def worker(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path: Path
+) -> Iterator[LLMTrainerWorker]:
     """A policy after an update, a critic and a reference."""
     actor = ActorConfig(offload=request.param)
     config = TrainConfig(device="cpu", dtype="float32", algorithm=ALGORITHM, actor=actor)
@@ -230,13 +300,17 @@ def outcomes(worker: LLMTrainerWorker, step: int, folder: Path) -> dict[str, Cal
     }
 
 
-def test_what_sleeps_is_saved_and_exported_in_any_order(worker: LLMTrainerWorker, tmp_path: Path) -> None:
+def test_what_sleeps_is_saved_and_exported_in_any_order(
+    worker: LLMTrainerWorker, tmp_path: Path
+) -> None:
     expected = {name: call() for name, call in outcomes(worker, 0, tmp_path / "awake").items()}
     for step, names in enumerate(permutations(("save", "export", "pretrained")), start=1):
         # A checkpoint reads them as NumPy arrays.
         take_memory(worker)
         worker.sleep()
-        assert {role: held_bytes(worker, role) for role in worker.roles} == dict.fromkeys(worker.roles, 0)
+        assert {role: held_bytes(worker, role) for role in worker.roles} == dict.fromkeys(
+            worker.roles, 0
+        )
         with pytest.raises(TrainerError, match=r"asleep.*expected a call of wake\(\) before"):
             worker.score("actor", BATCH, with_routing=False)
         calls = outcomes(worker, step, tmp_path / str(step))
@@ -253,13 +327,17 @@ def test_what_sleeps_is_saved_and_exported_in_any_order(worker: LLMTrainerWorker
     worker.sleep()
     assert worker.load()["step"] == 6
     worker.wake()
-    torch.testing.assert_close(outcomes(worker, 7, tmp_path)["score"](), expected["score"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        outcomes(worker, 7, tmp_path)["score"](), expected["score"], rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("worker", ["all"], indirect=True)
 def test_the_memory_law_follows_full_offload(worker: LLMTrainerWorker, tiny: Path) -> None:
     """The model at work has its parameters and gradients on the device, and the others have nothing there."""
-    config = TrainConfig(model=str(tiny), dtype="float32", algorithm=ALGORITHM, actor=ActorConfig(offload="all"))
+    config = TrainConfig(
+        model=str(tiny), dtype="float32", algorithm=ALGORITHM, actor=ActorConfig(offload="all")
+    )
     trainer = plan_memory(config, tiny, Device.named("H100")).roles["trainer"]
     assert held_bytes(worker, "actor") == trainer["weights"] + trainer["gradients"]
     assert trainer["optimizer"] == 0
@@ -269,13 +347,19 @@ def test_the_memory_law_follows_full_offload(worker: LLMTrainerWorker, tiny: Pat
     assert held_bytes(worker, "actor") == held_bytes(worker, "critic") == 0
 
 
-def test_a_missing_library_is_refused_before_anything_is_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_refused_before_anything_is_loaded(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the files with the prompts and the reward, too: there are none."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     actor = ActorConfig(optim=OptimizerConfig(name="adamw_8bit"))
-    config = TrainConfig(model=str(tiny), device="cpu", dtype="float32", reward="no.py:reward", actor=actor)
+    config = TrainConfig(
+        model=str(tiny), device="cpu", dtype="float32", reward="no.py:reward", actor=actor
+    )
     config = replace(config, data=replace(config.data, train_files=("no.jsonl",)))
-    message = "name is 'adamw_8bit', and 'bitsandbytes' is not installed: pip install 'gcore-trainer"
+    message = (
+        "name is 'adamw_8bit', and 'bitsandbytes' is not installed: pip install 'gcore-trainer"
+    )
     with pytest.raises(MissingExtraError, match=message):
         train(config)
 
@@ -284,11 +368,17 @@ def test_a_missing_library_is_refused_before_anything_is_loaded(tiny: Path, monk
     ("sync", "gigabytes", "waits"),
     [("update", 1e-3, True), ("auto", 80, True), ("auto", 1e-3, False), ("micro_batch", 80, False)],
 )
-def test_the_plan_counts_gradients_that_wait(tiny: Path, sync: Any, gigabytes: float, waits: bool) -> None:
-    config = TrainConfig(model=str(tiny), dtype="float32", actor=ActorConfig(ppo_max_token_len=1536))
+def test_the_plan_counts_gradients_that_wait(
+    tiny: Path, sync: Any, gigabytes: float, waits: bool
+) -> None:
+    config = TrainConfig(
+        model=str(tiny), dtype="float32", actor=ActorConfig(ppo_max_token_len=1536)
+    )
     parallel = replace(config.trainer.parallel, gradient_sync=sync)
     config = replace(config, trainer=replace(config.trainer, num_processes=2, parallel=parallel))
-    found = plan_memory(config, tiny, Device.of_memory("a GPU", gigabytes * 1e9)).roles["trainer"]["unsynced gradients"]
+    found = plan_memory(config, tiny, Device.of_memory("a GPU", gigabytes * 1e9)).roles["trainer"][
+        "unsynced gradients"
+    ]
     assert found == waits * 4 * count_parameters(tiny)
 
 
@@ -302,7 +392,9 @@ def test_a_run_that_needs_too_much_host_memory_is_refused_with_the_numbers(tiny:
     # and so are new ones.
     needed = (16 + 2 + 12 + 2 + 2) * count
     check_host_fits(config, plan, needed * 1.001)
-    with pytest.raises(UserError, match=r"needs 0\.0 GB of the host's memory; expected at most") as refused:
+    with pytest.raises(
+        UserError, match=r"needs 0\.0 GB of the host's memory; expected at most"
+    ) as refused:
         check_host_fits(config, plan, needed * 0.999)
     for setting in ("actor.offload none", "rollout.colocated false", "actor.lora_rank 16"):
         assert setting in str(refused.value)
@@ -312,11 +404,17 @@ def test_a_run_that_needs_too_much_host_memory_is_refused_with_the_numbers(tiny:
 @pytest.mark.parametrize("gigabytes", [20, 24, 28, 32, 36, 40, 48, 80])
 def test_auto_checkpoints_as_few_layers_as_fit(gigabytes: int) -> None:
     """Of 24 layers, by parts of three; it never makes trainer and engine take turns."""
-    device, model = Device.of_memory("a GPU", gigabytes * 1e9), shape_folder("Qwen2.5-0.5B-Instruct")
+    device, model = (
+        Device.of_memory("a GPU", gigabytes * 1e9),
+        shape_folder("Qwen2.5-0.5B-Instruct"),
+    )
     config = TrainConfig(model=str(model), dtype="bfloat16")
 
     def with_layers(count: int) -> TrainConfig:
-        changes = {"enable_gradient_checkpointing": count > 0, "checkpointed_layers": count / 24 or 1.0}
+        changes = {
+            "enable_gradient_checkpointing": count > 0,
+            "checkpointed_layers": count / 24 or 1.0,
+        }
         return replace(config, actor=replace(config.actor, **changes))
 
     plans = {count: plan_memory(with_layers(count), model, device) for count in range(0, 25, 3)}

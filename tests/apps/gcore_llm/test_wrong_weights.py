@@ -34,7 +34,11 @@ def test_a_run_stops_within_the_step(
     monkeypatch.setenv("GCORE_TEST_FAULT", fault)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     engine = f"{faulty_engines.__file__}:make_{kind}"
-    args = [*option_set(own_args, "--trainer.total-training-steps", "4"), "--rollout.engine", engine]
+    args = [
+        *option_set(own_args, "--trainer.total-training-steps", "4"),
+        "--rollout.engine",
+        engine,
+    ]
     args += ["--actor.lora-rank", "4"] if fault == "adapter" else []
     message = error_of(args[1:])
     # The run's folder is closed here, and not in the middle of another test.
@@ -73,9 +77,15 @@ def test_what_the_weights_do_not_show(cli: Cli, own_args: list[str]) -> None:
     lines = [line for line in out.splitlines() if "disagree" in line]
     assert len(lines) == 1
     assert ": engine and trainer disagree on the policy by 0.0" in lines[0]
-    assert lines[0].endswith("algorithm.max_rollout_kl = 0.01: compare dtype, temperature and attention of both")
-    assert sum(row["training/rollout_k3_kl"] > 0.01 for row in step_rows(cli.cwd / "runs/default")) > 1
+    assert lines[0].endswith(
+        "algorithm.max_rollout_kl = 0.01: compare dtype, temperature and attention of both"
+    )
+    assert (
+        sum(row["training/rollout_k3_kl"] > 0.01 for row in step_rows(cli.cwd / "runs/default")) > 1
+    )
     assert "Engine-trainer mismatch" in (cli.cwd / "runs/default/report.html").read_text()
     assert "disagree" not in cli.ok(*own_args, "--name", "sound")
     refused = cli.refused(*own_args, "--algorithm.max-rollout-kl", "-1")
-    assert "algorithm.max_rollout_kl is -1.0; expected a finite number, 0 or more" in " ".join(refused.split())
+    assert "algorithm.max_rollout_kl is -1.0; expected a finite number, 0 or more" in " ".join(
+        refused.split()
+    )

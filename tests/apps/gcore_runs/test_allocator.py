@@ -34,19 +34,27 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_segments_grow_on_cuda_unless_vllm_may_sleep(
     device: str, rollout: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    assert allocator_variables(TrainConfig(device=device, rollout=RolloutConfig(**rollout))) == expected
+    assert (
+        allocator_variables(TrainConfig(device=device, rollout=RolloutConfig(**rollout)))
+        == expected
+    )
 
 
 def test_engines_that_sleep_are_started_for_it() -> None:
     """vLLM's, of the policy and of a judge, wherever something else has their device meanwhile."""
     judge = JudgeConfig(engine="vllm", num_processes=1)
     judged = RewardModelConfig(kind="judge", path="x", judge=judge)
-    base = TrainConfig(device="cuda", runtime="ray", reward_model=judged, rollout=RolloutConfig(num_processes=1))
+    base = TrainConfig(
+        device="cuda", runtime="ray", reward_model=judged, rollout=RolloutConfig(num_processes=1)
+    )
     apart = replace(base, rollout=RolloutConfig(num_processes=1, colocated=False))
     for config, sleeps in (
         (base, True),
         (apart, False),
-        *((replace(apart, placement=PlacementConfig(strategy=strategy)), True) for strategy in ("colocated", "auto")),
+        *(
+            (replace(apart, placement=PlacementConfig(strategy=strategy)), True)
+            for strategy in ("colocated", "auto")
+        ),
         (replace(apart, placement=PlacementConfig(strategy="dynamic")), False),
     ):
         assert device_options(judge, config) == ({"enable_sleep_mode": True} if sleeps else {})

@@ -10,10 +10,12 @@ from gcore_runs import UserError, build_tokenizer
 from gcore_runs.data import chat_template
 
 TOO_LONG = (
-    r"has a chat template that did not answer within 0\.5 s on a conversation of 3 messages; expected at most 0\.5 s"
+    r"has a chat template that did not answer within 0\.5 s on a conversation of 3 messages; "
+    r"expected at most 0\.5 s"
 )
 TOO_LARGE = (
-    "has a chat template that took more than 0.125 GiB of memory on a conversation of 3 messages; expected at most"
+    "has a chat template that took more than 0.125 GiB of memory on a conversation of 3 messages; "
+    "expected at most"
 )
 POWER = "{{ 9 ** (9 ** 9) }}"
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -33,7 +35,12 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [(POWER, TOO_LONG), (NESTED, TOO_LONG), ("{{ 'x' * 10**12 }}", TOO_LARGE), (DOUBLED, TOO_LARGE)],
+    [
+        (POWER, TOO_LONG),
+        (NESTED, TOO_LONG),
+        ("{{ 'x' * 10**12 }}", TOO_LARGE),
+        (DOUBLED, TOO_LARGE),
+    ],
 )
 def test_a_template_without_end_is_refused(template: str, message: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template)

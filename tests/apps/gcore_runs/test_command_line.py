@@ -37,11 +37,17 @@ def app(*args: str) -> "subprocess.Popen[str]":
     # Without a buffer Python loses what a pipe does not take at once, and notices nothing.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", COMMANDS, *args]
-    return subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
-@pytest.mark.parametrize("module", ["gcore_llm", "gcore_diffusion", "gcore_bench", "gcore_ckpt", "gcore_placement"])
-def test_python_m_and_version(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "module", ["gcore_llm", "gcore_diffusion", "gcore_bench", "gcore_ckpt", "gcore_placement"]
+)
+def test_python_m_and_version(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [module, "--version"])
     with suppress(SystemExit):
         runpy.run_module(module, run_name="__main__")
@@ -100,7 +106,9 @@ def test_the_output_of_a_package_is_closed(module: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment, check=False)
+    ended = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, env=environment, check=False
+    )
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, b"")
     closed = ["bash", "-c", 'exec "$@" >&-', "bash", *command]

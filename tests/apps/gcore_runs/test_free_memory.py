@@ -37,7 +37,9 @@ print(default, kept, before - pages())
 
 def test_free_memory_is_used_again() -> None:
     """Without page faults; a model that sleeps still returns it."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     default, kept, returned = map(int, done.stdout.split())
     assert default > 5_000
     assert kept < 100

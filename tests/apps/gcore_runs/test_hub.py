@@ -52,7 +52,9 @@ def data_set(folder: Path, *answers: str) -> Path:
     for name, own in (("main/train", answers), ("main/test", ("9",)), ("hard/train", ("7",))):
         file = folder / f"{name}-00000-of-00001.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"{a}=" for a in own], "answer": own}), file)
+        pyarrow.parquet.write_table(
+            pyarrow.table({"prompt": [f"{a}=" for a in own], "answer": own}), file
+        )
     (folder / "README.md").write_text(CARD)
     return folder
 
@@ -67,12 +69,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
         yield hub
 
 
-def resolved(hub: StandInHub, home: Path, *settings: dict[str, Any], **variables: str) -> list[dict[str, Any]]:
+def resolved(
+    hub: StandInHub, home: Path, *settings: dict[str, Any], **variables: str
+) -> list[dict[str, Any]]:
     """Resolve settings one after the other in a process that knows this Hub alone."""
     environment = {**os.environ, **hub.environment(home), **variables}
     call = [sys.executable, "-c", CALLS]
     home.mkdir(exist_ok=True)
-    done = subprocess.run(call, input=json.dumps(settings), env=environment, cwd=home, capture_output=True, text=True)
+    done = subprocess.run(
+        call, input=json.dumps(settings), env=environment, cwd=home, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -116,14 +122,18 @@ def test_a_moved_revision_does_not_change_a_run(hub: StandInHub, tmp_path: Path)
     moved = hub.push("models/org/tiny", next(iter(hub.commits["models/org/tiny"].values())))
     newer = hub.push("datasets/org/sums", data_set(tmp_path / "newer", "3"))
     other = {**settings, "name": "other"}
-    resumed, fresh, old = resolved(hub, tmp_path, settings, other, {"model": first["model"], "name": "other"})
+    resumed, fresh, old = resolved(
+        hub, tmp_path, settings, other, {"model": first["model"], "name": "other"}
+    )
     assert resumed == first
     assert fresh["model"] == f"org/tiny@{moved}"
     assert fresh["files"] == [f"hf://org/sums@{newer}/main"]
     assert [row["answer"] for row in fresh["rows"]] == ["3"]
     assert old["model"] == first["model"]
     without = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert resolved(hub, tmp_path, settings, other, **without) == [first, fresh], "of two commits, each finds its own"
+    assert resolved(hub, tmp_path, settings, other, **without) == [first, fresh], (
+        "of two commits, each finds its own"
+    )
 
 
 def test_what_the_hub_does_not_have(hub: StandInHub, tmp_path: Path) -> None:
@@ -168,13 +178,17 @@ def test_what_the_hub_does_not_have(hub: StandInHub, tmp_path: Path) -> None:
     away = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     [model, data] = resolved(hub, tmp_path, {"model": "org/tiny"}, of("hf://org/sums/main"), **away)
     for outcome in (model, data):
-        assert outcome["error"].endswith("on the Hub: the Hub cannot be reached, and it was not downloaded before")
+        assert outcome["error"].endswith(
+            "on the Hub: the Hub cannot be reached, and it was not downloaded before"
+        )
 
 
 def test_the_command_of_the_page_runs(hub: StandInHub, tmp_path: Path) -> None:
     """It trains on what the Hub has, in epochs, and its run continues with that after both have moved."""
     page = (Path(__file__).parents[3] / "docs/how-to/data.md").read_text()
-    command = shlex.split(re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL)[0].replace("\\\n", " "))
+    command = shlex.split(
+        re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL)[0].replace("\\\n", " ")
+    )
     rows = [{"question": f"{i}+1=", "answer": f"{i} and 1\n#### {i + 1}"} for i in range(3)]
     for name in ("main/train", "main/test"):
         file = tmp_path / f"sums/{name}-00000-of-00001.parquet"
@@ -182,15 +196,35 @@ def test_the_command_of_the_page_runs(hub: StandInHub, tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     (tmp_path / "sums/README.md").write_text(CARD.partition("- {config_name: hard")[0] + "---\n")
     tiny = next(iter(hub.commits["models/org/tiny"].values()))
-    pinned = hub.push("models/Qwen/Qwen2.5-0.5B-Instruct", tiny), hub.push("datasets/openai/gsm8k", tmp_path / "sums")
+    pinned = (
+        hub.push("models/Qwen/Qwen2.5-0.5B-Instruct", tiny),
+        hub.push("datasets/openai/gsm8k", tmp_path / "sums"),
+    )
     assert command[0] == "gcore-llm"
     small = ["--data.train-batch-size", "2", "--rollout.n", "2", "--data.max-response-length", "4"]
-    small += ["--algorithm.filter-groups", "False", "--threads", "1", "--device", "cpu", "--trainer.total-epochs"]
+    small += [
+        "--algorithm.filter-groups",
+        "False",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--trainer.total-epochs",
+    ]
 
     def run(epochs: str) -> dict[str, Any]:
-        program = [sys.executable, "-c", "from gcore_llm.cli import main; main()", *command[1:], *small, epochs]
+        program = [
+            sys.executable,
+            "-c",
+            "from gcore_llm.cli import main; main()",
+            *command[1:],
+            *small,
+            epochs,
+        ]
         environment = os.environ | hub.environment(tmp_path / "home")
-        done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            program, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         # Code 3: a random model is never right.
         assert done.returncode == 3, done.stdout + done.stderr
         return tomllib.loads((tmp_path / "runs/default/config.toml").read_text())
@@ -204,7 +238,9 @@ def test_the_command_of_the_page_runs(hub: StandInHub, tmp_path: Path) -> None:
     hub.push("datasets/openai/gsm8k", tmp_path)
     num_requests = len(hub.requests)
     further = run("2")
-    assert hub.requests[num_requests:] == [], "neither for what is pinned, nor by a library on its own"
+    assert hub.requests[num_requests:] == [], (
+        "neither for what is pinned, nor by a library on its own"
+    )
     assert further["trainer"].pop("total_training_steps") == 3
     assert further["trainer"].pop("total_epochs") == 2 * first["trainer"].pop("total_epochs")
     del first["trainer"]["total_training_steps"]
@@ -217,7 +253,12 @@ def test_folders_win_and_names_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     for folder in ("org/tiny", "missing", "./org/none", "/tmp/org", "runs/a/export"):
         assert model_folder(folder) == Path(folder)
     name = DatasetName.parse("hf://open-ai/gsm8k@refs-1/main:train", setting="data.train_files")
-    assert vars(name) == {"repo": "open-ai/gsm8k", "revision": "refs-1", "subset": "main", "split": "train"}
+    assert vars(name) == {
+        "repo": "open-ai/gsm8k",
+        "revision": "refs-1",
+        "subset": "main",
+        "split": "train",
+    }
     for text in ("hf://a/b", "hf://a/b:test", "hf://a/b/c", "hf://a/b@v1/c:test"):
         assert str(DatasetName.parse(text, setting="data.train_files")) == text
     for text in ("hf://a", "hf://a/b:train[:5]", "hf://datasets:a/b"):

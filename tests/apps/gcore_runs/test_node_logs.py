@@ -28,7 +28,9 @@ def test_what_is_new_is_returned(tmp_path: Path) -> None:
     assert new_logs(str(tmp_path), b"main", {"engine-0.log": 4}) == {"engine-0.log": (8, b"two\n")}
     assert new_logs(str(tmp_path), b"main", {"engine-0.log": 8}) == {}
     # It was rotated.
-    assert new_logs(str(tmp_path), b"main", {"engine-0.log": 100}) == {"engine-0.log": (8, b"one\ntwo\n")}
+    assert new_logs(str(tmp_path), b"main", {"engine-0.log": 100}) == {
+        "engine-0.log": (8, b"one\ntwo\n")
+    }
 
 
 def test_a_node_that_shares_the_folder_returns_nothing(tmp_path: Path) -> None:
@@ -52,11 +54,17 @@ class Engine:
 
 
 def private_mounts_work() -> bool:
-    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not private_mounts_work(), reason="a node with a file system of its own needs the right to mount")
+@pytest.mark.skipif(
+    not private_mounts_work(),
+    reason="a node with a file system of its own needs the right to mount",
+)
 def test_logs_of_a_node_without_the_folder_are_collected(tmp_path: Path) -> None:
     """One that has an own, empty file system where the run's folder is; also of a process that was killed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -67,7 +75,9 @@ def test_logs_of_a_node_without_the_folder_are_collected(tmp_path: Path) -> None
     start = f"mount -t tmpfs none {tmp_path} && exec {Path(sys.executable).with_name('ray')} start"
     command = f"{start} --address {cluster.address} --block --num-cpus 1 --object-store-memory {100 << 20}"
     node = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", command], start_new_session=True, stdout=subprocess.DEVNULL
+        ["unshare", "--mount", "sh", "-c", command],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
     )
     try:
         cluster.wait_for_nodes()
@@ -93,7 +103,9 @@ async def scenario(logs: Path, ids: list[str]) -> None:
     actors: list[Any] = []
     for rank, place in enumerate([own, *(i for i in ids if i != own)]):
         where = NodeAffinitySchedulingStrategy(place, soft=False)
-        actors.append(remote(Engine).options(num_cpus=0, scheduling_strategy=where).remote(logs, rank))
+        actors.append(
+            remote(Engine).options(num_cpus=0, scheduling_strategy=where).remote(logs, rank)
+        )
     say = partial(asyncio.wait_for, timeout=60)
     collector = NodeLogs(logs)
     await say(actors[0].say.remote("says first"))

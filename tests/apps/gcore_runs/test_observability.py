@@ -33,7 +33,15 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
-from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
+from gcore_controller import (
+    Context,
+    DeviceTimers,
+    SharedTrainerClient,
+    Span,
+    merge_spans,
+    on_wall_clock,
+    run_inline,
+)
 from gcore_llm.cli import main, own_data
 from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
@@ -55,7 +63,9 @@ def span(stage: str, start_s: float, end_s: float) -> Span:
 
 def scrape(exporter: PrometheusExporter) -> dict[str, Metric]:
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=300) as reply:
-        return {family.name: family for family in text_string_to_metric_families(reply.read().decode())}
+        return {
+            family.name: family for family in text_string_to_metric_families(reply.read().decode())
+        }
 
 
 def value(family: Metric, suffix: str = "") -> float:
@@ -66,7 +76,10 @@ def value(family: Metric, suffix: str = "") -> float:
 def test_spans_are_written_relative_to_their_step_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     writer = SpanWriter(path)
-    first = [[span("gen", 1000.0, 1002.0), span("train", 1003.0, 1004.0)], [span("gen", 1000.5, 1001.0)]]
+    first = [
+        [span("gen", 1000.0, 1002.0), span("train", 1003.0, 1004.0)],
+        [span("gen", 1000.5, 1001.0)],
+    ]
     writer.write(1, first, devices={"trainer 0": [span("train", 1003.25, 1004.5)]})
     writer.write(2, [[span("gen", 1005.0, 1006.00004)], []])
     rows = read_jsonl(path)
@@ -85,10 +98,17 @@ def test_spans_are_written_relative_to_their_step_and_read_back(tmp_path: Path) 
 
 
 def test_neighbouring_spans_of_one_stage_are_one(tmp_path: Path) -> None:
-    parts = [span("gen", 2.0, 2.5), span("gen", 0.0, 1.0), span("gen", 1.0005, 2.0), span("gen", 2.6, 3.0)]
+    parts = [
+        span("gen", 2.0, 2.5),
+        span("gen", 0.0, 1.0),
+        span("gen", 1.0005, 2.0),
+        span("gen", 2.6, 3.0),
+    ]
     SpanWriter(tmp_path / "s").write(1, [[*parts, span("reward", 3.0, 3.1), span("gen", 3.1, 3.2)]])
     [row] = read_jsonl(tmp_path / "s")
-    assert row["controllers"] == [[["gen", 0, 2.5], ["gen", 2.6, 3.0], ["reward", 3.0, 3.1], ["gen", 3.1, 3.2]]]
+    assert row["controllers"] == [
+        [["gen", 0, 2.5], ["gen", 2.6, 3.0], ["reward", 3.0, 3.1], ["gen", 3.1, 3.2]]
+    ]
 
 
 def test_resumed_run_continues_after_its_last_kept_step(tmp_path: Path) -> None:
@@ -191,14 +211,21 @@ def test_device_is_in_the_stage_of_the_call_that_began_last() -> None:
 
 def test_spans_of_a_device_from_several_controllers_are_one_row() -> None:
     first, second, other = span("gen", 1, 2), span("sync", 3, 4), span("train", 1, 4)
-    assert merge_spans([{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]) == {
+    assert merge_spans(
+        [{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]
+    ) == {
         "engine 0": [second, first],
         "trainer 0": [other],
     }
 
 
 def request(name: str, *, max_tokens: int, n: int = 1) -> Request:
-    return Request(request_id=name, prompt_token_ids=(3, 4), sampling=SamplingParams(max_tokens=max_tokens), n=n)
+    return Request(
+        request_id=name,
+        prompt_token_ids=(3, 4),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        n=n,
+    )
 
 
 def stages(spans: Sequence[Span]) -> list[str]:
@@ -209,11 +236,21 @@ async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
     devices = DeviceTimers()
     instrumentation = Instrumentation(devices=devices)
     inner = [FakeEngine(step_s=0.02) for _ in range(2)]
-    engine = EngineReplicas([instrumentation.instrument(each, place) for place, each in enumerate(inner)])
-    made = [c async for c in engine.generate([request("long", max_tokens=20), request("short", max_tokens=2)])]
+    engine = EngineReplicas(
+        [instrumentation.instrument(each, place) for place, each in enumerate(inner)]
+    )
+    made = [
+        c
+        async for c in engine.generate(
+            [request("long", max_tokens=20), request("short", max_tokens=2)]
+        )
+    ]
     assert [len(c.token_ids) for c in made] == [2, 20]
     spans = devices.drain()
-    assert {name: stages(own) for name, own in spans.items()} == {"engine 0": ["gen"], "engine 1": ["gen"]}
+    assert {name: stages(own) for name, own in spans.items()} == {
+        "engine 0": ["gen"],
+        "engine 1": ["gen"],
+    }
     (long,), (short,) = spans["engine 0"], spans["engine 1"]
     assert long.end_s - long.start_s > 0.39
     assert short.end_s < long.end_s
@@ -221,7 +258,10 @@ async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
     await engine.update_weights([], version=1)
     async with aclosing(engine.generate([request("left", max_tokens=1, n=2)])) as completions:
         await anext(completions)
-    assert {name: stages(own)[0] for name, own in devices.drain().items()} == {"engine 0": "sync", "engine 1": "sync"}
+    assert {name: stages(own)[0] for name, own in devices.drain().items()} == {
+        "engine 0": "sync",
+        "engine 1": "sync",
+    }
     # Whatever was left off is over.
     assert devices.drain() == {"engine 0": [], "engine 1": []}
     await engine.pause()
@@ -236,7 +276,9 @@ class SleepingLearner:
     num_replicas = 2
     num_updates = 0
 
-    async def score(self, role: str, micro_batches: Sequence[Any], *, with_routing: bool = False) -> list[Any]:
+    async def score(
+        self, role: str, micro_batches: Sequence[Any], *, with_routing: bool = False
+    ) -> list[Any]:
         del role, with_routing
         await asyncio.sleep(0.02)
         return list(micro_batches)
@@ -257,7 +299,9 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
     policy = Instrumentation(devices=devices).instrument(FakeEngine(), 0)
 
     async def program(ctx: Context[None]) -> None:
-        part: SharedTrainerClient[Any] = SharedTrainerClient(learner, ctx.group, devices, num_ranks=2)
+        part: SharedTrainerClient[Any] = SharedTrainerClient(
+            learner, ctx.group, devices, num_ranks=2
+        )
         batches: Any = [f"of {ctx.rank}"]
         assert await part.score("reference", batches) == batches
         assert await part.score("actor", batches, with_routing=True) == batches
@@ -277,13 +321,25 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
 def started(logs: Path) -> list[int]:
     """The processes that have started to log."""
     lines = [line for path in sorted(logs.iterdir()) for line in path.read_text().splitlines()]
-    return [int(process) for line in lines for process in re.findall(r"process (\d+) on \S+ begins$", line)]
+    return [
+        int(process)
+        for line in lines
+        for process in re.findall(r"process (\d+) on \S+ begins$", line)
+    ]
 
 
 @pytest.mark.slow
-async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path: Path, tiny: Path) -> None:
+async def test_engine_processes_log_and_are_seen_whichever_has_a_place(
+    tmp_path: Path, tiny: Path
+) -> None:
     config = own_data()
-    config = replace(config, threads=1, device="cpu", dtype="float32", rollout=replace(config.rollout, num_processes=2))
+    config = replace(
+        config,
+        threads=1,
+        device="cpu",
+        dtype="float32",
+        rollout=replace(config.rollout, num_processes=2),
+    )
     devices, logs = DeviceTimers(), tmp_path / "logs"
     engine = await start_policy(
         config, tiny, eos_token_ids=[1], instrumentation=Instrumentation(devices=devices, logs=logs)
@@ -291,12 +347,17 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path:
     try:
         assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
         spans = devices.drain()
-        assert {name: stages(own) for name, own in spans.items()} == {"engine 0": ["gen"], "engine 1": ["gen"]}
+        assert {name: stages(own) for name, own in spans.items()} == {
+            "engine 0": ["gen"],
+            "engine 1": ["gen"],
+        }
         first, _ = started(logs)
         os.kill(first, signal.SIGKILL)
         async with asyncio.timeout(300):
             while len(started(logs)) < 3:
-                assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
+                assert (
+                    len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
+                )
         assert not Path(f"/proc/{first}").exists()
         assert all(Path(f"/proc/{pid}").exists() for pid in started(logs) if pid != first)
     finally:
@@ -344,7 +405,10 @@ def test_a_running_job_can_be_scraped(tmp_path: Path) -> None:
         assert families["gcore_critic_score_mean"].documentation == "critic/score/mean"
         assert {families[name].type for name in ("gcore_step", "gcore_timing_s_step")} == {"gauge"}
         [info] = families["gcore_info"].samples
-        assert (info.labels, info.value) == ({"run": "observed", "version": version("gcore-llm")}, 1.0)
+        assert (info.labels, info.value) == (
+            {"run": "observed", "version": version("gcore-llm")},
+            1.0,
+        )
     seconds = scraped[-1]["gcore_step_seconds"]
     assert seconds.type == "histogram"
     assert value(seconds, "_count") == 3
@@ -358,10 +422,17 @@ def test_a_running_job_can_be_scraped(tmp_path: Path) -> None:
 
 def test_metrics_that_differ_in_a_slash_alone_have_a_gauge_each() -> None:
     with PrometheusExporter(run="r", port=0) as exporter:
-        exporter.write(1, {"reward/a/mean": 1.0, "reward/a_mean": 2.0, "step": 3.0, "reward/no-go": float("nan")})
+        exporter.write(
+            1,
+            {"reward/a/mean": 1.0, "reward/a_mean": 2.0, "step": 3.0, "reward/no-go": float("nan")},
+        )
         exporter.write(2, {"reward/a_mean": 4.0})
         families = scrape(exporter)
-    values = {family.documentation: value(family) for family in families.values() if family.type == "gauge"}
+    values = {
+        family.documentation: value(family)
+        for family in families.values()
+        if family.type == "gauge"
+    }
     assert values["reward/a/mean"] == 1.0
     assert values["reward/a_mean"] == 4.0
     assert values["step"] == 3.0
@@ -413,15 +484,21 @@ def test_display_shows_the_busiest_controller_where_loads_are_known() -> None:
 
 
 def test_display_counts_what_takes_long_before_training() -> None:
-    terminal, plain = (Console(file=io.StringIO(), force_terminal=is_one, width=100) for is_one in (True, False))
+    terminal, plain = (
+        Console(file=io.StringIO(), force_terminal=is_one, width=100) for is_one in (True, False)
+    )
     for console in (terminal, plain):
         with Display(console) as display:
             display.show_count("tokenizing a.jsonl", 1000, 4000)
             display.show_count("tokenizing a.jsonl", 3000, 4000)
     assert isinstance(terminal.file, io.StringIO)
-    assert re.search(r"tokenizing a.jsonl .* 3000/4000", Text.from_ansi(terminal.file.getvalue()).plain)
+    assert re.search(
+        r"tokenizing a.jsonl .* 3000/4000", Text.from_ansi(terminal.file.getvalue()).plain
+    )
     assert isinstance(plain.file, io.StringIO)
-    assert plain.file.getvalue() == "tokenizing a.jsonl: 1,000 of 4,000\n", "the next line is ten seconds later"
+    assert plain.file.getvalue() == "tokenizing a.jsonl: 1,000 of 4,000\n", (
+        "the next line is ten seconds later"
+    )
 
 
 WORKER = """
@@ -454,7 +531,9 @@ def work(folder: Path, rank: int, end: str) -> int:
     command = [sys.executable, "-c", WORKER.format(end=end), str(folder), str(rank)]
     # Unbuffered output would reach the file without any effort.
     env = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    result = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
     assert (result.stdout, result.stderr) == ("", "")
     return result.returncode
 
@@ -470,7 +549,9 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "logs"
     folder.mkdir(parents=True)
     (tmp_path / "run" / "config.toml").touch()
-    (folder / "main.log").write_text(f"{stamp(1)} main INFO a: starts\n{stamp(4)} main ERROR a: lost\n")
+    (folder / "main.log").write_text(
+        f"{stamp(1)} main INFO a: starts\n{stamp(4)} main ERROR a: lost\n"
+    )
     (folder / "engine-1.log.1").write_text(f"{stamp(0)} engine-1 INFO b: begins\n")
     (folder / "engine-1.log").write_text(
         f"one\n{stamp(2)} engine-1 MARK output: until here\n"
@@ -485,7 +566,9 @@ def time_of(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-@pytest.mark.parametrize(("end", "code"), [(KILLED, -signal.SIGKILL), (RAISED, 1), (CRASHED, -signal.SIGSEGV)])
+@pytest.mark.parametrize(
+    ("end", "code"), [(KILLED, -signal.SIGKILL), (RAISED, 1), (CRASHED, -signal.SIGSEGV)]
+)
 def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, code: int) -> None:
     assert work(tmp_path, 3, end) == code
     assert [path.name for path in tmp_path.iterdir()] == ["engine-3.log"]
@@ -493,10 +576,19 @@ def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, 
     assert re.fullmatch(r"engine-3 INFO gcore_runs.logs: process \d+ on \S+ begins", lines[0])
     assert lines[1:3] == ["engine-3 INFO a.b: first", "engine-3 INFO second"]
     assert lines[3] == "engine-3 WARNING py.warnings: <string>:8: UserWarning: careful"
-    assert lines[lines.index("engine-3 ERROR root: caught") + 1] == "engine-3 ERROR Traceback (most recent call last):"
-    output = [line.removeprefix("engine-3 OUT ") for line in lines if line.startswith("engine-3 OUT ")]
+    assert (
+        lines[lines.index("engine-3 ERROR root: caught") + 1]
+        == "engine-3 ERROR Traceback (most recent call last):"
+    )
+    output = [
+        line.removeprefix("engine-3 OUT ") for line in lines if line.startswith("engine-3 OUT ")
+    ]
     assert output[:3] == ["from print", "from a descriptor", "from a library"]
-    last = {KILLED: "from a library", RAISED: "RuntimeError: boom", CRASHED: '  File "<string>", line 16 in <module>'}
+    last = {
+        KILLED: "from a library",
+        RAISED: "RuntimeError: boom",
+        CRASHED: '  File "<string>", line 16 in <module>',
+    }
     assert last[end] in output
     assert ("Fatal Python error: Segmentation fault" in output) == (end == CRASHED)
 
@@ -517,7 +609,9 @@ def test_a_replacement_process_continues_the_log_file(tmp_path: Path) -> None:
 def test_output_is_dated_while_the_process_is_silent(tmp_path: Path) -> None:
     code = "import time, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
     code += "log_to(Path(sys.argv[1]), 'main', redirect=True); print('quiet'); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE
+    ) as process:
         file = tmp_path / "main.log"
         while not file.exists() or "MARK" not in file.read_text():
             assert process.poll() is None
@@ -535,7 +629,9 @@ def log_all_and_fail() -> None:
     raise KeyError("gone")
 
 
-def test_main_process_logs_and_shows_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_main_process_logs_and_shows_as_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     root, level = logging.getLogger(), logging.getLogger().level
     kept, root.handlers[:] = root.handlers[:], []
     try:
@@ -575,14 +671,18 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 def test_full_files_rotate_and_keep_all_output(tmp_path: Path) -> None:
     code = "import logging, os, sys; from pathlib import Path; from gcore_runs import logs\n"
-    code += "logs.MAX_FILE_BYTES = 2000; logs.log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True)\n"
+    code += (
+        "logs.MAX_FILE_BYTES = 2000; logs.log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True)\n"
+    )
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=600)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert {"trainer-0.log", "trainer-0.log.1"} <= sizes.keys()
     assert max(sizes.values()) < 2100
     expected = [text for i in range(30) for text in (f"INFO root: record {i}", f"OUT output {i}")]
-    assert [line.removeprefix("trainer-0 ") for line in texts(merged_lines(tmp_path))[1:]] == expected
+    assert [
+        line.removeprefix("trainer-0 ") for line in texts(merged_lines(tmp_path))[1:]
+    ] == expected
 
 
 def test_logs_are_merged_by_time(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -609,7 +709,9 @@ def test_logs_are_merged_by_time(run_dir: Path, capsys: pytest.CaptureFixture[st
         (["--lines", "3"], [stamp(4.5), stamp(4.5), stamp(6)]),
     ],
 )
-def test_some_logs(run_dir: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: list[str]) -> None:
+def test_some_logs(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: list[str]
+) -> None:
     main(["logs", str(run_dir), *options])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == expected
 
@@ -618,7 +720,10 @@ def test_some_logs(run_dir: Path, capsys: pytest.CaptureFixture[str], options: l
     ("options", "said"),
     [
         (["--role", "engin"], "has no logs of role engin, rank any; there are: engine-1, main"),
-        (["--role", "engine", "--rank", "7"], "has no logs of role engine, rank 7; there are: engine-1, main"),
+        (
+            ["--role", "engine", "--rank", "7"],
+            "has no logs of role engine, rank 7; there are: engine-1, main",
+        ),
         (["--lines", "-1"], "lines is -1; expected 0 or more"),
     ],
 )
@@ -632,14 +737,18 @@ def test_logs_that_are_not_there(
 
 
 def test_run_without_logs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"logs has no logs of role any, rank any; there are: none at all"):
+    with pytest.raises(
+        UserError, match=r"logs has no logs of role any, rank any; there are: none at all"
+    ):
         next(merged_lines(tmp_path / "logs"))
 
 
 def test_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gcore_runs.logs._POLL_S", 0.01)
     file = tmp_path / "engine-0.log"
-    file.write_text(f"{stamp(1)} engine-0 INFO a: 1\n{stamp(2)} engine-0 INFO a: 2\n{stamp(3)} engine-0 INFO a: ha")
+    file.write_text(
+        f"{stamp(1)} engine-0 INFO a: 1\n{stamp(2)} engine-0 INFO a: 2\n{stamp(3)} engine-0 INFO a: ha"
+    )
     with closing(merged_lines(tmp_path, last=1, follow=True)) as lines:
         assert next(lines).endswith("a: 2")
         with file.open("a") as more:
@@ -656,7 +765,14 @@ def test_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_following_ends_with_ctrl_c_and_without_a_word(run_dir: Path) -> None:
-    command = [Path(sys.executable).with_name("gcore-llm"), "logs", run_dir, "--follow", "--role", "main"]
+    command = [
+        Path(sys.executable).with_name("gcore-llm"),
+        "logs",
+        run_dir,
+        "--follow",
+        "--role",
+        "main",
+    ]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A job in the background of a shell begins with Ctrl-C ignored, and so do its children.
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -687,7 +803,9 @@ def test_logs_end_in_silence_with_their_reader(run_dir: Path) -> None:
 
 def test_importing_the_reader_is_cheap() -> None:
     code = "import json, sys, gcore_runs.logs; print(json.dumps([*sys.modules]))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert not {"numpy", "torch", "rich", "prometheus_client"} & set(json.loads(result.stdout))
 
 

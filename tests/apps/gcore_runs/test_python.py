@@ -58,7 +58,9 @@ def test_train_and_resume(
 
 
 def test_wrong_settings_are_reported() -> None:
-    with pytest.raises(gcore_runs.UserError, match="model is not set; expected a Hugging Face folder, or a model"):
+    with pytest.raises(
+        gcore_runs.UserError, match="model is not set; expected a Hugging Face folder, or a model"
+    ):
         gcore_llm.train(gcore_llm.TrainConfig(data=gcore_llm.DataConfig(train_files=("x.jsonl",))))
 
 
@@ -89,7 +91,9 @@ def test_train_a_diffusion_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             device="cpu",
             data=gcore_diffusion.DiffusionDataConfig(train_batch_size=2),
             rollout=replace(embedded.rollout, n=4),
-            trainer=gcore_diffusion.DiffusionTrainerConfig(total_training_steps=1, tensorboard=False),
+            trainer=gcore_diffusion.DiffusionTrainerConfig(
+                total_training_steps=1, tensorboard=False
+            ),
         ),
         demo=gcore_diffusion.DemoConfig(num_steps=2, cache_dir=str(tmp_path / "cache")),
     )
@@ -98,7 +102,9 @@ def test_train_a_diffusion_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("app", [gcore_llm, gcore_diffusion, gcore_runs], ids=lambda app: app.__name__)
+@pytest.mark.parametrize(
+    "app", [gcore_llm, gcore_diffusion, gcore_runs], ids=lambda app: app.__name__
+)
 def test_the_root_exports_what_it_declares(app: ModuleType) -> None:
     assert all(hasattr(app, name) for name in app.__all__)
     assert len(set(app.__all__)) == len(app.__all__)

@@ -27,7 +27,13 @@ from gcore_trainer import (
 )
 from gcore_trainer.config import POLICY_LOSSES
 
-CONFIGS: tuple[type, ...] = (TrainConfig, DiffusionConfig, SFTRunConfig, RewardModelRunConfig, DPORunConfig)
+CONFIGS: tuple[type, ...] = (
+    TrainConfig,
+    DiffusionConfig,
+    SFTRunConfig,
+    RewardModelRunConfig,
+    DPORunConfig,
+)
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": tuple(advantage_estimators()),
     "actor.loss.loss_mode": tuple(POLICY_LOSSES.names),
@@ -61,7 +67,9 @@ def values_of(kind: type, name: str) -> list[Any]:
         return [default, *CHOICES[name]]
     hint = setting_types(kind)[name]
     options = [hint, *get_args(hint)]
-    literals = [value for option in options if get_origin(option) is Literal for value in get_args(option)]
+    literals = [
+        value for option in options if get_origin(option) is Literal for value in get_args(option)
+    ]
     if isinstance(default, bool):
         return [default, not default]
     if literals:
@@ -134,7 +142,14 @@ def test_every_entry_is_of_settings_that_there_are(kind: type) -> None:
     ("args", "expected"),
     [
         (
-            ["--algorithm.name", "nft", "--rollout.kernel", "ode", "--actor.loss.kl-loss-coef", "0.1"],
+            [
+                "--algorithm.name",
+                "nft",
+                "--rollout.kernel",
+                "ode",
+                "--actor.loss.kl-loss-coef",
+                "0.1",
+            ],
             "actor.loss.kl_loss_coef is 0.1; expected 0.0 with algorithm.name 'nft': it is read with algorithm.name "
             "flow_grpo, ddpo, grpo_guard",
         ),
@@ -164,10 +179,14 @@ def test_a_recipe_gives_way_and_a_file_does_not(tmp_path: Path) -> None:
     assert RECIPES["embedded"]().rollout.window_size == 2
     file = tmp_path / "own.toml"
     file.write_text("[rollout]\nwindow_size = 2\n")
-    with pytest.raises(UserError, match=r"^rollout.window_size is 2; expected 0 with algorithm.name 'nft'"):
+    with pytest.raises(
+        UserError, match=r"^rollout.window_size is 2; expected 0 with algorithm.name 'nft'"
+    ):
         parse_diffusion(["--config", str(file), *nft])
     # It is as good as not set; and what only an option makes readable is read.
-    file.write_text("[rollout]\nwindow_size = 0\n[actor.loss]\nclip_ratio = 1e-4\n[actor.nft]\nbeta = 0.2\n")
+    file.write_text(
+        "[rollout]\nwindow_size = 0\n[actor.loss]\nclip_ratio = 1e-4\n[actor.nft]\nbeta = 0.2\n"
+    )
     assert parse_diffusion(["--config", str(file), *nft]).actor.nft.beta == 0.2
 
 
@@ -194,7 +213,11 @@ def names_read_with(setting: str, value: str, section: str) -> set[str]:
     """The settings of a section that are read with a value of another one, by the table."""
     found: set[str] = set()
     for name, entry in conditional_settings(TrainConfig):
-        if name.startswith(f"{section}.") and setting in entry.chosen_by and entry.is_read({setting: value}):
+        if (
+            name.startswith(f"{section}.")
+            and setting in entry.chosen_by
+            and entry.is_read({setting: value})
+        ):
             found.add(name.removeprefix(f"{section}."))
     return found
 
@@ -203,7 +226,9 @@ def names_read_with(setting: str, value: str, section: str) -> set[str]:
 def test_an_estimator_reads_what_the_table_says(name: str) -> None:
     masks = [np.ones(2, np.bool_), np.ones(2, np.bool_)]
     rewards = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]
-    group = ScoredGroup(rewards=rewards, masks=masks, values=[np.zeros(2), np.zeros(2)], greedy_score=0.0)
+    group = ScoredGroup(
+        rewards=rewards, masks=masks, values=[np.zeros(2), np.zeros(2)], greedy_score=0.0
+    )
     config: Any = Recorded(AdvantageConfig())
     get_advantage_estimator(name)(group, config)
     known = {field.name for field in fields(AdvantageConfig)}
@@ -216,11 +241,15 @@ def test_a_policy_loss_reads_what_the_table_says(name: str) -> None:
     tokens = torch.full((2,), -1.0)
     mask = torch.ones(2, dtype=torch.bool)
     policy_loss(config, tokens, tokens, tokens, mask=mask, lengths=[2])
-    assert config.names - {"loss_mode"} == names_read_with("actor.loss.loss_mode", name, "actor.loss")
+    assert config.names - {"loss_mode"} == names_read_with(
+        "actor.loss.loss_mode", name, "actor.loss"
+    )
 
 
 def test_muon_is_no_choice_for_images() -> None:
     """It would need to know which matrices of a denoiser are those of hidden layers."""
-    with pytest.raises(UserError, match=r"actor\.optim\.name is 'muon'; expected 'adamw' or 'adamw_8bit'"):
+    with pytest.raises(
+        UserError, match=r"actor\.optim\.name is 'muon'; expected 'adamw' or 'adamw_8bit'"
+    ):
         parse_diffusion(["--actor.optim.name", "muon"])
     assert parse_train(["--actor.optim.name", "muon"]).actor.optim.name == "muon"

@@ -98,7 +98,10 @@ def run_dir(tmp_path: Path) -> Path:
     write_lines(run / "metrics.jsonl", [evaluated, *map(step_row, range(1, 41))])
     write_lines(
         run / "warmup.jsonl",
-        [{"step": 50 * i, "sft/loss": 2 / i, "val/sampled/score/mean": i / 20} for i in range(1, 5)],
+        [
+            {"step": 50 * i, "sft/loss": 2 / i, "val/sampled/score/mean": i / 20}
+            for i in range(1, 5)
+        ],
     )
     for name, scores in {"before": (0.0, 1.0), "after": (1.0, 1.0)}.items():
         rows = [
@@ -124,7 +127,12 @@ def test_finished_run_shows_everything(run_dir: Path) -> None:
     assert "Held-out score, sampled: 0.05 → 0.2" in page.text
     assert "Not recorded" not in page.text
     assert 'task = "chain_sum"' in page.text
-    assert set(page.figures) == {"reward", "warmup", "stages", *(f"signal-{i}" for i in range(1, 10))}
+    assert set(page.figures) == {
+        "reward",
+        "warmup",
+        "stages",
+        *(f"signal-{i}" for i in range(1, 10)),
+    }
 
 
 def test_reward_chart_holds_steps_their_mean_and_evaluations(run_dir: Path) -> None:
@@ -138,7 +146,12 @@ def test_reward_chart_holds_steps_their_mean_and_evaluations(run_dir: Path) -> N
 
 def test_stages_without_a_name_of_ours_are_summed(run_dir: Path) -> None:
     page = Page(render_report(run_dir, KINDS))
-    assert [trace["name"] for trace in page.figures["stages"]["data"]] == ["gen", "train", "other", "whole step"]
+    assert [trace["name"] for trace in page.figures["stages"]["data"]] == [
+        "gen",
+        "train",
+        "other",
+        "whole step",
+    ]
     assert "gen 40% train 40% other 4% whole step" in page.text
 
 
@@ -156,7 +169,10 @@ def bars_of(page: Page) -> dict[str, list[tuple[str, int, float, float]]]:
 
 
 def test_timeline_shows_every_span_and_the_gaps_between(run_dir: Path) -> None:
-    write_lines(run_dir / "spans.jsonl", [step_spans(39), step_spans(40, devices={"trainer 0": [["train", 6.5, 8.5]]})])
+    write_lines(
+        run_dir / "spans.jsonl",
+        [step_spans(39), step_spans(40, devices={"trainer 0": [["train", 6.5, 8.5]]})],
+    )
     page = Page(render_report(run_dir, KINDS))
     bars = bars_of(page)
     assert bars.keys() == {"gen", "train", "no stage"}
@@ -179,7 +195,10 @@ def test_timeline_shows_every_span_and_the_gaps_between(run_dir: Path) -> None:
 def test_timeline_hovers_tell_seconds(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", [step_spans(1)])
     gen = Page(render_report(run_dir, KINDS)).figures["timeline"]["data"][0]
-    assert gen["hovertemplate"] == "<b>gen</b> %{customdata[1]}<br>%{y}, step %{customdata[0]}<extra></extra>"
+    assert (
+        gen["hovertemplate"]
+        == "<b>gen</b> %{customdata[1]}<br>%{y}, step %{customdata[0]}<extra></extra>"
+    )
     assert gen["customdata"] == [[1, "2.0 s"], [1, "3.0 s"]]
 
 
@@ -187,7 +206,9 @@ def test_timeline_starts_with_the_last_steps(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", map(step_spans, range(1, 41)))
     page = Page(render_report(run_dir, KINDS))
     views = [attrs for tag, attrs in page.tags if tag == "button"]
-    ranges = [(float(a["data-start"] or ""), float(a["data-end"] or ""), a["aria-pressed"]) for a in views]
+    ranges = [
+        (float(a["data-start"] or ""), float(a["data-end"] or ""), a["aria-pressed"]) for a in views
+    ]
     assert ranges == [(390.0, 399.0, "false"), (350.0, 399.0, "true"), (0.0, 399.0, "false")]
     assert "Last step Last 5 steps Last 40 steps" in page.text
     layout: Any = page.figures["timeline"]["own"]
@@ -197,10 +218,18 @@ def test_timeline_starts_with_the_last_steps(run_dir: Path) -> None:
 
 def test_timeline_of_a_run_that_went_back(run_dir: Path) -> None:
     again = step_spans(2) | {"start_s": 200.0, "controllers": [[["gen", 0.0, 1.0]]]}
-    write_lines(run_dir / "spans.jsonl", [step_spans(1), step_spans(2), step_spans(3), again], end='\n{"step": 3, "con')
+    write_lines(
+        run_dir / "spans.jsonl",
+        [step_spans(1), step_spans(2), step_spans(3), again],
+        end='\n{"step": 3, "con',
+    )
     page = Page(render_report(run_dir, KINDS))
     assert "Steps 1 to 2." in page.text
-    assert bars_of(page)["gen"] == [("controller 0", 1, 0, 2), ("controller 0", 2, 90, 91), ("controller 1", 1, 0, 3)]
+    assert bars_of(page)["gen"] == [
+        ("controller 0", 1, 0, 2),
+        ("controller 0", 2, 90, 91),
+        ("controller 1", 1, 0, 3),
+    ]
     assert "unreadable" not in page.text
 
 
@@ -213,11 +242,16 @@ def test_stages_without_a_name_of_ours_are_other_in_the_timeline(run_dir: Path) 
 
 def test_timeline_of_many_controllers_shows_some(run_dir: Path) -> None:
     devices = {f"engine {i}": [["gen", 0.0, 1.0]] for i in range(100)}
-    write_lines(run_dir / "spans.jsonl", [step_spans(i, num_controllers=512, devices=devices) for i in range(1, 101)])
+    write_lines(
+        run_dir / "spans.jsonl",
+        [step_spans(i, num_controllers=512, devices=devices) for i in range(1, 101)],
+    )
     path = render_report(run_dir, KINDS)
     page = Page(path)
     rows = {row for bars in bars_of(page).values() for row, *_ in bars}
-    assert rows == {f"controller {i}" for i in range(0, 512, 22)} | {f"engine {i}" for i in range(0, 100, 5)}
+    assert rows == {f"controller {i}" for i in range(0, 512, 22)} | {
+        f"engine {i}" for i in range(0, 100, 5)
+    }
     assert "44 of 612 controllers and devices" in page.text
     assert "Steps 51 to 100" in page.text
     assert path.stat().st_size < 5_500_000
@@ -229,24 +263,46 @@ def test_timeline_rows_stand_by_kind_and_number(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", rows)
     axis: Any = Page(render_report(run_dir, KINDS)).figures["timeline"]["y"]
     assert axis["categoryarray"][::-1] == [
-        *("controller 0", "controller 1", "cluster", "engine 2", "engine 10", "sampling 0", "trainer 9", "trainer 10")
+        *(
+            "controller 0",
+            "controller 1",
+            "cluster",
+            "engine 2",
+            "engine 10",
+            "sampling 0",
+            "trainer 9",
+            "trainer 10",
+        )
     ]
 
 
 def test_timeline_of_more_spans_than_a_page_bears_shows_fewer_steps(run_dir: Path) -> None:
     busy = [["gen" if i % 2 else "reward", float(i), i + 1.0] for i in range(900)]
-    write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy, busy]} for i in range(1, 5)])
+    write_lines(
+        run_dir / "spans.jsonl",
+        [step_spans(i) | {"controllers": [busy, busy]} for i in range(1, 5)],
+    )
     assert "Steps 3 to 4." in Page(render_report(run_dir, KINDS)).text
-    write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy * 5]} for i in range(1, 5)])
+    write_lines(
+        run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy * 5]} for i in range(1, 5)]
+    )
     assert "Step 4." in Page(render_report(run_dir, KINDS)).text
 
 
 def test_controller_load_is_shown_where_it_is_recorded(run_dir: Path) -> None:
-    loads = [{"controller/load/max": step / 1000, "controller/load/mean": step / 2000} for step in range(1, 11)]
-    write_lines(run_dir / "metrics.jsonl", [step_row(step) | loads[step - 1] for step in range(1, 11)])
+    loads = [
+        {"controller/load/max": step / 1000, "controller/load/mean": step / 2000}
+        for step in range(1, 11)
+    ]
+    write_lines(
+        run_dir / "metrics.jsonl", [step_row(step) | loads[step - 1] for step in range(1, 11)]
+    )
     page = Page(render_report(run_dir, KINDS))
     busiest, mean = page.figures["signal-10"]["data"]
-    assert (busiest["name"], busiest["y"]) == ("busiest", [load["controller/load/max"] for load in loads])
+    assert (busiest["name"], busiest["y"]) == (
+        "busiest",
+        [load["controller/load/max"] for load in loads],
+    )
     assert (mean["name"], mean["y"]) == ("mean", [load["controller/load/mean"] for load in loads])
     assert "Controller load last 1%" in page.text
 
@@ -261,7 +317,9 @@ def test_samples_stand_side_by_side_with_a_verdict_in_words(run_dir: Path) -> No
 
 
 def test_scores_of_a_reward_model_are_numbers_not_verdicts(run_dir: Path) -> None:
-    write_lines(run_dir / "samples" / "after.jsonl", [{"prompt": "0+2=", "completion": "2", "score": 3.75}])
+    write_lines(
+        run_dir / "samples" / "after.jsonl", [{"prompt": "0+2=", "completion": "2", "score": 3.75}]
+    )
     page = Page(render_report(run_dir, KINDS))
     assert "score 3.75" in page.cells[2]
     assert "right" not in page.text
@@ -269,7 +327,9 @@ def test_scores_of_a_reward_model_are_numbers_not_verdicts(run_dir: Path) -> Non
 
 
 def test_samples_of_different_prompts_are_not_paired(run_dir: Path) -> None:
-    write_lines(run_dir / "samples" / "after.jsonl", [{"prompt": "9+9=", "completion": "18", "score": 1.0}])
+    write_lines(
+        run_dir / "samples" / "after.jsonl", [{"prompt": "9+9=", "completion": "18", "score": 1.0}]
+    )
     page = Page(render_report(run_dir, KINDS))
     assert "different prompts" in page.text
     assert page.cells[-3:] == ["9+9=", "not sampled", "✓ right 18"]
@@ -289,7 +349,10 @@ def test_a_run_that_exports_its_best_step_shows_it(run_dir: Path, best: int, exp
 
 
 def test_run_in_progress(run_dir: Path) -> None:
-    write_lines(run_dir / "metrics.jsonl", [{"step": 0, "val/greedy/score/mean": 0.3}, step_row(1), step_row(2)])
+    write_lines(
+        run_dir / "metrics.jsonl",
+        [{"step": 0, "val/greedy/score/mean": 0.3}, step_row(1), step_row(2)],
+    )
     (run_dir / "samples" / "after.jsonl").unlink()
     page = Page(render_report(run_dir, KINDS))
     assert "2 of 40 steps done" in page.text
@@ -299,9 +362,14 @@ def test_run_in_progress(run_dir: Path) -> None:
 
 
 def test_what_was_not_recorded_is_named(run_dir: Path) -> None:
-    write_lines(run_dir / "metrics.jsonl", [{"step": 1, "critic/score/mean": 0.5, "actor/entropy": 0.4}])
+    write_lines(
+        run_dir / "metrics.jsonl", [{"step": 1, "critic/score/mean": 0.5, "actor/entropy": 0.4}]
+    )
     page = Page(render_report(run_dir, KINDS))
-    assert "Not recorded in this run: Policy loss, Gradient norm, KL to the sampling policy" in page.text
+    assert (
+        "Not recorded in this run: Policy loss, Gradient norm, KL to the sampling policy"
+        in page.text
+    )
     assert set(page.figures) == {"reward", "warmup", "signal-1"}
 
 
@@ -310,7 +378,12 @@ def test_run_just_started(tmp_path: Path, is_empty: bool) -> None:
     (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
     if is_empty:
         (tmp_path / "samples").mkdir()
-        for name in ("metrics.jsonl", "warmup.jsonl", "samples/before.jsonl", "samples/after.jsonl"):
+        for name in (
+            "metrics.jsonl",
+            "warmup.jsonl",
+            "samples/before.jsonl",
+            "samples/after.jsonl",
+        ):
             (tmp_path / name).touch()
     page = Page(render_report(tmp_path, KINDS))
     assert "Just started, no training step yet" in page.text
@@ -344,8 +417,13 @@ def test_torn_last_line_is_ignored(run_dir: Path) -> None:
 
 def test_unreadable_line_elsewhere_is_noted(run_dir: Path) -> None:
     lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
-    (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*lines[:7], b'{"step": \xe2\x82', *lines[7:]]))
-    assert "metrics.jsonl: 1 unreadable line(s) left out (line 8)." in Page(render_report(run_dir, KINDS)).text
+    (run_dir / "metrics.jsonl").write_bytes(
+        b"\n".join([*lines[:7], b'{"step": \xe2\x82', *lines[7:]])
+    )
+    assert (
+        "metrics.jsonl: 1 unreadable line(s) left out (line 8)."
+        in Page(render_report(run_dir, KINDS)).text
+    )
 
 
 def test_resumed_run_drops_the_steps_that_were_rolled_back(run_dir: Path) -> None:
@@ -357,14 +435,21 @@ def test_resumed_run_drops_the_steps_that_were_rolled_back(run_dir: Path) -> Non
 
 
 def test_values_that_are_not_finite_leave_gaps(run_dir: Path) -> None:
-    write_lines(run_dir / "metrics.jsonl", [step_row(1), step_row(2) | {"actor/grad_norm": float("nan")}, step_row(3)])
+    write_lines(
+        run_dir / "metrics.jsonl",
+        [step_row(1), step_row(2) | {"actor/grad_norm": float("nan")}, step_row(3)],
+    )
     page = Page(render_report(run_dir, KINDS))
     assert page.figures["signal-2"]["data"][0]["x"] == [1, 3]
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [(None, "config.toml is not there"), ("[trainer\n", "config.toml is not valid TOML"), ("seed = 1\n", None)],
+    [
+        (None, "config.toml is not there"),
+        ("[trainer\n", "config.toml is not valid TOML"),
+        ("seed = 1\n", None),
+    ],
 )
 def test_total_steps_unknown(run_dir: Path, config: str | None, said: str | None) -> None:
     (run_dir / "config.toml").unlink()
@@ -397,7 +482,12 @@ def sample_row(step: int, *, prompt: str = "1+2=", **more: object) -> dict[str, 
         "parts": {"format": 0.25},
         "stop": "stop",
     } | {
-        **{"advantage": 0.5, "weight_version": step - 1, "oldest_version": step - 3, "is_filtered": False},
+        **{
+            "advantage": 0.5,
+            "weight_version": step - 1,
+            "oldest_version": step - 3,
+            "is_filtered": False,
+        },
         **{"prompt_tokens": 4, "response_tokens": 1},
         **more,
     }
@@ -410,8 +500,12 @@ def viewed(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
 
 
 def test_samples_of_training_can_be_looked_at_by_step(run_dir: Path) -> None:
-    hostile = sample_row(2, prompt=HOSTILE, score=0, advantage=float("nan"), is_filtered=True, oldest_version=1)
-    write_lines(run_dir / "samples.jsonl", [sample_row(1), sample_row(1, response="c" * 3000), hostile])
+    hostile = sample_row(
+        2, prompt=HOSTILE, score=0, advantage=float("nan"), is_filtered=True, oldest_version=1
+    )
+    write_lines(
+        run_dir / "samples.jsonl", [sample_row(1), sample_row(1, response="c" * 3000), hostile]
+    )
     path = render_report(run_dir, KINDS)
     assert "<script>alert" not in path.read_text(encoding="utf-8")
     assert "3 random samples of 2 steps, filtered ones included." in Page(path).text
@@ -420,7 +514,12 @@ def test_samples_of_training_can_be_looked_at_by_step(run_dir: Path) -> None:
     assert right == {
         **{"prompt": "1+2=", "response": "3", "filtered": False, "verdict": "right"},
         "facts": [
-            *(["score", "1"], ["format", "0.25"], ["advantage", "+0.5"], ["weights of step", "-2-0"]),
+            *(
+                ["score", "1"],
+                ["format", "0.25"],
+                ["advantage", "+0.5"],
+                ["weights of step", "-2-0"],
+            ),
             *(["tokens", "4 + 1"], ["ended by", "stop"]),
         ],
     }
@@ -437,7 +536,10 @@ def test_samples_of_a_long_run_are_those_of_some_steps(run_dir: Path) -> None:
     assert path.stat().st_size < 10_000_000
     steps = [step for step, _ in viewed(path)]
     assert (steps[0], steps[-1]) == (1, 2000)
-    assert f"2,000 steps, filtered ones included; {len(steps):,} of the steps are shown" in Page(path).text
+    assert (
+        f"2,000 steps, filtered ones included; {len(steps):,} of the steps are shown"
+        in Page(path).text
+    )
 
 
 def test_page_needs_no_network(run_dir: Path) -> None:
@@ -453,12 +555,18 @@ def test_page_needs_no_network(run_dir: Path) -> None:
 def test_long_run_stays_small(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", map(step_row, range(1, 5001)))
     for name in ("before", "after"):
-        rows = [{"prompt": f"{i} " + "p" * 5000, "completion": "c" * 20000, "score": 1.0} for i in range(40)]
+        rows = [
+            {"prompt": f"{i} " + "p" * 5000, "completion": "c" * 20000, "score": 1.0}
+            for i in range(40)
+        ]
         write_lines(run_dir / "samples" / f"{name}.jsonl", rows)
     path = render_report(run_dir, KINDS)
     page = Page(path)
     assert path.stat().st_size < 5_500_000
-    assert "mean of 417 steps. In a run this long a point is the mean of neighbouring steps." in page.text
+    assert (
+        "mean of 417 steps. In a run this long a point is the mean of neighbouring steps."
+        in page.text
+    )
     assert "18,000 more characters" in page.text
     assert "The first 32 are shown, 8 more" in page.text
 
@@ -472,14 +580,21 @@ def test_earlier_report_is_replaced_and_nothing_else_is_left(run_dir: Path) -> N
 
 @pytest.mark.parametrize("name", ["", "not-there"], ids=["empty folder", "no folder"])
 def test_folder_that_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is not a run's folder: expected one of config\.toml, metrics\.jsonl"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"is not a run's folder: expected one of config\.toml, metrics\.jsonl",
+    ):
         render_report(tmp_path / name, KINDS)
     assert not list(tmp_path.iterdir())
 
 
 def test_import_is_cheap() -> None:
-    code = "import sys, gcore_llm.report; print([m for m in ('plotly', 'jinja2') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, gcore_llm.report; print([m for m in ('plotly', 'jinja2') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -489,15 +604,23 @@ def test_ledger_has_a_bar_for_each_role(run_dir: Path) -> None:
         "engine 1": [["gen", 0.0, 1.0]],
         "trainer 0": [["train", 6.0, 9.0]],
     }
-    write_lines(run_dir / "spans.jsonl", [step_spans(1, devices=devices), step_spans(2, devices=devices)])
+    write_lines(
+        run_dir / "spans.jsonl", [step_spans(1, devices=devices), step_spans(2, devices=devices)]
+    )
     page = Page(render_report(run_dir, KINDS))
     bars = page.figures["ledger"]["data"]
-    shares = {(bar["name"], role): share for bar in bars for role, share in zip(bar["y"], bar["x"], strict=True)}
+    shares = {
+        (bar["name"], role): share
+        for bar in bars
+        for role, share in zip(bar["y"], bar["x"], strict=True)
+    }
     assert {role for _, role in shares} == {"engine", "trainer"}
     assert shares["generation", "engine"] == pytest.approx(3 / 18, abs=1e-4)
     assert shares["long tail", "engine"] == pytest.approx((1 + 2) / 18, abs=1e-4)
     assert shares["training", "trainer"] == pytest.approx(3 / 9, abs=1e-4)
     for role in ("engine", "trainer"):
-        assert sum(share for (_, of), share in shares.items() if of == role) == pytest.approx(1, abs=1e-3)
+        assert sum(share for (_, of), share in shares.items() if of == role) == pytest.approx(
+            1, abs=1e-3
+        )
     assert "Where the devices' time went" in page.text
     assert "share of each role's device time; steps 1 to 2" in page.text

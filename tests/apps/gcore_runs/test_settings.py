@@ -36,7 +36,15 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
 TEXTS = (str, tuple[str, ...])
 TABLES = ("task.params", "data.chat_template_kwargs", "reward_kwargs")
 """Settings of any names and values."""
-ANY_SIGN = ("good_enough", "low", "high", "unparsable_score", "reward_model.weight", "right_from", "top_k")
+ANY_SIGN = (
+    "good_enough",
+    "low",
+    "high",
+    "unparsable_score",
+    "reward_model.weight",
+    "right_from",
+    "top_k",
+)
 """Settings that may be below 0."""
 
 
@@ -73,7 +81,9 @@ def test_no_setting_takes_what_is_no_number(command: str) -> None:
 def test_no_setting_of_a_file_takes_another_type(command: str) -> None:
     _, kind = COMMANDS[command]
     for name, type_ in setting_types(kind).items():
-        wrong: list[Any] = [math.nan, {"a": 1}, [[1]]] if type_ not in TEXTS else [{"a": 1}, [[1]], True, 3]
+        wrong: list[Any] = (
+            [math.nan, {"a": 1}, [[1]]] if type_ not in TEXTS else [{"a": 1}, [[1]], True, 3]
+        )
         if type_ in (int, float):
             wrong.append(True)
         if name in TABLES:
@@ -93,7 +103,19 @@ def test_no_setting_of_a_file_takes_another_type(command: str) -> None:
     args=st.lists(
         st.one_of(
             st.sampled_from(
-                ["--rollout.n", "--", "-", "=", "--=", "--data", "--config", "--recipe", "a=b", "+a.b=c", "4"]
+                [
+                    "--rollout.n",
+                    "--",
+                    "-",
+                    "=",
+                    "--=",
+                    "--data",
+                    "--config",
+                    "--recipe",
+                    "a=b",
+                    "+a.b=c",
+                    "4",
+                ]
             ),
             st.text(max_size=8),
         ),
@@ -113,13 +135,29 @@ def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> Non
             ["--rollout.top-p", "0.9"],
             "unknown option --rollout.top-p; there is no such setting: responses are",
         ),
-        ("train", ["--rollout.top-p", "0.9"], "known here: --rollout.colocated, --rollout.engine, "),
-        ("train", ["--vllm_gpu_memory_utilization", "0.3"], "did you mean --rollout.gpu-memory-utilization?"),
-        ("train", ["rollout.n=4"], "unexpected argument 'rollout.n=4'; did you mean --rollout.n 4?"),
+        (
+            "train",
+            ["--rollout.top-p", "0.9"],
+            "known here: --rollout.colocated, --rollout.engine, ",
+        ),
+        (
+            "train",
+            ["--vllm_gpu_memory_utilization", "0.3"],
+            "did you mean --rollout.gpu-memory-utilization?",
+        ),
+        (
+            "train",
+            ["rollout.n=4"],
+            "unexpected argument 'rollout.n=4'; did you mean --rollout.n 4?",
+        ),
         ("train", ["+rollout.n=4"], "did you mean --rollout.n 4?"),
         ("train", ["actor_rollout_ref.rollout.n=4"], "did you mean --rollout.n 4?"),
         ("train", ["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean --actor.optim.lr 1e-6?"),
-        ("train", ["--actor_rollout_ref.actor.kl_loss_coef", "0.1"], "did you mean --actor.loss.kl-loss-coef?"),
+        (
+            "train",
+            ["--actor_rollout_ref.actor.kl_loss_coef", "0.1"],
+            "did you mean --actor.loss.kl-loss-coef?",
+        ),
         ("train", ["--actor-rollout-ref.model.path", "x"], "did you mean --model?"),
         ("train", ["--rolout.n", "4"], "did you mean --rollout.n?"),
         ("train", ["--num-generations", "4"], "did you mean --rollout.n?"),
@@ -154,8 +192,14 @@ def test_unknown_names(command: str, args: list[str], expected: str) -> None:
     ("values", "expected"),
     [
         ({"num_generations": 4}, "s.toml: unknown field num_generations; did you mean rollout.n?"),
-        ({"data": {"max_completion_length": 4}}, "unknown field data.max_completion_length; did you mean data.max_res"),
-        ({"actor_rollout_ref": {"rollout": {"n": 4}}}, "actor_rollout_ref.rollout.n; did you mean rollout.n?"),
+        (
+            {"data": {"max_completion_length": 4}},
+            "unknown field data.max_completion_length; did you mean data.max_res",
+        ),
+        (
+            {"actor_rollout_ref": {"rollout": {"n": 4}}},
+            "actor_rollout_ref.rollout.n; did you mean rollout.n?",
+        ),
         ({"rollout": {"top_k": 4}}, "unknown field rollout.top_k; there is no such setting: "),
         ({"rollout": 4}, "s.toml: rollout is 4; expected a table"),
     ],
@@ -177,8 +221,14 @@ def test_every_other_name_leads_to_a_setting() -> None:
         commands = [command for command in COMMANDS if not ours or ours & known[command]]
         assert commands
         said = hint(f"section_of_theirs.{name}", known[commands[0]])
-        assert ("did you mean" if key.ours else f"there is no such setting: {key.why}") in said, name
-    assert {"actor_rollout_ref.actor.use_kl_loss", "use_kl_loss", "num_generations"} <= other_names().keys()
+        assert ("did you mean" if key.ours else f"there is no such setting: {key.why}") in said, (
+            name
+        )
+    assert {
+        "actor_rollout_ref.actor.use_kl_loss",
+        "use_kl_loss",
+        "num_generations",
+    } <= other_names().keys()
     assert {"path", "enable"}.isdisjoint(other_names()), "they end names of several settings"
     assert {*read_keys("trl"), *read_keys("verl")} <= other_names().keys()
 
@@ -189,13 +239,19 @@ def test_every_other_name_leads_to_a_setting() -> None:
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--seed", "9" * 30], "seed is " + "9" * 30 + "; expected at most 9223372036854775807"),
         (["--threads", "100000"], "threads is 100000; expected at most 4096"),
-        (["--trainer.prometheus", "h:70000"], "trainer.prometheus is 'h:70000'; expected HOST:PORT or PORT, from 1 to"),
+        (
+            ["--trainer.prometheus", "h:70000"],
+            "trainer.prometheus is 'h:70000'; expected HOST:PORT or PORT, from 1 to",
+        ),
         (["--actor.lora-rank", "2", "--actor.target-modules", "x"], "x"),
         (["--device", ""], "device is ''"),
         (["--name", "a" * 300], "run folder runs/aaa"),
         (["--data.prompt-key", ""], "has no column ''"),
         (["--data.val-files", ""], "data.val_files holds an empty name"),
-        (["--critic.model", "nowhere", "--algorithm.adv-estimator", "gae"], "critic.model is 'nowhere'"),
+        (
+            ["--critic.model", "nowhere", "--algorithm.adv-estimator", "gae"],
+            "critic.model is 'nowhere'",
+        ),
         (["--reward-model.kind", "classifier", "--reward-model.path", "nowhere"], "nowhere"),
         (
             ["--rollout.n", "1", "--algorithm.adv-estimator", "gae"],
@@ -209,8 +265,17 @@ def test_values_found_later(cli: Cli, own_args: list[str], args: list[str], expe
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
-def test_one_response_where_no_group_is_compared(cli: Cli, own_args: list[str], estimator: str) -> None:
-    options = ["--rollout.n", "1", "--algorithm.adv-estimator", estimator, "--algorithm.filter-groups", "False"]
+def test_one_response_where_no_group_is_compared(
+    cli: Cli, own_args: list[str], estimator: str
+) -> None:
+    options = [
+        "--rollout.n",
+        "1",
+        "--algorithm.adv-estimator",
+        estimator,
+        "--algorithm.filter-groups",
+        "False",
+    ]
     assert "step 1: reward" in cli.ok(*own_args, *options, "--trainer.total-training-steps", "1")
 
 
@@ -249,10 +314,15 @@ def test_a_setting_is_one_field(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("options", "expected"),
     [
         ({"runtime": "inline"}, "'split' with runtime 'inline'; others need runtime 'ray'"),
-        ({"runtime": "ray"}, "'split' with no judge of the run's own in {section}; others divide devices"),
+        (
+            {"runtime": "ray"},
+            "'split' with no judge of the run's own in {section}; others divide devices",
+        ),
     ],
 )
-def test_a_strategy_that_needs_roles_to_share_devices(options: dict[str, Any], expected: str, strategy: Any) -> None:
+def test_a_strategy_that_needs_roles_to_share_devices(
+    options: dict[str, Any], expected: str, strategy: Any
+) -> None:
     for kind, section in ((TrainConfig, "reward_model.judge"), (DiffusionConfig, "reward.judge")):
         with pytest.raises(UserError) as refused:
             kind(placement=PlacementConfig(strategy=strategy), **options)
@@ -264,7 +334,9 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
     earlier: dict[str, Any] = {
         "sim": {"devices": 512},
         "warmup": {"max_steps": 500},
-        "actor": {"optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}},
+        "actor": {
+            "optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}
+        },
         "critic": {"optim": {"lr": 1e-5, "eps": 1e-6}, "loss": {"cliprange_value": 0.2}},
         "rollout": {"async_scheduling": True, "speculative": {"num_speculative_tokens": 0}},
         "trainer": {"best_mode": "max", "prometheus_port": 9464},
@@ -274,5 +346,7 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
         "critic": {"optim": {"eps": 1e-6}, "cliprange_value": 0.2},
         "rollout": {"engine_options": {"async_scheduling": True}},
     }
-    with pytest.raises(UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"):
+    with pytest.raises(
+        UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"
+    ):
         translate_removed({"trainer": {"best_mode": "min"}})

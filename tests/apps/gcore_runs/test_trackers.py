@@ -18,7 +18,13 @@ from gcore_runs.trackers.background import Background
 from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_runs.trackers.registry import start_tracker
 
-SAMPLE = {"prompt": "1 + 1 =", "response": "2 <b>", "score": 1.0, "parts": {"format": 0.5}, "is_filtered": False}
+SAMPLE = {
+    "prompt": "1 + 1 =",
+    "response": "2 <b>",
+    "score": 1.0,
+    "parts": {"format": 0.5},
+    "is_filtered": False,
+}
 IMAGE = np.full((4, 4, 3), 200, np.uint8)
 
 Seen = dict[str, list[tuple[int, float]]]
@@ -31,11 +37,17 @@ def run_of(folder: Path) -> RunFolder:
     return run
 
 
-def write(folder: Path, tracker: str, first_step: int, last_step: int, *, end: type[BaseException] | None) -> None:
+def write(
+    folder: Path, tracker: str, first_step: int, last_step: int, *, end: type[BaseException] | None
+) -> None:
     """Record the steps after the first one, as a run that ended by an exception or not, with what follows a step."""
     run = run_of(folder)
     tracked = TrackedRun(
-        project="digits", name="one", run_id="0123456789ab", folder=run.path, config={"seed": 3, "data": {"n": 2}}
+        project="digits",
+        name="one",
+        run_id="0123456789ab",
+        folder=run.path,
+        config={"seed": 3, "data": {"n": 2}},
     )
     with (
         suppress(KeyboardInterrupt),
@@ -46,7 +58,9 @@ def write(folder: Path, tracker: str, first_step: int, last_step: int, *, end: t
             writer.write_images(0, {"images/grid": IMAGE})
         for step in range(first_step + 1, last_step + 1):
             writer.write(
-                step, {"critic/score/mean": step / 8, "val/a/pass@4": 0.5} | {f"m/{i}": 1.0 for i in range(120)}
+                step,
+                {"critic/score/mean": step / 8, "val/a/pass@4": 0.5}
+                | {f"m/{i}": 1.0 for i in range(120)},
             )
             writer.write_samples(step, [SAMPLE, SAMPLE])
             writer.write_images(step, {"images/grid": IMAGE})
@@ -59,16 +73,27 @@ def of_wandb(run: Path) -> Seen:
 
     # Its service may still be writing.
     wandb.teardown()
-    found = [record for file in sorted(run.glob("wandb/offline-run-*/*.wandb")) for record in records(file)]
+    found = [
+        record
+        for file in sorted(run.glob("wandb/offline-run-*/*.wandb"))
+        for record in records(file)
+    ]
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
-    assert {(each.project, each.display_name, each.run_id) for each in runs} == {("digits", "one", "0123456789ab")}
+    assert {(each.project, each.display_name, each.run_id) for each in runs} == {
+        ("digits", "one", "0123456789ab")
+    }
     seen: Seen = {}
     for record in found:
         if record.WhichOneof("record_type") == "history":
-            row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            row = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
             for name, value in row.items():
                 if name in ("images/grid/path", "samples/nrows"):
-                    seen.setdefault(name.rpartition("/")[0], []).append((row["step"], 1 if name[0] == "i" else value))
+                    seen.setdefault(name.rpartition("/")[0], []).append(
+                        (row["step"], 1 if name[0] == "i" else value)
+                    )
                 elif isinstance(value, int | float):
                     seen.setdefault(name, []).append((row["step"], value))
     return seen
@@ -96,17 +121,26 @@ def of_mlflow(run: Path) -> Seen:
     client: Any = MlflowClient()
     [found] = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert (found.info.run_name, found.info.status) == ("one", "FINISHED")
-    assert {name: found.data.params[name] for name in ("seed", "data.n")} == {"seed": "3", "data.n": "2"}
+    assert {name: found.data.params[name] for name in ("seed", "data.n")} == {
+        "seed": "3",
+        "data.n": "2",
+    }
     seen: Seen = {}
     for name in found.data.metrics:
         history = client.get_metric_history(found.info.run_id, name)
         seen[name.replace("_at_", "@")] = [(point.step, point.value) for point in history]
     for artifact in client.list_artifacts(found.info.run_id, "samples"):
-        table = json.loads(Path(client.download_artifacts(found.info.run_id, artifact.path)).read_text())
+        table = json.loads(
+            Path(client.download_artifacts(found.info.run_id, artifact.path)).read_text()
+        )
         step = int(Path(artifact.path).stem.removeprefix("step-"))
         assert dict(zip(table["columns"], table["data"][0], strict=True))["response"] == "2 <b>"
         seen.setdefault("samples", []).append((step, len(table["data"])))
-    images = [file.path for file in client.list_artifacts(found.info.run_id, "images") if file.path.endswith(".png")]
+    images = [
+        file.path
+        for file in client.list_artifacts(found.info.run_id, "images")
+        if file.path.endswith(".png")
+    ]
     seen["images/grid"] = sorted((int(path.split("step")[1].strip("+%")[0]), 1) for path in images)
     return seen
 
@@ -123,7 +157,9 @@ def of_swanlab(run: Path) -> Seen:
         reader.open(file)
         for record in map(Record.FromString, reader):
             if record.HasField("scalar"):
-                seen.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+                seen.setdefault(record.scalar.key, []).append(
+                    (record.scalar.step, record.scalar.value.number)
+                )
             elif record.HasField("media"):
                 items = len(record.media.value.items)
                 seen.setdefault(record.media.key, []).append((record.media.step, items))
@@ -162,7 +198,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("tracker", READERS)
-def test_a_resumed_run_is_the_same_one_and_no_step_is_shown_twice(tracker: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_one_and_no_step_is_shown_twice(
+    tracker: str, tmp_path: Path
+) -> None:
     pytest.importorskip(tracker)
     write(tmp_path, tracker, 0, 3, end=KeyboardInterrupt)
     # Its last checkpoint was after step 2: the third step is repeated.
@@ -209,7 +247,9 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(tmp_path: Path) 
     broken = Broken()
     with (
         Background(broken, name="mlflow", say=lines.append) as follower,
-        MetricsWriter(run_of(tmp_path), last_step=0, tensorboard=False, trackers=[follower]) as writer,
+        MetricsWriter(
+            run_of(tmp_path), last_step=0, tensorboard=False, trackers=[follower]
+        ) as writer,
     ):
         for step in (1, 2, 3):
             writer.write(step, {"m": 1.0})
@@ -222,7 +262,9 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(tmp_path: Path) 
     assert len(read_jsonl(run_of(tmp_path).metrics)) == 3
 
 
-def test_a_library_that_is_missing_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_found_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = merge(BaseRunConfig(threads=1), {"trainer": {"trackers": ["mlflow"]}})
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError) as error, Supervisor(config, app="gcore-runs", display=Display()):
@@ -232,8 +274,12 @@ def test_a_library_that_is_missing_is_found_before_anything_starts(monkeypatch: 
     )
 
 
-def test_a_tracker_that_does_not_start_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_start_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     tracked = TrackedRun(project="p", name="n", run_id="i", folder=tmp_path, config={})
-    with pytest.raises(UserError, match=r"trainer.trackers has 'wandb', which does not start: .*; expected a login"):
+    with pytest.raises(
+        UserError, match=r"trainer.trackers has 'wandb', which does not start: .*; expected a login"
+    ):
         start_tracker("wandb", tracked, print)

@@ -67,7 +67,14 @@ PAIRS = (*FINETUNE, "--warmup-steps", "4")
 MEGATRON = ("--trainer.num-processes", "2", "--trainer.backend", "megatron")
 TENSOR_PARALLEL = ("--trainer.parallel.tensor-model-parallel-size", "2")
 PARTIAL = (
-    *("--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1", "--data.max-response-length", "48"),
+    *(
+        "--rollout.partial-rollout",
+        "True",
+        "--rollout.over-sample-rate",
+        "1",
+        "--data.max-response-length",
+        "48",
+    ),
     *("--data.train-batch-size", "4", "--data.val-size", "4", *STEPS),
 )
 
@@ -79,7 +86,17 @@ RUNS: dict[str, GoldenRun] = {
     "train-megatron": GoldenRun(args=(*TRAIN, *MEGATRON, *TENSOR_PARALLEL), is_exact=False),
     "simulate": GoldenRun(
         args=(
-            *("simulate", "--devices", "8", "--controllers", "2", "--steps", "20", "--train-batch-size", "16"),
+            *(
+                "simulate",
+                "--devices",
+                "8",
+                "--controllers",
+                "2",
+                "--steps",
+                "20",
+                "--train-batch-size",
+                "16",
+            ),
             *("--n", "4", "--max-response-length", "2048", "--json", "figures.json"),
         ),
         figures="figures.json",
@@ -90,7 +107,16 @@ RUNS: dict[str, GoldenRun] = {
     "diffusion-train": GoldenRun(
         app="gcore_diffusion",
         args=(
-            *("train", "--device", "cpu", "--demo.num-steps", "6", "--demo.batch-size", "16", *STEPS),
+            *(
+                "train",
+                "--device",
+                "cpu",
+                "--demo.num-steps",
+                "6",
+                "--demo.batch-size",
+                "16",
+                *STEPS,
+            ),
             *("--demo.cache-dir", "cache", "--data.train-batch-size", "2", "--rollout.n", "4"),
             *("--rollout.num-inference-steps", "4", "--rollout.eval-n", "2"),
         ),
@@ -135,7 +161,10 @@ def execute(name: str, cli: Cli) -> dict[str, Any]:
         return {"metrics": columns(_flat(step, "") for step in steps), "export": {}}
     (folder,) = (cli.cwd / "runs").iterdir()
     models = sorted((folder / "export").rglob("*.safetensors"))
-    digests = {path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest() for path in models}
+    digests = {
+        path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest()
+        for path in models
+    }
     return {"metrics": columns(read_rows(folder / "metrics.jsonl")), "export": digests}
 
 
@@ -162,11 +191,18 @@ def _flat(values: dict[str, Any], prefix: str) -> dict[str, float]:
 def columns(rows: Iterable[dict[str, float]]) -> Columns:
     """Return each metric's values by row, None where the row lacks it, without the machine's own."""
     table = list(rows)
-    names = {name: None for row in table for name in row if not name.startswith(MACHINE) or name in COUNTS}
+    names = {
+        name: None
+        for row in table
+        for name in row
+        if not name.startswith(MACHINE) or name in COUNTS
+    }
     return {name: [row.get(name) for row in table] for name in names}
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any], *, num_steps: int, is_exact: bool) -> list[str]:
+def differences(
+    found: dict[str, Any], expected: dict[str, Any], *, num_steps: int, is_exact: bool
+) -> list[str]:
     """Return a line for each metric that differs within the first steps, and for each exported file."""
     ours: Columns = found["metrics"]
     golden: Columns = expected["metrics"]

@@ -30,7 +30,9 @@ def main(names: list[str]) -> None:
                 if RUNS[name].app != app:
                     continue
                 with tempfile.TemporaryDirectory() as folder:
-                    record = {"fingerprint": fingerprint()} | execute(name, Cli(server, Path(folder)))
+                    record = {"fingerprint": fingerprint()} | execute(
+                        name, Cli(server, Path(folder))
+                    )
                 (FOLDER / f"{name}.json").write_text(text(record))
                 print(f"recorded {name}", flush=True)
 

@@ -10,17 +10,34 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, Server
-from golden_runs import FIRST_STEPS, FOLDER, NUM_STEPS, RUNS, SLOW, differences, execute, fingerprint
+from golden_runs import (
+    FIRST_STEPS,
+    FOLDER,
+    NUM_STEPS,
+    RUNS,
+    SLOW,
+    differences,
+    execute,
+    fingerprint,
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RUNS])
-def test_metrics_are_those_recorded(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RUNS]
+)
+def test_metrics_are_those_recorded(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str
+) -> None:
     run = RUNS[name]
     recorded = json.loads((FOLDER / f"{name}.json").read_text())
     here, there = fingerprint(), recorded["fingerprint"]
     if here != there:
-        print(f"recorded on {there}, compared on {here}: the first {FIRST_STEPS} steps, within a tolerance")
-    server: Server = request.getfixturevalue("server" if run.app == "gcore_llm" else "diffusion_server")
+        print(
+            f"recorded on {there}, compared on {here}: the first {FIRST_STEPS} steps, within a tolerance"
+        )
+    server: Server = request.getfixturevalue(
+        "server" if run.app == "gcore_llm" else "diffusion_server"
+    )
     found = execute(name, Cli(server, tmp_path))
     differing = differences(
         found,
@@ -37,13 +54,20 @@ def test_every_record_belongs_to_a_run() -> None:
 
 def test_a_difference_is_found() -> None:
     golden = {"metrics": {"step": [1, 2, 3], "actor/pg_loss": [0.5, None, 0.25]}, "export": {}}
-    rounded = {"metrics": {"step": [1, 2, 3], "actor/pg_loss": [0.5, None, 0.250000001]}, "export": {}}
+    rounded = {
+        "metrics": {"step": [1, 2, 3], "actor/pg_loss": [0.5, None, 0.250000001]},
+        "export": {},
+    }
     other = {"metrics": {"step": [1, 2, 3], "actor/pg_loss": [0.5, 0.0, 0.26]}, "export": {}}
     assert differences(rounded, golden, num_steps=2, is_exact=True) == []
     assert differences(rounded, golden, num_steps=3, is_exact=False) == []
     assert differences(rounded, golden, num_steps=3, is_exact=True) == [
         "actor/pg_loss is 0.250000001 in step 3; expected 0.25"
     ]
-    assert differences(other, golden, num_steps=3, is_exact=False) == ["actor/pg_loss is 0.0 in step 2; expected None"]
+    assert differences(other, golden, num_steps=3, is_exact=False) == [
+        "actor/pg_loss is 0.0 in step 2; expected None"
+    ]
     missing = {"metrics": {"step": [1, 2, 3]}, "export": {}}
-    assert differences(missing, golden, num_steps=3, is_exact=False) == ["actor/pg_loss is recorded, and missing"]
+    assert differences(missing, golden, num_steps=3, is_exact=False) == [
+        "actor/pg_loss is recorded, and missing"
+    ]

@@ -22,12 +22,23 @@ from rich.console import Console
 
 from gcore_bench.ckpt_libraries import LIBRARIES, InPlaceLibrary, Library, State
 from gcore_bench.harness.processes import Spec, run_children, seconds_of, settle
-from gcore_bench.harness.report import BenchError, Figures, QuickOptions, Rounds, Row, Session, at_least, verdict
+from gcore_bench.harness.report import (
+    BenchError,
+    Figures,
+    QuickOptions,
+    Rounds,
+    Row,
+    Session,
+    at_least,
+    verdict,
+)
 
 if TYPE_CHECKING:
     import torch
 
-ContenderName = Literal["gcore", "dcp", "dcp-async", "torch.save", "safetensors", "orbax", "tensorstore"]
+ContenderName = Literal[
+    "gcore", "dcp", "dcp-async", "torch.save", "safetensors", "orbax", "tensorstore"
+]
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMITS = "limits"
@@ -85,7 +96,10 @@ class CkptOptions(QuickOptions):
 def run(options: CkptOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for."""
     options = options.sized()
-    with _scratch_folder(options.dir) as folder, Session(options, console, notes=[_NOTE]) as session:
+    with (
+        _scratch_folder(options.dir) as folder,
+        Session(options, console, notes=[_NOTE]) as session,
+    ):
         rounds = Rounds("ckpt", options.rounds, say=session.say)
         for turn in rounds.turns((LIMITS, *options.contenders)):
             try:
@@ -97,7 +111,13 @@ def run(options: CkptOptions, console: Console) -> None:
         rows, lines = compare(rounds)
         columns = {f"{metric.replace('_', ' ')} s": f"{metric} s" for metric in METRICS}
         columns["extra MB"] = "peak_bytes MB"
-        session.report(f"{options.size_gb:g} GB in {options.tensors} tensors", columns, rows, rounds.runs, lines=lines)
+        session.report(
+            f"{options.size_gb:g} GB in {options.tensors} tensors",
+            columns,
+            rows,
+            rounds.runs,
+            lines=lines,
+        )
 
 
 def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
@@ -110,7 +130,9 @@ def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[st
             options={"size_bytes": round(options.size_gb * 1e9), "tensors": options.tensors},
             threads=os.cpu_count() or 1,
         )
-        (value,), sizes = run_children(spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=_TIMEOUT_S)
+        (value,), sizes = run_children(
+            spec, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=_TIMEOUT_S
+        )
     rows: dict[str, Figures] = value["rows"]
     if contender != LIMITS:
         # The highest memory while it saved, less that before.
@@ -123,7 +145,9 @@ def _measure_turn(contender: str, options: CkptOptions, folder: Path) -> dict[st
 
 def compare(rounds: Rounds) -> tuple[dict[str, Row], list[str]]:
     """Return medians of limits and contenders with their ratios to the fastest limits, and lines about aims."""
-    limits = dict.fromkeys(row for run in rounds.runs if run.contender == LIMITS for row in run.rows)
+    limits = dict.fromkeys(
+        row for run in rounds.runs if run.contender == LIMITS for row in run.rows
+    )
     rows = rounds.summarise()
     fastest: Figures = {}
     for name in limits:
@@ -148,7 +172,9 @@ def _scratch_folder(parent: Path) -> Generator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix="ckpt-", dir=parent)
     except OSError as error:
-        raise BenchError(f"dir is {parent}; expected a folder that can be written to: {error.strerror}") from error
+        raise BenchError(
+            f"dir is {parent}; expected a folder that can be written to: {error.strerror}"
+        ) from error
     with scratch:
         yield Path(scratch.name).absolute()
     if not any(parent.iterdir()):
@@ -208,7 +234,11 @@ def measure(spec: Spec) -> dict[str, Any]:
     root = Path(spec.folder) / "files"
     root.mkdir(exist_ok=True)
     if spec.contender == LIMITS:
-        return {"rows": _measure_limits([_view_bytes(tensor).numpy() for tensor in state.values()], root)}
+        return {
+            "rows": _measure_limits(
+                [_view_bytes(tensor).numpy() for tensor in state.values()], root
+            )
+        }
     library = LIBRARIES[spec.contender](root)
     before_bytes = psutil.Process().memory_full_info().pss
     start_s = time.monotonic()
@@ -218,7 +248,9 @@ def measure(spec: Spec) -> dict[str, Any]:
         seconds[f"load_{temperature}"] = _measure_load(library, root, state, temperature)
     if isinstance(library, InPlaceLibrary):
         for temperature in ("cold", "warm"):
-            seconds[f"in_place_{temperature}"] = _measure_load_in_place(library, root, state, temperature)
+            seconds[f"in_place_{temperature}"] = _measure_load_in_place(
+                library, root, state, temperature
+            )
     library.close()
     return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": saving_s}
 
@@ -251,7 +283,9 @@ def _measure_load(library: Library, root: Path, state: State, temperature: str) 
     return seconds
 
 
-def _measure_load_in_place(library: InPlaceLibrary, root: Path, state: State, temperature: str) -> float:
+def _measure_load_in_place(
+    library: InPlaceLibrary, root: Path, state: State, temperature: str
+) -> float:
     """Load over zeros, check every tensor, and return the seconds of the load."""
     import torch
 
@@ -268,7 +302,9 @@ def _measure_load_in_place(library: InPlaceLibrary, root: Path, state: State, te
 def _check_loaded(loaded: State, state: State, way: str) -> None:
     for name, tensor in state.items():
         if not is_same(loaded.get(name), tensor):
-            raise ValueError(f"tensor {name}, by {way}, was loaded with other bytes than were saved")
+            raise ValueError(
+                f"tensor {name}, by {way}, was loaded with other bytes than were saved"
+            )
 
 
 def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
@@ -292,7 +328,9 @@ def _measure_limits(parts: Sequence[_Array], root: Path) -> dict[str, Figures]:
         path.unlink(missing_ok=True)
         os.sync()
         try:
-            rows[f"raw write, {mode}"] = {"durable": seconds_of(partial(_write_file, memory, path, flag))}
+            rows[f"raw write, {mode}"] = {
+                "durable": seconds_of(partial(_write_file, memory, path, flag))
+            }
         except OSError:
             # The file system has no direct access.
             continue
@@ -317,7 +355,9 @@ def _write_file(memory: _Array, path: Path, flag: int) -> None:
     with _open(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
         position = 0
         while position < memory.size:
-            position += os.pwrite(descriptor, memory.data[position : position + _PIECE_BYTES], position)
+            position += os.pwrite(
+                descriptor, memory.data[position : position + _PIECE_BYTES], position
+            )
         os.fsync(descriptor)
     _sync([path.parent])
 
@@ -329,7 +369,9 @@ def _read_file(path: Path, memory: _Array | None, flag: int) -> None:
     with _open(path, os.O_RDONLY | flag) as descriptor:
         position = 0
         while position < memory.size:
-            position += os.preadv(descriptor, [memory.data[position : position + _PIECE_BYTES]], position)
+            position += os.preadv(
+                descriptor, [memory.data[position : position + _PIECE_BYTES]], position
+            )
 
 
 @contextmanager

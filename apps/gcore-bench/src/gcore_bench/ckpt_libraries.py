@@ -149,7 +149,10 @@ class DcpAsyncLibrary(DcpLibrary):
 
         super().__init__(root)
         options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
         )
         self._stager = DefaultStager(options)
 
@@ -158,7 +161,9 @@ class DcpAsyncLibrary(DcpLibrary):
 
         kind = AsyncCheckpointerType.PROCESS
         # A future of the upload alone, because of the stager.
-        upload: Any = async_save(state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=self._stager)
+        upload: Any = async_save(
+            state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=self._stager
+        )
         return upload.result
 
     def close(self) -> None:
@@ -183,7 +188,9 @@ class OrbaxLibrary(Library):
 
     def load(self, path: Path, like: State, /) -> State:
         types = dict.fromkeys(like, self._ocp.RestoreArgs(restore_type=np.ndarray))
-        arrays = self._checkpointer.restore(path, args=self._ocp.args.PyTreeRestore(restore_args=types))
+        arrays = self._checkpointer.restore(
+            path, args=self._ocp.args.PyTreeRestore(restore_args=types)
+        )
         return {name: _to_tensor(array) for name, array in arrays.items()}
 
     def unsynced(self, path: Path, /) -> list[Path]:
@@ -205,7 +212,9 @@ class TensorstoreLibrary(Library):
         import tensorstore
 
         self._ts: Any = tensorstore
-        self._context = self._ts.Context({"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}})
+        self._context = self._ts.Context(
+            {"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}}
+        )
 
     def save(self, path: Path, state: State, /) -> Callable[[], object]:
         stores: list[Any] = []

@@ -51,10 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_version("gcore-bench")
         return
     if name == "--print-completion":
-        print_completion("gcore-bench", {bench: _options_class(bench) for bench in _BENCHES}, args[1:])
+        print_completion(
+            "gcore-bench", {bench: _options_class(bench) for bench in _BENCHES}, args[1:]
+        )
         return
     if name not in _BENCHES:
-        raise SystemExit(f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}")
+        raise SystemExit(
+            f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}"
+        )
     try:
         options: Any = tyro.cli(_options_class(name), args=args[1:], prog=f"gcore-bench {name}")
         # rich assumes 80 columns of a file or a pipe, in which the tables would be folded.
@@ -71,4 +75,6 @@ def _options_class(name: str) -> type:
 
 def _load_bench(name: str) -> Any:
     """Import the module of a bench; no other bench is imported."""
-    return import_module("gcore_bench.placement.bench" if name == "placement" else f"gcore_bench.{name}")
+    return import_module(
+        "gcore_bench.placement.bench" if name == "placement" else f"gcore_bench.{name}"
+    )

@@ -177,7 +177,9 @@ async def _run_rounds(payload_mb: int, options: ControllerOptions, rounds: Round
             if name in names:
                 configured = driver.options(num_cpus=1, runtime_env={"env_vars": variables})
                 drivers[name] = configured.remote(options.workers)
-        workers = [ray.remote(BenchWorker).options(num_cpus=1).remote() for _ in range(options.workers)]
+        workers = [
+            ray.remote(BenchWorker).options(num_cpus=1).remote() for _ in range(options.workers)
+        ]
         ray.get([worker.__ray_ready__.remote() for worker in workers])
         copy_s = 0.0
         alone_s = 0.0
@@ -197,14 +199,20 @@ async def _run_rounds(payload_mb: int, options: ControllerOptions, rounds: Round
 
 
 async def _measure(
-    name: str, payload: "Payload", workers: Sequence[Any], drivers: Mapping[str, Any], num_steps: int
+    name: str,
+    payload: "Payload",
+    workers: Sequence[Any],
+    drivers: Mapping[str, Any],
+    num_steps: int,
 ) -> Figures:
     """Return the figures of a contender's turn."""
     try:
         if name in drivers:
             return step_row([await drivers[name].run.remote(payload, num_steps)])
         program = partial(dispatch_program, payload=payload, num_steps=WARMUP_STEPS + num_steps)
-        return step_row(await run_ray(program, roles=[*workers], world_size=int(name.rpartition("-")[2])))
+        return step_row(
+            await run_ray(program, roles=[*workers], world_size=int(name.rpartition("-")[2]))
+        )
     except Exception as raised:
         # Ray's own error of an actor's error holds hundreds of lines about all processes of the machine.
         error = getattr(raised, "cause", None) or raised
@@ -219,7 +227,11 @@ def local_cluster(store_bytes: int) -> Generator[Any]:
         import ray
 
         # verl reserves ten cores for each worker; nothing here is scheduled by cores.
-        options: dict[str, Any] = {"num_cpus": 1000, "object_store_memory": store_bytes, "include_dashboard": False}
+        options: dict[str, Any] = {
+            "num_cpus": 1000,
+            "object_store_memory": store_bytes,
+            "include_dashboard": False,
+        }
         with ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options):
             yield ray
 
@@ -236,7 +248,9 @@ class Payload:
     @classmethod
     def of(cls, *, nbytes: int, num_samples: int, seed: int) -> "Payload":
         """Return a payload of about ``nbytes``."""
-        return cls(num_samples=num_samples, num_floats=max(1, nbytes // num_samples // 8) * 2, seed=seed)
+        return cls(
+            num_samples=num_samples, num_floats=max(1, nbytes // num_samples // 8) * 2, seed=seed
+        )
 
     @property
     def nbytes(self) -> int:
@@ -274,10 +288,16 @@ def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None
     """Raise `BenchError` if the checksum of a sample differs, or a sample is missing or was read twice."""
     checksums = dict(read)
     if len(checksums) < len(read):
-        raise BenchError(f"{len(read)} samples were read; only {len(checksums)} of them are distinct")
-    wrong = [index for index in made.keys() | checksums.keys() if made.get(index) != checksums.get(index)]
+        raise BenchError(
+            f"{len(read)} samples were read; only {len(checksums)} of them are distinct"
+        )
+    wrong = [
+        index for index in made.keys() | checksums.keys() if made.get(index) != checksums.get(index)
+    ]
     if wrong:
-        raise BenchError(f"{len(wrong)} samples, {min(wrong)} among them, were read with other bytes than were made")
+        raise BenchError(
+            f"{len(wrong)} samples, {min(wrong)} among them, were read with other bytes than were made"
+        )
 
 
 class StepFigures:
@@ -349,7 +369,9 @@ def memcpy_seconds(nbytes: int) -> float:
     return min(seconds) * nbytes / size
 
 
-def _copy_all(pool: ThreadPoolExecutor, targets: Sequence[Features], sources: Sequence[Features]) -> None:
+def _copy_all(
+    pool: ThreadPoolExecutor, targets: Sequence[Features], sources: Sequence[Features]
+) -> None:
     list(pool.map(np.copyto, targets, sources))
 
 
@@ -390,7 +412,9 @@ class BenchWorker:
     async def read(self, samples: Sequence[SampleFacts]) -> list[tuple[int, int]]:
         """Return the index and the checksum of each sample."""
         features = await asyncio.gather(*(sample.features.get() for sample in samples))
-        return [(sample.index, checksum(value)) for sample, value in zip(samples, features, strict=True)]
+        return [
+            (sample.index, checksum(value)) for sample, value in zip(samples, features, strict=True)
+        ]
 
     async def only_make(self, payload: Payload, indices: Sequence[int]) -> None:
         """Make the same features in memory that is kept between steps of the same samples, and sum them up."""
@@ -412,7 +436,10 @@ async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int)
     seconds: list[float] = []
     for _ in range(WARMUP_STEPS + num_steps):
         start_s = time.perf_counter()
-        makes = [worker.only_make.remote(payload, indices) for worker, indices in zip(workers, slices, strict=True)]
+        makes = [
+            worker.only_make.remote(payload, indices)
+            for worker, indices in zip(workers, slices, strict=True)
+        ]
         await asyncio.gather(*makes)
         await asyncio.gather(*(worker.only_read.remote() for worker in workers))
         seconds.append(time.perf_counter() - start_s)
@@ -421,7 +448,9 @@ async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int)
     return median(seconds[WARMUP_STEPS:])
 
 
-async def dispatch_program(ctx: Context[list[Any]], *, payload: Payload, num_steps: int) -> StepFigures:
+async def dispatch_program(
+    ctx: Context[list[Any]], *, payload: Payload, num_steps: int
+) -> StepFigures:
     """Make steps on every controller; ``ctx.roles`` are handles of `BenchWorker`s. Features stay in the store."""
     figures = StepFigures()
     with figures.watch():
@@ -438,12 +467,20 @@ async def _dispatch(ctx: Context[list[Any]], payload: Payload) -> None:
     parts = range(ctx.rank, num_parts, ctx.world_size)
     workers = [ctx.roles[part % len(ctx.roles)] for part in parts]
     slices = payload.split(num_parts)
-    makes = [worker.make.remote(payload, slices[part]) for worker, part in zip(workers, parts, strict=True)]
+    makes = [
+        worker.make.remote(payload, slices[part])
+        for worker, part in zip(workers, parts, strict=True)
+    ]
     samples: list[SampleFacts] = []
     for made in await asyncio.gather(*makes):
         samples.extend(made)
-    baseline = await ctx.group.all_reduce(sum(sample.reward for sample in samples)) / payload.num_samples
-    facts = [(sample.index, sample.length, sample.checksum, sample.reward - baseline) for sample in samples]
+    baseline = (
+        await ctx.group.all_reduce(sum(sample.reward for sample in samples)) / payload.num_samples
+    )
+    facts = [
+        (sample.index, sample.length, sample.checksum, sample.reward - baseline)
+        for sample in samples
+    ]
     everything: list[tuple[int, int, int, float]] = []
     for rows in await ctx.group.all_gather(facts):
         everything.extend(rows)
@@ -463,7 +500,9 @@ async def _dispatch(ctx: Context[list[Any]], payload: Payload) -> None:
     read: list[tuple[int, int]] = []
     for rows in await asyncio.gather(*reads):
         read.extend(rows)
-    check_read({index: total for index, _, total, _ in everything if part_of[index] in batches}, read)
+    check_read(
+        {index: total for index, _, total, _ in everything if part_of[index] in batches}, read
+    )
 
 
 class DriverProcess:
@@ -514,7 +553,10 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
             for row, index in zip(features, indices, strict=True):
                 payload.features(index, out=row)
             responses = [payload.response(index) for index in indices]
-            columns = {name: torch.tensor([response[name] for response in responses]) for name in ("length", "reward")}
+            columns = {
+                name: torch.tensor([response[name] for response in responses])
+                for name in ("length", "reward")
+            }
             columns["index"] = data.batch["index"]
             columns["features"] = torch.from_numpy(features)
             columns["checksum"] = torch.tensor([checksum(row) for row in features])
@@ -524,11 +566,15 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
         def read(self, data: Any) -> Any:
             """Return the index and the checksum of each sample."""
             checksums = [checksum(row) for row in data.batch["features"].numpy()]
-            return DataProto.from_dict({"index": data.batch["index"], "checksum": torch.tensor(checksums)})
+            return DataProto.from_dict(
+                {"index": data.batch["index"], "checksum": torch.tensor(checksums)}
+            )
 
     torch.set_num_threads(1)
     worker: Any = ray.remote(VerlWorker)
-    group: Any = RayWorkerGroup(RayResourcePool([num_workers], use_gpu=False), RayClassWithInitArgs(worker))
+    group: Any = RayWorkerGroup(
+        RayResourcePool([num_workers], use_gpu=False), RayClassWithInitArgs(worker)
+    )
 
     def list_checksums(data: Any) -> list[tuple[int, int]]:
         return list(zip(data.batch["index"].tolist(), data.batch["checksum"].tolist(), strict=True))
@@ -538,7 +584,9 @@ def _make_verl_driver(num_workers: int) -> Callable[[Payload], None]:
         batch = group.make(DataProto.from_dict({"index": indices}, meta_info={"payload": payload}))
         batch.batch["advantage"] = batch.batch["reward"] - batch.batch["reward"].mean()
         lengths = batch.batch["length"].tolist()
-        parts: Any = get_seqlen_balanced_partitions(lengths, k_partitions=num_workers, equal_size=True)
+        parts: Any = get_seqlen_balanced_partitions(
+            lengths, k_partitions=num_workers, equal_size=True
+        )
         batch.reorder(torch.tensor(np.concatenate(parts)))
         check_read(dict(list_checksums(batch)), list_checksums(group.read(batch)))
 

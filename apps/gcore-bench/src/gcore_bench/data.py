@@ -34,8 +34,26 @@ _CONTENDERS = {
 }
 _TOKENIZING = ("gcore, in memory", "verl's way")
 """Contenders that tokenize every prompt, and get fewer rows."""
-_TITLES = {"prompts": "start on a JSONL file of prompts", "index": "shuffled index of an Arrow file"}
-_WORDS = ["Natalia", "sold", "clips", "to", "48", "of", "her", "friends", "in", "April", "and", "half", "as", "many"]
+_TITLES = {
+    "prompts": "start on a JSONL file of prompts",
+    "index": "shuffled index of an Arrow file",
+}
+_WORDS = [
+    "Natalia",
+    "sold",
+    "clips",
+    "to",
+    "48",
+    "of",
+    "her",
+    "friends",
+    "in",
+    "April",
+    "and",
+    "half",
+    "as",
+    "many",
+]
 _WRITTEN_ROWS = 10_000
 _BATCH_SIZE = 512
 _MAX_LENGTH = 1024
@@ -73,7 +91,12 @@ class DataOptions(QuickOptions):
     seed: NonNegative = 0
     """Seed of the prompts and orders."""
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "rows": 40_000, "peer_rows": 300, "index_rows": 1_200_000}
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "rows": 40_000,
+        "peer_rows": 300,
+        "index_rows": 1_200_000,
+    }
 
 
 def run(options: DataOptions, console: Console) -> None:
@@ -85,7 +108,10 @@ def run(options: DataOptions, console: Console) -> None:
             _write_files(part, options, session.folder)
             for turn in rounds.turns(_CONTENDERS[part]):
                 num_rows = _count_rows(part, turn.contender, options)
-                values = {"file": str(_file_of(part, num_rows, session.folder)), "seed": options.seed + turn.round}
+                values = {
+                    "file": str(_file_of(part, num_rows, session.folder)),
+                    "seed": options.seed + turn.round,
+                }
                 spec = Spec(
                     work="gcore_bench.data:measure",
                     part=part,
@@ -99,7 +125,9 @@ def run(options: DataOptions, console: Console) -> None:
                 figures["row_bytes"] = figures["own_bytes"] / num_rows
                 turn.done({turn.contender: figures}, f"{figures['wall_s']:.2f} s")
             rows = rounds.summarise()
-            session.report(_TITLES[part], _COLUMNS, rows, rounds.runs, lines=[_check_aim(part, rows)])
+            session.report(
+                _TITLES[part], _COLUMNS, rows, rounds.runs, lines=[_check_aim(part, rows)]
+            )
 
 
 def _check_aim(part: str, rows: Mapping[str, Row]) -> str:
@@ -140,7 +168,9 @@ def write_prompts(file: Path, num_rows: int, seed: int) -> None:
     with file.open("w") as lines:
         for number in range(num_rows):
             question = f"{number}: {' '.join(rng.choices(_WORDS, k=45))}?"
-            lines.write(json.dumps({"prompt": question, "answer": f"x = {number}\n#### {number}"}) + "\n")
+            lines.write(
+                json.dumps({"prompt": question, "answer": f"x = {number}\n#### {number}"}) + "\n"
+            )
 
 
 def write_index(file: Path, num_rows: int) -> None:
@@ -173,7 +203,12 @@ def measure(spec: Spec) -> Figures:
     own_bytes = status_bytes("RssAnon") - before_bytes
     del kept
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    return {"wall_s": wall_s, "cpu_s": cpu_s, "own_bytes": float(own_bytes), "peak_bytes": peak_bytes}
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "own_bytes": float(own_bytes),
+        "peak_bytes": peak_bytes,
+    }
 
 
 def _prepare_gcore(spec: Spec) -> Callable[[], Any]:
@@ -209,7 +244,9 @@ def _prepare_verl(spec: Spec) -> Callable[[], Any]:
 
     def start() -> Any:
         cache = f"{spec.folder}/datasets"
-        rows = datasets.load_dataset("json", data_files=spec.options["file"], split="train", cache_dir=cache)
+        rows = datasets.load_dataset(
+            "json", data_files=spec.options["file"], split="train", cache_dir=cache
+        )
         rows = rows.filter(lambda row: len(tokenizer(row["prompt"])["input_ids"]) <= _MAX_LENGTH)
         order = iter(RandomSampler(rows))
         return rows, order, [rows[index] for index in islice(order, _BATCH_SIZE)]

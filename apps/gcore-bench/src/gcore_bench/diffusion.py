@@ -57,7 +57,9 @@ _RECIPE = embedded()
 NUM_INFERENCE_STEPS = _RECIPE.rollout.num_inference_steps
 WINDOW_SIZE = _RECIPE.rollout.window_size
 NOISE_LEVEL = _RECIPE.rollout.noise_level
-_AVAILABLE = Bound(lambda count: count <= len(PROMPTS), f"at most {len(PROMPTS)}, the number of prompts")
+_AVAILABLE = Bound(
+    lambda count: count <= len(PROMPTS), f"at most {len(PROMPTS)}, the number of prompts"
+)
 _COLUMNS: dict[str, str] = {"images/s": "images_per_s .1f", "step s": "step .3f"}
 for _stage in STAGES:
     _COLUMNS[f"{_stage} s"] = f"{_stage} .3f"
@@ -79,7 +81,13 @@ class DiffusionOptions(QuickOptions):
     seed: NonNegative = 0
     """Seed of the model and of the order of the prompts."""
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"steps": 1, "warmup": 1, "rounds": 1, "prompts": 8, "n": 2}
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "steps": 1,
+        "warmup": 1,
+        "rounds": 1,
+        "prompts": 8,
+        "n": 2,
+    }
 
 
 def run(options: DiffusionOptions, console: Console) -> None:
@@ -96,14 +104,18 @@ def run(options: DiffusionOptions, console: Console) -> None:
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
     # The result of pretraining does not affect times.
     with Display(Console(quiet=True)) as display:
-        model = pretrained_pipeline(DemoConfig(num_steps=1, cache_dir=str(folder)), seed=0, display=display)
+        model = pretrained_pipeline(
+            DemoConfig(num_steps=1, cache_dir=str(folder)), seed=0, display=display
+        )
     with Session(options, console) as session:
         rounds = Rounds("loop", options.rounds, say=session.say)
         for turn in rounds.turns((*PLAIN, LIMIT, *GCORE)):
             name = turn.contender
             if name == LIMIT:
                 with ThreadPoolExecutor() as pool:
-                    loops = list(pool.map(partial(_run_plain, PLAIN[0], model, options), ("first", "second")))
+                    loops = list(
+                        pool.map(partial(_run_plain, PLAIN[0], model, options), ("first", "second"))
+                    )
                 steps = [*loops[0], *loops[1]]
             elif name in PLAIN:
                 steps = _run_plain(name, model, options, "only")
@@ -139,7 +151,11 @@ def _run_plain(name: str, model: Path, options: DiffusionOptions, label: str) ->
     values = {"model": str(model), "seed": options.seed, "prompts": options.prompts, "n": options.n}
     values["steps"] = options.warmup + options.steps
     spec = Spec(
-        work="gcore_bench.diffusion:run_loop", contender=name, folder=str(folder), options=values, threads=threads
+        work="gcore_bench.diffusion:run_loop",
+        contender=name,
+        folder=str(folder),
+        options=values,
+        threads=threads,
     )
     program = child_program(spec, folder / f"plain-{label}.json", {"OMP_NUM_THREADS": str(threads)})
     run_program(program, name=name, log=folder / f"plain-{label}.log")
@@ -162,8 +178,14 @@ def _run_gcore(name: str, model: Path, options: DiffusionOptions, number: int) -
     command = [sys.executable, "-c", main, *words.split(), "--reward.held-out", ""]
     program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
     run_program(program, name=name, log=folder / f"{run_name}.log")
-    rows = [row for row in read_jsonl(folder / "runs" / run_name / "metrics.jsonl") if "timing_s/step" in row]
-    steps = [{stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)} for row in rows]
+    rows = [
+        row
+        for row in read_jsonl(folder / "runs" / run_name / "metrics.jsonl")
+        if "timing_s/step" in row
+    ]
+    steps = [
+        {stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)} for row in rows
+    ]
     return steps[options.warmup :]
 
 
@@ -186,7 +208,9 @@ def run_loop(spec: Spec) -> list[Figures]:
 class NoisyStep:
     """A step with noise: its index, latents before and after it, and log-probabilities, [B]."""
 
-    def __init__(self, index: int, before: "torch.Tensor", after: "torch.Tensor", log_probs: "torch.Tensor") -> None:
+    def __init__(
+        self, index: int, before: "torch.Tensor", after: "torch.Tensor", log_probs: "torch.Tensor"
+    ) -> None:
         self.index = index
         self.before = before
         self.after = after
@@ -210,7 +234,9 @@ class Loop:
         self.sigmas: torch.Tensor = pipeline.scheduler.sigmas
         self._reward = DigitReward()
         optim = _RECIPE.actor.optim
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay
+        )
         self._rng = np.random.default_rng(seed)
         self._text = torch.empty(0)
         self._pooled = torch.empty(0)
@@ -268,7 +294,13 @@ class Loop:
                 latents = noisy
             else:
                 latents = latents + velocity * (self.sigmas[i + 1] - self.sigmas[i])
-        pixels = ((latents / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        pixels = (
+            ((latents / 2 + 0.5).clamp(0, 1) * 255)
+            .round()
+            .to(torch.uint8)
+            .permute(0, 2, 3, 1)
+            .numpy()
+        )
         return pixels, steps
 
     def _update(self, steps: Sequence[NoisyStep], advantages: "torch.Tensor") -> None:
@@ -281,7 +313,9 @@ class Loop:
             for rows in indices.split(actor.micro_batch_size):
                 for step in steps:
                     latents = step.before[rows]
-                    mean, std = self.gaussian(self._predict_velocity(latents, step.index, rows), latents, step.index)
+                    mean, std = self.gaussian(
+                        self._predict_velocity(latents, step.index, rows), latents, step.index
+                    )
                     ratio = torch.exp(_log_prob(step.after[rows], mean, std) - step.log_probs[rows])
                     clipped = ratio.clamp(1 - clip, 1 + clip)
                     losses = torch.maximum(-advantages[rows] * ratio, -advantages[rows] * clipped)
@@ -289,7 +323,9 @@ class Loop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
 
-    def _predict_velocity(self, latents: "torch.Tensor", i: int, rows: "torch.Tensor") -> "torch.Tensor":
+    def _predict_velocity(
+        self, latents: "torch.Tensor", i: int, rows: "torch.Tensor"
+    ) -> "torch.Tensor":
         """Return the velocity of latents at a step, [B, ...]; ``rows`` are the images' indices."""
         return self.model(
             hidden_states=latents,

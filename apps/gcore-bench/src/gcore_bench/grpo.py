@@ -181,14 +181,23 @@ def run(options: GrpoOptions, console: Console) -> None:
             rounds = Rounds(name, options.rounds, say=session.say)
             _run_rounds(workload, options, rounds)
             rows = rounds.summarise()
-            title = f"{name}: {workload.description}, {workload.samples_per_step} completions a step"
+            title = (
+                f"{name}: {workload.description}, {workload.samples_per_step} completions a step"
+            )
             session.report(title, _COLUMNS, rows, rounds.runs, lines=compare(name, rows, rounds))
 
 
 def _run_rounds(workload: Workload, options: GrpoOptions, rounds: Rounds) -> None:
     """Run every contender in turn."""
     model = options.work_dir / f"{workload.name}-model"
-    task = Task(contender=MODEL, workload=workload, model=model, steps=0, threads=options.threads, seed=options.seed)
+    task = Task(
+        contender=MODEL,
+        workload=workload,
+        model=model,
+        steps=0,
+        threads=options.threads,
+        seed=options.seed,
+    )
     if not model.is_dir():
         rounds.say(f"{workload.name}: making the model")
         _run_task(task, options)
@@ -202,7 +211,9 @@ def _run_rounds(workload: Workload, options: GrpoOptions, rounds: Rounds) -> Non
         )
         steps, footprint = _run_task(contender_task, options)
         if len(steps) != measured_steps:
-            raise BenchError(f"{turn.contender} made {len(steps)} steps of {measured_steps} on workload {rounds.part}")
+            raise BenchError(
+                f"{turn.contender} made {len(steps)} steps of {measured_steps} on workload {rounds.part}"
+            )
         figures = summarise_steps(steps, workload.samples_per_step)
         figures["peak_bytes"] = float(footprint.pss_bytes)
         turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s a step")
@@ -265,7 +276,9 @@ def _run_task(task: Task, options: GrpoOptions) -> tuple[list[Step], Footprint]:
 def run_steps(spec: Spec) -> list[Step]:
     """Make the steps of a contender, or the model that the workload trains; return the figures of every step."""
     values: dict[str, Any] = spec.options | {"model": Path(spec.options["model"])}
-    task = Task(workload=WORKLOADS[spec.part], contender=spec.contender, threads=spec.threads, **values)
+    task = Task(
+        workload=WORKLOADS[spec.part], contender=spec.contender, threads=spec.threads, **values
+    )
     if spec.contender == MODEL:
         make_model(task)
         return []
@@ -277,7 +290,14 @@ def run_steps(spec: Spec) -> list[Step]:
 def train_config(task: Task) -> "TrainConfig":
     """Return gcore-llm's settings for a task: plain GRPO, no dynamic sampling, one update a step."""
     from gcore_llm import ActorConfig
-    from gcore_llm.config import AlgorithmConfig, DataConfig, RolloutConfig, TaskConfig, TrainConfig, TrainerConfig
+    from gcore_llm.config import (
+        AlgorithmConfig,
+        DataConfig,
+        RolloutConfig,
+        TaskConfig,
+        TrainConfig,
+        TrainerConfig,
+    )
     from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
     workload = task.workload
@@ -304,7 +324,9 @@ def train_config(task: Task) -> "TrainConfig":
         algorithm=AlgorithmConfig(filter_groups=False),
         # The rate is so low that response lengths stay the same throughout a run.
         actor=ActorConfig(optim=OptimizerConfig(lr=1e-5, grad_clip=1.0), loss=PolicyLossConfig()),
-        trainer=TrainerConfig(total_training_steps=steps, save_freq=steps, test_freq=steps, tensorboard=False),
+        trainer=TrainerConfig(
+            total_training_steps=steps, save_freq=steps, test_freq=steps, tensorboard=False
+        ),
     )
 
 
@@ -448,7 +470,9 @@ def run_gcore(task: Task) -> list[Step]:
         if isinstance(event, Stepped):
             seconds = event.metrics
             # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
-            gen_s = sum(seconds.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
+            gen_s = sum(
+                seconds.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")
+            )
             recorder.end_step(lengths, gen_s=gen_s, train_s=seconds["timing_s/train"])
             recorder.steps[-1]["gen_s"] -= recorder.steps[-1]["reward_s"]
             lengths.clear()
@@ -457,7 +481,9 @@ def run_gcore(task: Task) -> list[Step]:
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(task.model)
-    policy = asyncio.run(start_policy(config, task.model, eos_token_ids=eos_token_ids(tokenizer, task.model)))
+    policy = asyncio.run(
+        start_policy(config, task.model, eos_token_ids=eos_token_ids(tokenizer, task.model))
+    )
     # No checkpoint is saved in this run.
     learner = start_trainer(config, task.model, task.model.parent / "checkpoints")
     recorder = StepRecorder(reward_function(config))

@@ -158,7 +158,9 @@ def make_requests(options: RolloutOptions) -> list[Request]:
     rng = np.random.default_rng(options.seed)
     requests: list[Request] = []
     for number in range(options.prompts):
-        prompt_length = int(rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1))
+        prompt_length = int(
+            rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1)
+        )
         prompt = rng.integers(1, options.vocab_size, prompt_length)
         length = round(_MEDIAN_LENGTH * float(np.exp(rng.normal())))
         request = Request(
@@ -180,11 +182,20 @@ def count_tokens(requests: Sequence[Request]) -> int:
 async def measure_generation(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
     """Start and warm up all contenders; then let them take turns, in which all must make the same number of tokens."""
     model = folder / "model"
-    make = partial(make_model, hidden_size=256, layers=4, heads=4, vocab_size=options.vocab_size, seed=options.seed)
+    make = partial(
+        make_model,
+        hidden_size=256,
+        layers=4,
+        heads=4,
+        vocab_size=options.vocab_size,
+        seed=options.seed,
+    )
     make(model, max_length=options.max_prompt_length + options.max_response_length)
     requests = make_requests(options)
     expected = count_tokens(requests)
-    warmup = make_requests(replace(options, max_response_length=min(options.max_response_length, _WARMUP_TOKENS)))
+    warmup = make_requests(
+        replace(options, max_response_length=min(options.max_response_length, _WARMUP_TOKENS))
+    )
     async with AsyncExitStack() as stack:
         engines: dict[str, Any] = {}
         for name in dict.fromkeys(options.contenders):
@@ -194,11 +205,15 @@ async def measure_generation(options: RolloutOptions, folder: Path, rounds: Roun
         for turn in rounds.turns(engines):
             figures = await _measure_turn(turn.contender, engines[turn.contender], requests)
             if figures["tokens"] != expected:
-                raise BenchError(f"{turn.contender} made {figures['tokens']:.0f} tokens; the samples have {expected}")
+                raise BenchError(
+                    f"{turn.contender} made {figures['tokens']:.0f} tokens; the samples have {expected}"
+                )
             turn.done({turn.contender: figures}, f"{figures['tokens_per_s']:,.0f} tokens/s")
 
 
-async def start_engine(name: str, factory: Callable[[], Any], options: RolloutOptions, stack: AsyncExitStack) -> Any:
+async def start_engine(
+    name: str, factory: Callable[[], Any], options: RolloutOptions, stack: AsyncExitStack
+) -> Any:
     """Start a process whose engine ``factory`` makes, and which ends with ``stack``; `BenchError` if that fails."""
     from gcore_rollout import EngineProcess, engine_kind
 
@@ -220,7 +235,9 @@ async def _measure_turn(name: str, engine: Any, requests: Sequence[Request]) -> 
     """Return the figures of one turn, taken in the engine's process or, for ``-process``, over both processes."""
     try:
         if name.endswith("-process"):
-            return await measure_generate(partial(collect, engine), requests, partial(_cpu_seconds, engine.pid))
+            return await measure_generate(
+                partial(collect, engine), requests, partial(_cpu_seconds, engine.pid)
+            )
         (sample,) = [sample async for sample in engine.generate(requests)]
         return sample.figures
     except Exception as error:
@@ -261,7 +278,9 @@ class MeasuredEngine:
 
     def stats(self) -> EngineStats:
         """Return empty counts."""
-        return EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
+        return EngineStats(
+            prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0
+        )
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[MeasuredSample]:
         """Generate, and yield the figures alone."""
@@ -345,7 +364,9 @@ def _make_vllm(model: Path, max_num_seqs: int) -> Generate:
         outputs: list[Any] = llm.generate(prompts, sampling, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        return num_tokens, float(sum(sum(completion.logprobs.logprobs) for completion in completions))
+        return num_tokens, float(
+            sum(sum(completion.logprobs.logprobs) for completion in completions)
+        )
 
     return generate
 
@@ -368,7 +389,9 @@ def _make_transformers(folder: Path) -> Generate:
             lengths.extend([request.sampling.max_tokens] * request.n)
         lengths_B = torch.tensor(lengths)
         input_ids_BP = pad_sequence(rows, batch_first=True, padding_side="left")
-        mask_BP = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        mask_BP = pad_sequence(
+            [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
+        )
         num_prompt_tokens = input_ids_BP.shape[1]
 
         def has_ended(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -417,7 +440,9 @@ class WeightSink:
         self.weights = _clone(state)
         self.mirror = WeightMirror(cast(Engine, self), state.items())
 
-    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+    async def update_weights(
+        self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int
+    ) -> None:
         """Copy the weights."""
         for name, tensor in weights:
             self.weights[name].copy_(tensor)
@@ -468,10 +493,14 @@ async def measure_sync(options: RolloutOptions, folder: Path, rounds: Rounds) ->
         encoded_s = time.perf_counter()
         await sink.mirror.apply(update)
         end_s = time.perf_counter()
-        expected = dict(merge_adapters(state, update)) if isinstance(update, AdapterWeights) else state
+        expected = (
+            dict(merge_adapters(state, update)) if isinstance(update, AdapterWeights) else state
+        )
         for key, tensor in expected.items():
             if not torch.equal(sink.weights[key], tensor):
-                raise BenchError(f"sync: {name}: an engine has other weights than those that were sent")
+                raise BenchError(
+                    f"sync: {name}: an engine has other weights than those that were sent"
+                )
         sent_bytes = size_bytes if isinstance(update, FullWeights) else update.size_bytes
         figures = {"sent_bytes": float(sent_bytes), "wall_s": end_s - start_s}
         figures["encode_s"] = encoded_s - start_s

@@ -141,7 +141,9 @@ def check_agreement(rows: Rows) -> None:
         expected = rows[first][metric]
         for name, row in rows.items():
             if not abs(row[metric] - expected) <= _TOLERANCE * max(1.0, abs(expected)):
-                raise BenchError(f"{metric} is {expected} for {first}, but {row[metric]} for {name}")
+                raise BenchError(
+                    f"{metric} is {expected} for {first}, but {row[metric]} for {name}"
+                )
 
 
 def _make_spec(contender: str, options: TrainerOptions, folder: Path) -> Spec:
@@ -164,13 +166,17 @@ def make_samples(options: TrainerOptions) -> list[Sample]:
         scores = rng.normal(size=_RESPONSES)
         for score in scores - scores.mean():
             length = round(_MEDIAN_LENGTH * float(np.exp(rng.normal())))
-            response = rng.integers(1, options.vocab_size, min(max(length, 1), options.max_response_length))
+            response = rng.integers(
+                1, options.vocab_size, min(max(length, 1), options.max_response_length)
+            )
             advantages = np.full(response.size, score, np.float32)
             samples.append(Sample(prompt_ids=prompt, response_ids=response, advantages=advantages))
     return samples
 
 
-def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> list[list[int]]:
+def step_batches(
+    options: TrainerOptions, samples: Sequence[Sample], contender: str
+) -> list[list[int]]:
     """Return the indices of samples in a contender's micro-batches.
 
     TRL has equal counts, gcore-shared whole groups within the budget of tokens, the others single samples within it.
@@ -184,7 +190,9 @@ def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: 
     group_lengths: list[int] = []
     for first in range(0, len(samples), _RESPONSES):
         group = samples[first : first + _RESPONSES]
-        group_lengths.append(group[0].prompt_ids.size + sum(sample.response_ids.size for sample in group))
+        group_lengths.append(
+            group[0].prompt_ids.size + sum(sample.response_ids.size for sample in group)
+        )
     batches: list[list[int]] = []
     for groups in micro_batches(group_lengths, max_tokens=options.max_tokens):
         batch: list[int] = []
@@ -240,7 +248,9 @@ def _measure_step(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
     else:
         stepper = GcoreStep(folder, share_prefix=spec.contender == "gcore-shared")
     # Enough to trigger the imports of a first step and to allocate moments, and so small that it frees no large blocks.
-    warmup = [replace(_truncate(sample, 2), prompt_ids=sample.prompt_ids[:2]) for sample in samples[:2]]
+    warmup = [
+        replace(_truncate(sample, 2), prompt_ids=sample.prompt_ids[:2]) for sample in samples[:2]
+    ]
     stepper.step(warmup, [[0, 1]])
     results: list[Figures] = []
     times = measured(lambda: results.append(stepper.step(samples, batches)), times=options.steps)
@@ -285,7 +295,9 @@ class LossStep(ABC):
         import torch
 
         self.model = model
-        settings: dict[str, Any] = {name: getattr(OPTIMIZER, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        settings: dict[str, Any] = {
+            name: getattr(OPTIMIZER, name) for name in ("lr", "betas", "eps", "weight_decay")
+        }
         self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
 
     def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> Figures:
@@ -305,7 +317,11 @@ class LossStep(ABC):
         self._optimizer.step()
         # gcore keeps gradients allocated, too: they are in the memory before every contender's step, and in no peak.
         self._optimizer.zero_grad(set_to_none=False)
-        return {"loss": loss, "grad_norm": grad_norm.item(), "computed_tokens": float(computed_tokens)}
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm.item(),
+            "computed_tokens": float(computed_tokens),
+        }
 
     @abstractmethod
     def _partial_losses(
@@ -406,11 +422,17 @@ class VerlStep(LossStep):
 
         self._policy_loss: Any = get_policy_loss_fn("vanilla")
         self._logprobs_from_logits: Any = logprobs_from_logits
-        clip_ratios: dict[str, Any] = {name: getattr(LOSS, name) for name in ("clip_ratio_low", "clip_ratio_high")}
-        self._config: Any = ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **clip_ratios)
+        clip_ratios: dict[str, Any] = {
+            name: getattr(LOSS, name) for name in ("clip_ratio_low", "clip_ratio_high")
+        }
+        self._config: Any = ActorConfig(
+            strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **clip_ratios
+        )
         AttentionInterface.register("bench_varlen", _attend)
         load = AutoModelForCausalLM.from_pretrained
-        super().__init__(load(folder / "model", dtype=torch.float32, attn_implementation="bench_varlen"))
+        super().__init__(
+            load(folder / "model", dtype=torch.float32, attn_implementation="bench_varlen")
+        )
 
     def _partial_losses(
         self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]
@@ -479,7 +501,9 @@ def _attend(
     for length in sequence_lengths:
         rows = slice(start, start + length)
         q, k, v = query[:, :, rows], key[:, :, rows], value[:, :, rows]
-        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
+        outputs.append(
+            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        )
         start += length
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
@@ -489,4 +513,6 @@ def _pad(rows: Sequence[Any], *, side: str = "right") -> "torch.Tensor":
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_side=side)
+    return pad_sequence(
+        [torch.from_numpy(row) for row in rows], batch_first=True, padding_side=side
+    )

@@ -37,7 +37,13 @@ from gcore_diffusion.sampling.image_sampling import (
     window_range,
 )
 from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets
-from gcore_diffusion.sampling.services import ImageRewards, build_rewards, judge_factory, sampler_factory, start_engines
+from gcore_diffusion.sampling.services import (
+    ImageRewards,
+    build_rewards,
+    judge_factory,
+    sampler_factory,
+    start_engines,
+)
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import (
     DiffusersEngine,
@@ -109,10 +115,14 @@ async def start(
         display.say(message)
     devices = device_timers(config)
     is_on_ray = config.runtime == "ray"
-    instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
+    instrumentation = Instrumentation(
+        devices=devices, logs=logs_of(checkpoints), announce=display.say
+    )
     async with AsyncExitStack() as engines:
         trial_config = tried_settings(config)
-        policy, judge = await start_engines(trial_config, model, instrumentation, engines, is_trial=is_on_ray)
+        policy, judge = await start_engines(
+            trial_config, model, instrumentation, engines, is_trial=is_on_ray
+        )
         rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
         sampler = ImageSamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
@@ -128,7 +138,9 @@ async def start(
                 ranks = range(config.trainer.num_processes)
                 turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=ranks)
             close = engines.pop_all().aclose
-            return inline_backend(config, shared=sampler, roles=ImageRoles, learner=learner, close=close, turns=turns)
+            return inline_backend(
+                config, shared=sampler, roles=ImageRoles, learner=learner, close=close, turns=turns
+            )
     from gcore_runs.on_ray import start_ray_backend
 
     return await start_ray_backend(
@@ -151,18 +163,24 @@ def starting_messages(config: DiffusionConfig, model: Path, prompts: ImagePrompt
     cut = cut_prompts(model, texts, max_sequence_length=config.rollout.max_sequence_length)
     if cut:
         beginnings = ", ".join(f"{text!r:.60}" for text in cut[:_NAMED_PROMPTS])
-        messages.append(f"warning: the text encoders do not read the ends of {len(cut)} prompts: {beginnings}")
+        messages.append(
+            f"warning: the text encoders do not read the ends of {len(cut)} prompts: {beginnings}"
+        )
     components = json_object((model / "model_index.json").read_text(), "model_index.json")
     if None not in components.get("safety_checker", [None]):
         messages.append("the pipeline's safety checker is left out: it would make images black")
     return messages
 
 
-async def _try(config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: ImagePromptSets) -> None:
+async def _try(
+    config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: ImagePromptSets
+) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     rewards = list(filter(None, (sampler.rewards.trained, sampler.rewards.held_out)))
     all_prompts = [*prompts.train, *prompts.val]
-    check_prompts(rewards, [prompt.text for prompt in all_prompts], [prompt.row for prompt in all_prompts])
+    check_prompts(
+        rewards, [prompt.text for prompt in all_prompts], [prompt.row for prompt in all_prompts]
+    )
     first = prompts.train[0]
     num_steps = 2
     window = None
@@ -182,13 +200,17 @@ async def _try(config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: Im
     # A prompt of each number of images: pipelines may need images, or take none, or one.
     by_num_images = {len(prompt.images): prompt for prompt in all_prompts}
     try:
-        requests = [image_request(prompt, f"try/{n}", sampling) for n, prompt in by_num_images.items()]
+        requests = [
+            image_request(prompt, f"try/{n}", sampling) for n, prompt in by_num_images.items()
+        ]
         sample, *_ = await images(sampler.policy, requests)
     except (ValueError, TypeError, RuntimeError) as error:
         # Pipelines raise errors of these kinds for settings that they do not support.
         if isinstance(error, RolloutError):
             raise
-        raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
+        raise UserError(
+            f"the pipeline makes no image of {first.text!r} with these settings: {error}"
+        ) from error
     if has_log_probs(config):
         _check_noise(config, sample)
     if config.algorithm.name in ("nft", "dpo") and sample.timestep_map is None:
@@ -199,7 +221,9 @@ async def _try(config: DiffusionConfig, sampler: ImageSamplingRoles, prompts: Im
     check_images(rewards, *sample.image.shape[-3:-1])
     grey = replace(sample, image=np.full_like(sample.image, 128))
     for reward in rewards:
-        await evaluate_images(reward, inputs_of(reward, [grey] * 2), [first.text] * 2, [first.row] * 2)
+        await evaluate_images(
+            reward, inputs_of(reward, [grey] * 2), [first.text] * 2, [first.row] * 2
+        )
 
 
 def _check_noise(config: DiffusionConfig, sample: ImageSample) -> None:
@@ -225,9 +249,16 @@ async def _run_controller(
     rewards = build_rewards(job.config, judge=services.judges.get("judge"), device=device)
     devices = services.devices
     learner = RayTrainerClient(
-        ctx.roles.ranks, ctx.group, devices, cost_of=num_passes, sharing=services.sharing, lending=services.lending
+        ctx.roles.ranks,
+        ctx.group,
+        devices,
+        cost_of=num_passes,
+        sharing=services.sharing,
+        lending=services.lending,
     )
-    roles = ImageRoles(policy=services.policy, rewards=rewards, devices=devices, learner=learner, owns_process=True)
+    roles = ImageRoles(
+        policy=services.policy, rewards=rewards, devices=devices, learner=learner, owns_process=True
+    )
     await job.program(recorder)(ctx.with_roles(roles))
 
 
@@ -260,7 +291,9 @@ class ImageRunRecorder(BaseRunRecorder[ImageJob, ImageEvaluation]):
         labels = dict(EVALUATED)
         for name in evaluation.parts:
             labels[name] = name.removeprefix("val/").removesuffix("/mean")
-        results = ", ".join(f"{label} {shown(metrics[name])}" for name, label in labels.items() if name in metrics)
+        results = ", ".join(
+            f"{label} {shown(metrics[name])}" for name, label in labels.items() if name in metrics
+        )
         self.display.say(f"step {step}: held-out images: {results}")
         return metrics
 
@@ -268,7 +301,9 @@ class ImageRunRecorder(BaseRunRecorder[ImageJob, ImageEvaluation]):
         return None if self._is_doubted else metrics.get(HELD_OUT, metrics[TRAINED])
 
 
-def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None, *, component: str = "") -> None:
+def export(
+    learner: TrainerGroup, model: Path, path: Path, best: Path | None = None, *, component: str = ""
+) -> None:
     """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``.
 
     Adapters are merged into the denoiser; the folder ``lora`` has them alone.
@@ -295,9 +330,13 @@ async def sample_run(
     """Write a PNG file with a grid of images by a finished run's policy; `UserError` if there is none."""
     folder, config = RunFolder.open_with_config(run, DiffusionConfig)
     if not folder.export.is_dir():
-        raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
+        raise UserError(
+            f"{run} has no export: the run is not finished; the command train continues it"
+        )
     rollout = config.rollout
-    sampling = evaluation_sampling(config, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
+    sampling = evaluation_sampling(
+        config, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale
+    )
     image_prompt = ImagePrompt(text=prompt, row={}, images=tuple(image))
     try:
         request = image_request(image_prompt, "sample", sampling, n=n, seed=seed)

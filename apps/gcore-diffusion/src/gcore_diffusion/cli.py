@@ -8,7 +8,13 @@ from typing import Annotated
 
 import tyro
 
-from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig, DiffusionTrainArgs, SimulatedDiffusionConfig
+from gcore_diffusion.config import (
+    EVALUATED,
+    RECIPES,
+    DiffusionConfig,
+    DiffusionTrainArgs,
+    SimulatedDiffusionConfig,
+)
 from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_runs import (
     EXISTING_FOLDER,
@@ -73,7 +79,14 @@ class ImageSampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE, settings=_settings, not_resumed=("simulate",))
+    run_command(
+        "gcore-diffusion",
+        _COMMANDS,
+        argv,
+        usage=_USAGE,
+        settings=_settings,
+        not_resumed=("simulate",),
+    )
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
@@ -89,7 +102,11 @@ def parse_train_args(args: Sequence[str]) -> DiffusionTrainArgs:
 
 
 def _settings() -> dict[str, type]:
-    return {"train": DiffusionTrainArgs, "sample": ImageSampleArgs, "simulate": SimulatedDiffusionConfig}
+    return {
+        "train": DiffusionTrainArgs,
+        "sample": ImageSampleArgs,
+        "simulate": SimulatedDiffusionConfig,
+    }
 
 
 def _train(args: Sequence[str]) -> None:
@@ -102,7 +119,9 @@ def _train(args: Sequence[str]) -> None:
     config = convert_settings(parsed, DiffusionConfig)
     from gcore_diffusion.training import train
 
-    run_training(config, partial(train, demo=parsed.demo), title="held-out prompts", labels=EVALUATED)
+    run_training(
+        config, partial(train, demo=parsed.demo), title="held-out prompts", labels=EVALUATED
+    )
 
 
 def _sample(args: Sequence[str]) -> None:

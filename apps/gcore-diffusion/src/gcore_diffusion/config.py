@@ -146,9 +146,13 @@ class DiffusionRolloutConfig(Checked, section="rollout"):
         expected = f"steps from 0 to {steps}, at least rollout.window_size={size} of them"
         self.require("window_range", is_within, expected)
         if self.negative_prompt:
-            self.require("guidance_scale", self.guidance_scale > 1, "above 1 with rollout.negative_prompt")
+            self.require(
+                "guidance_scale", self.guidance_scale > 1, "above 1 with rollout.negative_prompt"
+            )
             is_guided = self.eval_guidance_scale == 0 or self.eval_guidance_scale > 1
-            self.require("eval_guidance_scale", is_guided, "0, or above 1 with rollout.negative_prompt")
+            self.require(
+                "eval_guidance_scale", is_guided, "0, or above 1 with rollout.negative_prompt"
+            )
 
     @property
     def image_size(self) -> tuple[int, int] | None:
@@ -211,7 +215,9 @@ class DiffusionOptimConfig(OptimizerConfig):
 class DiffusionActorConfig(BaseActorConfig):
     """The policy's training."""
 
-    optim: DiffusionOptimConfig = field(default_factory=lambda: DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4))
+    optim: DiffusionOptimConfig = field(
+        default_factory=lambda: DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4)
+    )
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
     nft: NFTConfig = field(default_factory=NFTConfig)
     dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
@@ -253,9 +259,17 @@ class DiffusionTrainerConfig(RLTrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_divisor = self.fsdp_size == "auto" or self.num_processes % (self.fsdp_size or 1) == 0
-        self.require("fsdp_size", is_divisor, f"auto, 0, or a divisor of trainer.num_processes={self.num_processes}")
+        self.require(
+            "fsdp_size",
+            is_divisor,
+            f"auto, 0, or a divisor of trainer.num_processes={self.num_processes}",
+        )
         exports_best = not self.early_stopping_patience or self.export == "best"
-        self.require("early_stopping_patience", exports_best, "0 with trainer.export 'last': later steps are no better")
+        self.require(
+            "early_stopping_patience",
+            exports_best,
+            "0 with trainer.export 'last': later steps are no better",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +281,9 @@ class DiffusionSimConfig(BaseSimConfig):
     tokens: Positive = 1357
     """Tokens of an image and its prompt, in a pass of the denoiser."""
     engine: EngineModel = field(
-        default_factory=lambda: EngineModel(devices_per_replica=1, max_num_seqs=16, per_sample_s=0.012)
+        default_factory=lambda: EngineModel(
+            devices_per_replica=1, max_num_seqs=16, per_sample_s=0.012
+        )
     )
 
 
@@ -295,11 +311,20 @@ _READ_WITH = (
         settings=("algorithm.norm_adv_by", "algorithm.adv_clip_max"),
         chosen_by={_NAME: one_of("flow_grpo", "ddpo", "grpo_guard", "nft")},
     ),
-    ReadWith(settings=("algorithm.reward_gradient_steps",), chosen_by={_NAME: one_of("reward_gradient")}),
+    ReadWith(
+        settings=("algorithm.reward_gradient_steps",), chosen_by={_NAME: one_of("reward_gradient")}
+    ),
     ReadWith(settings=("actor.nft",), chosen_by={_NAME: one_of("nft")}),
-    ReadWith(settings=("actor.nft.adv_clip_max",), chosen_by={_NAME: one_of()}, hint="algorithm.adv_clip_max is read"),
+    ReadWith(
+        settings=("actor.nft.adv_clip_max",),
+        chosen_by={_NAME: one_of()},
+        hint="algorithm.adv_clip_max is read",
+    ),
     ReadWith(settings=("actor.dpo",), chosen_by={_NAME: one_of("dpo")}),
-    ReadWith(settings=("rollout.noise_level", "rollout.shared_noise"), chosen_by={"rollout.kernel": _NOISY}),
+    ReadWith(
+        settings=("rollout.noise_level", "rollout.shared_noise"),
+        chosen_by={"rollout.kernel": _NOISY},
+    ),
     # Of images by reward_gradient none are compared.
     ReadWith(settings=("rollout.shared_noise",), chosen_by={_NAME: _COMPARED}),
     # DPO trains on no step, but of images that are made by ddim, the window's steps alone have noise.
@@ -309,8 +334,12 @@ _READ_WITH = (
         settings=("rollout.window_range", "rollout.window_schedule"),
         chosen_by={"rollout.window_size": ABOVE_0},
     ),
-    ReadWith(settings=("rollout.window_steps",), chosen_by={"rollout.window_schedule": one_of("sliding")}),
-    ReadWith(settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}),
+    ReadWith(
+        settings=("rollout.window_steps",), chosen_by={"rollout.window_schedule": one_of("sliding")}
+    ),
+    ReadWith(
+        settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}
+    ),
     adapter_settings("actor."),
     *optimizer_settings("actor.optim", has_muon=False),
     BEST_SETTINGS,
@@ -380,22 +409,41 @@ class DiffusionConfig(BaseRLConfig):
             self.require("rollout.kernel", kernel != "ode", noisy)
         if name == "grpo_guard":
             self.require("rollout.kernel", kernel != "ddim", f"a kernel of a flow {suffix}")
-        is_of_sde = self.actor.loss.kl_loss_type == "gaussian" or kernel in ("flow_sde", "dance_sde")
-        self.require("actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}")
+        is_of_sde = self.actor.loss.kl_loss_type == "gaussian" or kernel in (
+            "flow_sde",
+            "dance_sde",
+        )
+        self.require(
+            "actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}"
+        )
         if self.actor.component:
             levels = f"'' {suffix}, which trains on levels of all steps"
             self.require("actor.component", name not in ("nft", "dpo"), levels)
             has_window = name == "reward_gradient" or self.rollout.window_size > 0
-            self.require("rollout.window_size", has_window, f"1 or more with actor.component {self.actor.component!r}")
+            self.require(
+                "rollout.window_size",
+                has_window,
+                f"1 or more with actor.component {self.actor.component!r}",
+            )
         is_shorter = self.algorithm.reward_gradient_steps <= steps
-        self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
+        self.require(
+            "algorithm.reward_gradient_steps",
+            is_shorter,
+            f"at most rollout.num_inference_steps={steps}",
+        )
         is_one = name != "reward_gradient" or len(self.reward.trained_weights) < 2
         self.require("reward.kind", is_one, "one reward with algorithm.name 'reward_gradient'")
         if self.model and not self.data.train_files:
-            raise UserError("data.train_files is not set; expected one or more files of prompts with model")
+            raise UserError(
+                "data.train_files is not set; expected one or more files of prompts with model"
+            )
         if self.model:
-            is_of_user = {"", *DEMO_REWARDS}.isdisjoint({self.reward.kind, *self.reward.trained_weights})
-            self.require("reward.kind", is_of_user, "a reward that is not the embedded model's with model")
+            is_of_user = {"", *DEMO_REWARDS}.isdisjoint(
+                {self.reward.kind, *self.reward.trained_weights}
+            )
+            self.require(
+                "reward.kind", is_of_user, "a reward that is not the embedded model's with model"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +479,12 @@ def embedded() -> DiffusionConfig:
         data=DiffusionDataConfig(train_batch_size=16),
         reward=RewardConfig(kind="digit", held_out="digit_judge"),
         rollout=DiffusionRolloutConfig(
-            n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
+            n=16,
+            num_inference_steps=10,
+            window_size=2,
+            max_sequence_length=1,
+            max_num_images=256,
+            eval_n=8,
         ),
         actor=DiffusionActorConfig(
             optim=DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4),

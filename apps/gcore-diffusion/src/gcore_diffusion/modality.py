@@ -59,7 +59,9 @@ class ImageJob(RunJob[DiffusionConfig]):
         return ImageModality(self)
 
 
-class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[DiffusionMicroBatch], ImageEvaluation]):
+class ImageModality(
+    Modality[ImageRoles, ImagePrompt, ImageGroup, list[DiffusionMicroBatch], ImageEvaluation]
+):
     """Groups of images of a prompt; an update is a list of micro-batches of images with their trajectories."""
 
     throughput_of = "perf/num_images"
@@ -77,7 +79,9 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
     def prompts(self) -> Sequence[ImagePrompt]:
         return self._job.prompts.train
 
-    async def generate(self, ctx: Context[ImageRoles], wave: Wave[ImagePrompt]) -> Generated[ImageGroup]:
+    async def generate(
+        self, ctx: Context[ImageRoles], wave: Wave[ImagePrompt]
+    ) -> Generated[ImageGroup]:
         """See `Modality.generate`; a group is scored as soon as its images are complete."""
         n = self._config.rollout.n
         prompts: dict[str, tuple[int, ImagePrompt]] = {}
@@ -97,7 +101,9 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
                     samples.append(sample)
                     if len(samples) == n:
                         index, prompt = prompts[sample.request_id]
-                        scoring.append(asyncio.create_task(self._score_group(ctx, index, prompt, samples)))
+                        scoring.append(
+                            asyncio.create_task(self._score_group(ctx, index, prompt, samples))
+                        )
             with ctx.timer.stage("reward"):
                 return Generated(groups=await asyncio.gather(*scoring))
         finally:
@@ -120,10 +126,14 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
             return scores, []
         # The same one, whichever was complete first.
         group = min(groups, key=lambda g: g.prompt_index)
-        held_out_scores = await score_images(ctx, held_out, group.samples, [group.prompt] * len(group.samples))
+        held_out_scores = await score_images(
+            ctx, held_out, group.samples, [group.prompt] * len(group.samples)
+        )
         return scores, [one.score for one in held_out_scores]
 
-    def sampled_metrics(self, parts: Sequence[tuple[list[Scored], list[float]]]) -> dict[str, float]:
+    def sampled_metrics(
+        self, parts: Sequence[tuple[list[Scored], list[float]]]
+    ) -> dict[str, float]:
         scored: list[Scored] = []
         held_out: list[float] = []
         for trained_scores, held_out_scores in parts:
@@ -131,7 +141,11 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
             held_out += held_out_scores
         scores = np.array([one.score for one in scored])
         score_parts = [one.parts for one in scored]
-        metrics = {"perf/num_images": float(len(scores)), **part_means(score_parts), **part_stds(score_parts)}
+        metrics = {
+            "perf/num_images": float(len(scores)),
+            **part_means(score_parts),
+            **part_stds(score_parts),
+        }
         if len(scores):
             for name in ("mean", "max", "min", "std"):
                 metrics[f"critic/score/{name}"] = float(getattr(scores, name)())
@@ -153,12 +167,18 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
         num_pairs: list[int] = []
         for rank_scores in scores_by_rank:
             if algorithm == "dpo":
-                num_pairs.append(sum(len(preference_pairs(group_scores)) for group_scores in rank_scores))
+                num_pairs.append(
+                    sum(len(preference_pairs(group_scores)) for group_scores in rank_scores)
+                )
             else:
                 num_pairs.append(sum(-(-len(group_scores) // 2) for group_scores in rank_scores))
         if algorithm == "dpo":
-            metrics[_TIES] = float(sum(len(group_scores) // 2 for group_scores in scores) - sum(num_pairs))
-        updates = _divide_into_updates(samples, config.actor, ctx.roles.learner.num_replicas, num_pairs)
+            metrics[_TIES] = float(
+                sum(len(group_scores) // 2 for group_scores in scores) - sum(num_pairs)
+            )
+        updates = _divide_into_updates(
+            samples, config.actor, ctx.roles.learner.num_replicas, num_pairs
+        )
         if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
             updates = await _with_reference_pass(ctx, updates)
         if has_old_pass(config):
@@ -166,10 +186,14 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
         # Pairs, and differentiable rewards, have no advantages.
         advantages: list[Any] = [None] * len(samples)
         if algorithm not in ("dpo", "reward_gradient"):
-            advantages = [[sample.advantage for sample in group_samples] for group_samples in samples]
+            advantages = [
+                [sample.advantage for sample in group_samples] for group_samples in samples
+            ]
         return Prepared(updates=updates, metrics=metrics, of_groups=advantages)
 
-    async def update(self, ctx: Context[ImageRoles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
+    async def update(
+        self, ctx: Context[ImageRoles], step: int, update: list[DiffusionMicroBatch]
+    ) -> dict[str, float]:
         del step
         return await ctx.roles.learner.train_step("actor", update)
 
@@ -178,7 +202,9 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
         updates = [metrics for metrics in updates if metrics]
         if not updates:
             return {}
-        means = {name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]}
+        means = {
+            name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]
+        }
         if "actor/ratio_dev" in means and not has_old_pass(self._config):
             # The first update's images were generated by the weights that it changes: sampler and trainer differ by it.
             means[_MISMATCH] = updates[0]["actor/ratio_dev"]
@@ -186,10 +212,14 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
             means[self.HAS_SIGNAL] = float(means["actor/grad_norm"] > 0)
         return means
 
-    async def update_weights(self, ctx: Context[ImageRoles], step: int, *, averaged: bool = False) -> None:
+    async def update_weights(
+        self, ctx: Context[ImageRoles], step: int, *, averaged: bool = False
+    ) -> None:
         del step
         self._version += 1
-        await ctx.roles.learner.update_weights(ctx.roles.policy, version=self._version, averaged=averaged)
+        await ctx.roles.learner.update_weights(
+            ctx.roles.policy, version=self._version, averaged=averaged
+        )
 
     def samples(
         self,
@@ -241,7 +271,9 @@ class ImageModality(Modality[ImageRoles, ImagePrompt, ImageGroup, list[Diffusion
         size = self._config.actor.micro_batch_size
         means: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
-            scores: list[StepScores] = await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
+            scores: list[StepScores] = await ctx.roles.learner.score_alone(
+                "reference", inputs[start : start + size]
+            )
             means += [score.means for score in scores]
         return means
 
@@ -265,7 +297,9 @@ def _prepare_samples(
         advantages = grpo_advantages(group.scores, norm_adv_by_std_in_grpo=not is_global)
         if is_global:
             advantages = advantages / (std + _EPSILON)
-        samples_by_group.append(_samples(group, np.clip(advantages, -bound, bound).tolist(), config, step))
+        samples_by_group.append(
+            _samples(group, np.clip(advantages, -bound, bound).tolist(), config, step)
+        )
     return samples_by_group
 
 
@@ -318,7 +352,9 @@ def _samples(
     return [sample.at_steps(chosen.tolist()) for sample in samples]
 
 
-def training_sample(image: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
+def training_sample(
+    image: ImageSample, *, has_steps: bool = True, **fields: Any
+) -> DiffusionSample:
     """Return an engine's image as the trainer takes it, with the recorded steps if it needs them."""
     if has_steps:
         for name in ("latents", "next_latents", "levels", "next_levels", "timesteps"):
@@ -334,7 +370,9 @@ async def _with_reference_pass(
     ctx: Context[ImageRoles], updates: Sequence[Sequence[DiffusionMicroBatch]]
 ) -> list[list[DiffusionMicroBatch]]:
     """Add the reference's means, which all controllers ask all ranks for."""
-    scores: list[list[StepScores]] = await ctx.roles.learner.score("reference", list(chain.from_iterable(updates)))
+    scores: list[list[StepScores]] = await ctx.roles.learner.score(
+        "reference", list(chain.from_iterable(updates))
+    )
     remaining = iter(scores)
 
     def add_means(batch: DiffusionMicroBatch) -> DiffusionMicroBatch:
@@ -351,7 +389,9 @@ async def _with_old_pass(
 
     The micro-batches that are scored are those of the updates, so that the passes are alike to the bit.
     """
-    scores: list[list[StepScores]] = await ctx.roles.learner.score("actor", list(chain.from_iterable(updates)))
+    scores: list[list[StepScores]] = await ctx.roles.learner.score(
+        "actor", list(chain.from_iterable(updates))
+    )
     remaining = iter(scores)
     # An array of no ratios, for a controller without images.
     distances: list[NDArray[np.floating]] = [np.zeros(0)]
@@ -393,7 +433,9 @@ def _divide_into_updates(
         if num_in_update < num_replicas:
             share = share * num_replicas
         else:
-            num_parts = num_replicas // math.gcd(num_replicas, sum(count > index for count in num_pairs))
+            num_parts = num_replicas // math.gcd(
+                num_replicas, sum(count > index for count in num_pairs)
+            )
             limit = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
             size = max(2, limit - limit % 2)
         updates.append([share[start : start + size] for start in range(0, len(share), size)])

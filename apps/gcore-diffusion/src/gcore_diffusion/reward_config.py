@@ -37,7 +37,9 @@ class DiffusionJudgeConfig(JudgeOptions, section="reward.judge"):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = " or ".join(engine_names(lambda engine: engine.takes_images))
-        self.require("engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images")
+        self.require(
+            "engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +93,18 @@ class RewardConfig(Checked, section="reward"):
         rewards = self._all_rewards()
         for name in self.models:
             if not name.isidentifier():
-                raise UserError(f"reward.models has the name {name!r}; expected letters, digits and underscores")
+                raise UserError(
+                    f"reward.models has the name {name!r}; expected letters, digits and underscores"
+                )
         judges = [name for name, reward in rewards.items() if reward.kind == "judge"]
         if len(judges) > 1:
-            raise UserError(f"reward.kind and held_out have the judges {', '.join(judges)}; expected one at most")
+            raise UserError(
+                f"reward.kind and held_out have the judges {', '.join(judges)}; expected one at most"
+            )
         if judges and not rewards[judges[0]].path:
-            raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
+            raise UserError(
+                "reward.path is not set; expected a local folder of a vision-language model for judge"
+            )
 
     @property
     def trained_weights(self) -> Mapping[str, float]:
@@ -111,11 +119,16 @@ class RewardConfig(Checked, section="reward"):
     def find_reward(self, name: str) -> NamedRewardConfig:
         """Return the kind, path and head of a reward in a sum."""
         entry = self.models.get(name, NamedRewardConfig())
-        return NamedRewardConfig(kind=entry.kind or name, path=entry.path or self.path, head=entry.head or self.head)
+        return NamedRewardConfig(
+            kind=entry.kind or name, path=entry.path or self.path, head=entry.head or self.head
+        )
 
     def _all_rewards(self) -> dict[str, NamedRewardConfig]:
         """Return the rewards that are trained on or only measured, by name."""
-        return {name: self.find_reward(name) for name in {**self.trained_weights, **self.measured_weights}}
+        return {
+            name: self.find_reward(name)
+            for name in {**self.trained_weights, **self.measured_weights}
+        }
 
     @property
     def judge_path(self) -> str:

@@ -37,14 +37,21 @@ def run_simulate(args: Sequence[str]) -> None:
     from gcore_diffusion.training import KINDS
 
     if args[:1] != ["train"]:
-        raise UserError(f"the first argument of simulate is {args[0] if args else ''!r}; expected train")
+        raise UserError(
+            f"the first argument of simulate is {args[0] if args else ''!r}; expected train"
+        )
     recipes = extend_recipes({**RECIPES, **PUBLISHED}, SimulatedDiffusionConfig)
-    config = parse(args[1:], prog="gcore-diffusion simulate train", recipes=recipes, description=SIMULATE_TRAIN)
+    config = parse(
+        args[1:], prog="gcore-diffusion simulate train", recipes=recipes, description=SIMULATE_TRAIN
+    )
     run_training(config, partial(train_simulated, kinds=KINDS), title="simulated")
 
 
 def train_simulated(
-    config: SimulatedDiffusionConfig, display: "Display | None" = None, *, kinds: "Mapping[str, Kind]"
+    config: SimulatedDiffusionConfig,
+    display: "Display | None" = None,
+    *,
+    kinds: "Mapping[str, Kind]",
 ) -> "RunResult":
     """Run the program of `train` in simulated time, in a run folder; see `gcore_diffusion.training.train`."""
     config = resolve(config)
@@ -101,7 +108,11 @@ class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
 
 
 def _services(
-    *, policy: Engine[Any, Any], policy_slots: int | None, reward: RewardRunner, devices: DeviceTimers
+    *,
+    policy: Engine[Any, Any],
+    policy_slots: int | None,
+    reward: RewardRunner,
+    devices: DeviceTimers,
 ) -> ImageSamplingRoles:
     del policy_slots
     rewards = ImageRewards(trained=partial(_scores, reward), held_out=None)
@@ -109,7 +120,10 @@ def _services(
 
 
 async def _scores(
-    reward: RewardRunner, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    reward: RewardRunner,
+    images: NDArray[np.uint8],
+    prompts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
 ) -> list[float]:
     """Score images by their names."""
     calls: list[Coroutine[Any, Any, Scored | Failed]] = []

@@ -95,7 +95,9 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
     ) -> list[list[StepScores]]:
         """Return the Gaussians of the reference or the actor at the recorded steps of each image."""
         assert not with_routing
-        return self._trainer.score_steps(micro_batches, self._kernel, by_reference=role == "reference")
+        return self._trainer.score_steps(
+            micro_batches, self._kernel, by_reference=role == "reference"
+        )
 
     def save_pretrained(self, path: Path) -> None:
         """Write the denoiser's folder of a pipeline into the folder, and ``lora`` with the adapters, if there are any.
@@ -108,11 +110,17 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             self._trainer.save_lora(path / "lora", self._component, averaged=self._is_averaged)
 
 
-def start_trainer(config: DiffusionConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[DiffusionMicroBatch]:
+def start_trainer(
+    config: DiffusionConfig, model: Path, checkpoints: Path
+) -> SharedTrainerGroup[DiffusionMicroBatch]:
     """Load the models in training, in this process or on ranks in local processes."""
     if config.trainer.num_processes == 1:
-        return InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
-    return LocalTrainerGroup(DiffusionTrainerWorker.spec(config, model, checkpoints), cost_of=num_passes)
+        return InProcessTrainerGroup(
+            DiffusionTrainerWorker(config, model, checkpoints), in_thread=True
+        )
+    return LocalTrainerGroup(
+        DiffusionTrainerWorker.spec(config, model, checkpoints), cost_of=num_passes
+    )
 
 
 def num_passes(micro_batch: DiffusionMicroBatch) -> float:
@@ -124,7 +132,8 @@ def _noise_process(scheduler: Any) -> NoiseProcess:
     """Return the noise process that the model was trained on."""
     if hasattr(scheduler, "alphas_cumprod"):
         return DDPMProcess(
-            alphas_cumprod=scheduler.alphas_cumprod.tolist(), prediction_type=scheduler.config.prediction_type
+            alphas_cumprod=scheduler.alphas_cumprod.tolist(),
+            prediction_type=scheduler.config.prediction_type,
         )
     return FlowProcess(num_train_timesteps=scheduler.config.num_train_timesteps)
 
@@ -141,8 +150,12 @@ def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> Diffu
     if name == "nft":
         process = _noise_process(scheduler)
         if not isinstance(process, FlowProcess):
-            raise UserError("algorithm.name is 'nft' and the model is of DDPM's kind; expected a flow-matching model")
-        return NFTObjective(replace(config.actor.nft, adv_clip_max=config.algorithm.adv_clip_max), process)
+            raise UserError(
+                "algorithm.name is 'nft' and the model is of DDPM's kind; expected a flow-matching model"
+            )
+        return NFTObjective(
+            replace(config.actor.nft, adv_clip_max=config.algorithm.adv_clip_max), process
+        )
     if name == "dpo":
         return DiffusionDPOObjective(config.actor.dpo, _noise_process(scheduler))
     if name == "reward_gradient":

@@ -32,16 +32,27 @@ _KIND = Kind(
     key="critic/score/mean",
     measure="reward",
     evaluations={"trained on": "val/score/mean", "not trained on": "val/held_out/mean"},
-    tiles={"val/held_out/mean": "Held-out reward, not trained on", "val/diversity": "Diversity within prompts"},
+    tiles={
+        "val/held_out/mean": "Held-out reward, not trained on",
+        "val/diversity": "Diversity within prompts",
+    },
     signals=(
         ("Reward not trained on", "held_out/score/mean", "mean score of some of the step's images"),
-        ("Diversity within prompts", "val/diversity", "standard deviation of a pixel over a prompt's held-out images"),
+        (
+            "Diversity within prompts",
+            "val/diversity",
+            "standard deviation of a pixel over a prompt's held-out images",
+        ),
         ("KL to the initial policy", "actor/kl_loss", "mean over dimensions"),
         ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
         ("Preference loss", "actor/dpo_loss", "mean of pairs, no unit"),
         ("Clipped", "actor/pg_clipfrac", "share of steps whose ratio the clip cuts"),
         ("KL to the sampling policy", "actor/ppo_kl", "mean over dimensions"),
-        ("Engine-trainer mismatch", "training/rollout_ratio_dev", "mean distance of the ratio from 1 before an update"),
+        (
+            "Engine-trainer mismatch",
+            "training/rollout_ratio_dev",
+            "mean distance of the ratio from 1 before an update",
+        ),
         ("Gradient norm", "actor/grad_norm", "L2 norm"),
         ("Spread of scores", "critic/score/std", "standard deviation"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
@@ -57,7 +68,9 @@ KINDS = {"diffusion": _KIND, "train": _KIND, "simulate": _KIND}
 """The contents of the report of a run, by command."""
 
 
-def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = _DEMO) -> RunResult:
+def train(
+    config: DiffusionConfig, display: "Display | None" = None, *, demo: DemoConfig = _DEMO
+) -> RunResult:
     """Train a diffusion model on a reward, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. The embedded model of a new run is pretrained as in ``demo``.
@@ -101,7 +114,9 @@ def train(config: DiffusionConfig, display: "Display | None" = None, *, demo: De
                 supervisor.train(services, job, ImageRunRecorder)
                 best = supervisor.best_policy()
                 component = config.actor.component
-                supervisor.export(lambda path: export(services.learner, model, path, best, component=component))
+                supervisor.export(
+                    lambda path: export(services.learner, model, path, best, component=component)
+                )
         return supervisor.finish(KINDS)
 
 
@@ -128,12 +143,16 @@ def check_pipeline(model: Path) -> None:
     """Raise `UserError` unless a folder is of a diffusers pipeline with all components, and no damaged weights."""
     index = model / "model_index.json"
     if not index.is_file():
-        raise UserError(f"model is {str(model)!r}; expected a folder of a diffusers pipeline, with model_index.json")
+        raise UserError(
+            f"model is {str(model)!r}; expected a folder of a diffusers pipeline, with model_index.json"
+        )
     for name, value in json_object(index.read_text(), str(index)).items():
         # A library and a class; the pipeline does without components that are null.
         if name.startswith("_") or not isinstance(value, list) or None in value:
             continue
         if not (model / name).is_dir():
             # diffusers would look for its files in the pipeline's own folder, and make an empty tokenizer without any.
-            raise UserError(f"model folder {model} lacks the folder {name}, which model_index.json names")
+            raise UserError(
+                f"model folder {model} lacks the folder {name}, which model_index.json names"
+            )
         check_safetensors(model / name)

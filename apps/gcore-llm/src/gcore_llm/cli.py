@@ -66,14 +66,19 @@ gcore-llm COMMAND --help documents every option.
 def embedded() -> TrainConfig:
     """Minutes on two cores, no GPU, no network: a tiny model learns to work out one-digit sums."""
     return TrainConfig(
-        task=TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+        task=TaskConfig(
+            name="chain_sum",
+            params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        ),
         answer_after="=",
         # Products of this size gain nothing from a second thread, and one gives the same numbers on every machine.
         threads=1,
         data=DataConfig(train_batch_size=32, max_prompt_length=16, max_response_length=32),
         rollout=RolloutConfig(n=8, max_num_seqs=512),
         # A rate that falls to 0 gets as far, greedily, in 130 steps as a constant one in 300, whose end is noisy.
-        actor=ActorConfig(optim=OptimizerConfig(lr=2e-4, lr_scheduler_type="linear"), ppo_max_token_len=16_384),
+        actor=ActorConfig(
+            optim=OptimizerConfig(lr=2e-4, lr_scheduler_type="linear"), ppo_max_token_len=16_384
+        ),
         trainer=TrainerConfig(total_training_steps=130),
     )
 
@@ -83,7 +88,11 @@ def own_data() -> TrainConfig:
     return TrainConfig()
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data": own_data, **LARGE}
+RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    "embedded": embedded,
+    "own_data": own_data,
+    **LARGE,
+}
 """Recipes of `gcore-llm train`: functions that return settings to start from."""
 
 
@@ -123,7 +132,12 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 def parse_train_args(args: Sequence[str]) -> TrainArgs:
     """Return the same, and the options that are no settings of a run; see `parse`."""
     recipes = extend_recipes(RECIPES, TrainArgs)
-    return parse(args, prog="gcore-llm train", recipes=recipes, description="Train by GRPO with dynamic sampling.")
+    return parse(
+        args,
+        prog="gcore-llm train",
+        recipes=recipes,
+        description="Train by GRPO with dynamic sampling.",
+    )
 
 
 def _settings() -> dict[str, type]:
@@ -160,7 +174,9 @@ def _train(args: Sequence[str]) -> None:
     from gcore_llm.training import train
 
     labels = {f"val/{way}/score/mean": way for way in ("greedy", "sampled")}
-    run_training(config, partial(train, warmup=parsed.warmup), title="held-out score", labels=labels)
+    run_training(
+        config, partial(train, warmup=parsed.warmup), title="held-out score", labels=labels
+    )
 
 
 def _sample(args: Sequence[str]) -> None:

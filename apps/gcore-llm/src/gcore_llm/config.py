@@ -124,7 +124,9 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         servers = f"rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})"
-        self.require("weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}")
+        self.require(
+            "weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,27 +190,46 @@ _LOSS = "actor.loss.loss_mode"
 _LEARNS_FROM_SCORES = Bound(lambda name: name != "distillation", "other than distillation")
 _DIVISOR = one_of("seq-mean-token-sum-norm")
 _READ_WITH = (
-    ReadWith(settings=("algorithm.norm_adv_by_std_in_grpo",), chosen_by={_ESTIMATOR: one_of("grpo", own=True)}),
-    ReadWith(settings=("algorithm.gamma",), chosen_by={_ESTIMATOR: one_of("gae", "reinforce_plus_plus", own=True)}),
+    ReadWith(
+        settings=("algorithm.norm_adv_by_std_in_grpo",),
+        chosen_by={_ESTIMATOR: one_of("grpo", own=True)},
+    ),
+    ReadWith(
+        settings=("algorithm.gamma",),
+        chosen_by={_ESTIMATOR: one_of("gae", "reinforce_plus_plus", own=True)},
+    ),
     ReadWith(settings=("algorithm.lam",), chosen_by={_ESTIMATOR: one_of("gae", own=True)}),
     ReadWith(
         settings=("algorithm.kl_ctrl.kl_coef",),
         chosen_by={
             _ESTIMATOR: Bound(
-                _reads_token_rewards, "gae, reinforce_plus_plus, or PATH.py:function that reads rewards of tokens"
+                _reads_token_rewards,
+                "gae, reinforce_plus_plus, or PATH.py:function that reads rewards of tokens",
             )
         },
         hint="actor.loss.kl_loss_coef is read with all",
     ),
-    ReadWith(settings=("algorithm.kl_ctrl.kl_penalty",), chosen_by={"algorithm.kl_ctrl.kl_coef": ABOVE_0}),
+    ReadWith(
+        settings=("algorithm.kl_ctrl.kl_penalty",), chosen_by={"algorithm.kl_ctrl.kl_coef": ABOVE_0}
+    ),
     ReadWith(
         settings=("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
         chosen_by={"algorithm.kl_ctrl.type": one_of("adaptive")},
     ),
-    ReadWith(settings=("algorithm.overlong.buffer_len",), chosen_by={_ESTIMATOR: _LEARNS_FROM_SCORES}),
-    ReadWith(settings=("algorithm.overlong.penalty_factor",), chosen_by={"algorithm.overlong.buffer_len": ABOVE_0}),
-    ReadWith(settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}),
-    ReadWith(settings=("algorithm.rollout_correction",), chosen_by={"algorithm.old_log_probs": one_of("trainer")}),
+    ReadWith(
+        settings=("algorithm.overlong.buffer_len",), chosen_by={_ESTIMATOR: _LEARNS_FROM_SCORES}
+    ),
+    ReadWith(
+        settings=("algorithm.overlong.penalty_factor",),
+        chosen_by={"algorithm.overlong.buffer_len": ABOVE_0},
+    ),
+    ReadWith(
+        settings=("algorithm.max_num_gen_batches",), chosen_by={"algorithm.filter_groups": IS_TRUE}
+    ),
+    ReadWith(
+        settings=("algorithm.rollout_correction",),
+        chosen_by={"algorithm.old_log_probs": one_of("trainer")},
+    ),
     ReadWith(
         settings=("algorithm.rollout_correction.rollout_is_threshold",),
         chosen_by={"algorithm.rollout_correction.rollout_is": IS_SET},
@@ -226,28 +247,45 @@ _READ_WITH = (
         chosen_by={_LOSS: one_of("sapo", own=True)},
     ),
     ReadWith(settings=("actor.loss.kl_loss_type",), chosen_by={"actor.loss.kl_loss_coef": ABOVE_0}),
-    ReadWith(settings=("actor.loss.max_response_length",), chosen_by={"actor.loss.loss_agg_mode": _DIVISOR}),
     ReadWith(
-        settings=("actor.checkpointed_layers", "actor.offload", "actor.activation_offload", "actor.compile"),
+        settings=("actor.loss.max_response_length",),
+        chosen_by={"actor.loss.loss_agg_mode": _DIVISOR},
+    ),
+    ReadWith(
+        settings=(
+            "actor.checkpointed_layers",
+            "actor.offload",
+            "actor.activation_offload",
+            "actor.compile",
+        ),
         chosen_by={"trainer.backend": one_of("torch")},
     ),
     ReadWith(
-        settings=("critic",), chosen_by={_ESTIMATOR: Bound(_needs_critic, "gae, or PATH.py:function with a critic")}
+        settings=("critic",),
+        chosen_by={_ESTIMATOR: Bound(_needs_critic, "gae, or PATH.py:function with a critic")},
     ),
     ReadWith(settings=("distillation.coef",), chosen_by={"distillation.teachers": IS_SET}),
     ReadWith(settings=("distillation.source_key",), chosen_by={"distillation.sources": IS_SET}),
-    ReadWith(settings=("rollout.short_response_length",), chosen_by={"rollout.tail_batching": IS_TRUE}),
+    ReadWith(
+        settings=("rollout.short_response_length",), chosen_by={"rollout.tail_batching": IS_TRUE}
+    ),
     ReadWith(
         settings=("rollout.over_sample_rate",),
         chosen_by={"rollout.partial_rollout": IS_TRUE, "rollout.tail_batching": IS_TRUE},
     ),
     ReadWith(
         settings=("rollout.max_staleness",),
-        chosen_by={"rollout.partial_rollout": IS_TRUE, "trainer.schedule": one_of("one_step_off", "async")},
+        chosen_by={
+            "rollout.partial_rollout": IS_TRUE,
+            "trainer.schedule": one_of("one_step_off", "async"),
+        },
     ),
     ReadWith(settings=("reward_model.weight",), chosen_by={"reward_model.path": IS_SET}),
     ReadWith(settings=("reward_model.judge",), chosen_by={"reward_model.kind": one_of("judge")}),
-    ReadWith(settings=("reward_calls.max_failed_share",), chosen_by={"reward_calls.on_error": one_of("drop")}),
+    ReadWith(
+        settings=("reward_calls.max_failed_share",),
+        chosen_by={"reward_calls.on_error": one_of("drop")},
+    ),
     adapter_settings("actor.", "export_merged"),
     *optimizer_settings("actor.optim"),
     *BACKEND_SETTINGS,
@@ -329,9 +367,13 @@ class TrainConfig(BaseRLConfig):
         expected = f"at least {together}, so that every sample fits a micro-batch"
         self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
         fits = algorithm.overlong.buffer_len <= response
-        self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
+        self.require(
+            "algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}"
+        )
         is_below = f"below data.max_response_length={response}"
-        self.require("rollout.short_response_length", rollout.short_response_length < response, is_below)
+        self.require(
+            "rollout.short_response_length", rollout.short_response_length < response, is_below
+        )
         has_old = algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2"
         replay = "actor.router_replay 'R2', which replays the pass for the old log-probs"
         self.require("algorithm.old_log_probs", has_old, f"'trainer' with {replay}")
@@ -339,7 +381,11 @@ class TrainConfig(BaseRLConfig):
         files = "data.train_files, whose messages a revision can follow"
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
         several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
-        greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
+        greedy = (
+            f"algorithm.adv_estimator {algorithm.adv_estimator!r}"
+            if algorithm.estimator.needs_greedy
+            else ""
+        )
         trainer = self.trainer
         overlapped = f"trainer.schedule {trainer.schedule!r}" if trainer.schedule != "sync" else ""
         simulated = "a simulation" if self.is_simulated else ""
@@ -372,14 +418,22 @@ class TrainConfig(BaseRLConfig):
                 self.require(name, not condition, f"false with {condition}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
-        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated)
+        self.distillation.check_with(
+            algorithm.adv_estimator, algorithm.filter_groups, is_simulated=self.is_simulated
+        )
         self._check_memory_settings()
         has_adapters = self.actor.lora_rank > 0
         if trainer.megatron_config.overlap_param_gather and has_adapters:
-            raise UserError("trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank")
-        if trainer.megatron_config.transformer_engine is True and (has_adapters or self.device == "cpu"):
+            raise UserError(
+                "trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank"
+            )
+        if trainer.megatron_config.transformer_engine is True and (
+            has_adapters or self.device == "cpu"
+        ):
             condition = "actor.lora_rank" if has_adapters else "device cpu"
-            raise UserError(f"trainer.megatron.transformer_engine is true; expected auto or false with {condition}")
+            raise UserError(
+                f"trainer.megatron.transformer_engine is true; expected auto or false with {condition}"
+            )
         if self.runtime == "ray" and rollout.is_on_servers:
             self._check_servers_on_ray()
         if self.data.image_key:
@@ -387,7 +441,9 @@ class TrainConfig(BaseRLConfig):
 
     def check_inputs(self) -> None:
         """Raise `UserError` if the model, the prompts or the reward is missing; a task brings them all."""
-        self.require("reward_kwargs", bool(self.reward) or not self.reward_kwargs, "none without reward")
+        self.require(
+            "reward_kwargs", bool(self.reward) or not self.reward_kwargs, "none without reward"
+        )
         if self.task.name:
             return
         if not self.model:
@@ -398,7 +454,9 @@ class TrainConfig(BaseRLConfig):
             raise UserError(
                 "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
             )
-        is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.is_used
+        is_rewarded = (
+            self.reward or self.rollout.multi_turn.environment or self.reward_model.is_used
+        )
         if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
@@ -485,9 +543,13 @@ class TrainConfig(BaseRLConfig):
         num_urls = len(self.rollout.urls)
         engine = f"rollout.engine {self.rollout.engine!r} and runtime 'ray'"
         self.require(
-            "controllers", self.controllers <= num_urls, f"at most one for each of the {num_urls} rollout.urls"
+            "controllers",
+            self.controllers <= num_urls,
+            f"at most one for each of the {num_urls} rollout.urls",
         )
-        self.require("rollout.colocated", self.rollout.colocated is not True, f"auto or false with {engine}")
+        self.require(
+            "rollout.colocated", self.rollout.colocated is not True, f"auto or false with {engine}"
+        )
         self.require("ray.weight_sync", self.ray.weight_sync == "full", f"'full' with {engine}")
 
     def _check_memory_settings(self) -> None:
@@ -501,7 +563,11 @@ class TrainConfig(BaseRLConfig):
                     f"{self.trainer.backend!r}"
                 )
         offloads = self.actor.compile and self.actor.activation_offload
-        self.require("actor.compile", not offloads, "false with actor.activation_offload, whose hooks are not compiled")
+        self.require(
+            "actor.compile",
+            not offloads,
+            "false with actor.activation_offload, whose hooks are not compiled",
+        )
 
     def _check_images(self) -> None:
         trainer = self.trainer

@@ -26,20 +26,33 @@ def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
     if judge is not None:
         num_judges = config.sizes.judges[judge.role]
     return forecast_job(
-        config, job, path, num_engines=num_engines, num_judges=num_judges, most_num_seqs=rollout.max_num_seqs
+        config,
+        job,
+        path,
+        num_engines=num_engines,
+        num_judges=num_judges,
+        most_num_seqs=rollout.max_num_seqs,
     )
 
 
-def slowest_judge(config: TrainConfig, shape_of: Callable[[Path], ModelShape] = model_shape) -> RunJudge | None:
+def slowest_judge(
+    config: TrainConfig, shape_of: Callable[[Path], ModelShape] = model_shape
+) -> RunJudge | None:
     """Return the judge that the others are done before, by the parameters and tokens of each and its engines.
 
     None: the run starts no judge.
     """
-    judges = [judge for judge in config.reward_model.all_judges.values() if judge.role in config.judges]
+    judges = [
+        judge for judge in config.reward_model.all_judges.values() if judge.role in config.judges
+    ]
 
     def work(judge: RunJudge) -> float:
         model = shape_of(model_folder(judge.path))
-        return model.num_parameters * judge.settings.max_response_length / config.sizes.judges[judge.role]
+        return (
+            model.num_parameters
+            * judge.settings.max_response_length
+            / config.sizes.judges[judge.role]
+        )
 
     if len(judges) > 1:
         return max(judges, key=work)
@@ -47,7 +60,9 @@ def slowest_judge(config: TrainConfig, shape_of: Callable[[Path], ModelShape] = 
     return next(iter(judges), None)
 
 
-def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], ModelShape] = model_shape) -> Job:
+def planner_job(
+    config: TrainConfig, model: Path, shape_of: Callable[[Path], ModelShape] = model_shape
+) -> Job:
     """Return a run's models and lengths for the planner, with the slowest one of its judges.
 
     Args:

@@ -160,7 +160,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             history=self._history,
             defers=max_tokens < limit,
         )
-        groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
+        groups, unfinished = await generation.run(
+            wave.prompts, unfinished=wave.unfinished, take=wave.take
+        )
         measured = await ctx.group.all_gather(generation.measured)
         self._history.add(list(chain.from_iterable(measured)))
         return Generated(groups=groups, unfinished=unfinished, deferred=generation.deferred)
@@ -189,15 +191,23 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         """Divide groups so that every controller has about the same simulated work."""
         return [part.tolist() for part in balance(costs, num_parts)]
 
-    async def prepare(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> Prepared[list[MicroBatch]]:
+    async def prepare(
+        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
+    ) -> Prepared[list[MicroBatch]]:
         config = self._config
         groups = batch.groups
         num_updates = -(-batch.num_groups // (config.actor.ppo_mini_batch_size or batch.num_groups))
         # A batch is on-policy if the weights that generated it are those that its one update changes. A single update
         # of on-policy samples has ratios of 1, whatever the log-probs are.
-        is_on_policy = num_updates * config.actor.ppo_epochs == 1 and config.trainer.schedule == "sync"
-        needs_old = config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
-        indices = sorted(chain.from_iterable(await ctx.group.all_gather([g.prompt_index for g in groups])))
+        is_on_policy = (
+            num_updates * config.actor.ppo_epochs == 1 and config.trainer.schedule == "sync"
+        )
+        needs_old = config.algorithm.old_log_probs == "trainer" and (
+            not is_on_policy or needs_old_log_probs(config)
+        )
+        indices = sorted(
+            chain.from_iterable(await ctx.group.all_gather([g.prompt_index for g in groups]))
+        )
         update_of = {index: i % num_updates for i, index in enumerate(indices)}
         samples = [unscored_samples(group, config.algorithm) for group in groups]
         await self._score(ctx, groups, samples, needs_old=needs_old)
@@ -214,7 +224,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         is_taught = bool(self._distillation.teachers)
         if is_taught:
             teacher_log_probs = await self._score_by_teachers(ctx, groups, samples)
-            metrics |= await add_distillation(samples, teacher_log_probs, ctx.group, coef=self._distillation.coef)
+            metrics |= await add_distillation(
+                samples, teacher_log_probs, ctx.group, coef=self._distillation.coef
+            )
         metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
@@ -225,9 +237,13 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                     update_groups.append(group)
                     update_samples.append(group_samples)
             updates.append(self._micro_batches(ctx, update_groups, update_samples))
-        return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics, of_groups=samples)
+        return Prepared(
+            updates=updates * config.actor.ppo_epochs, metrics=metrics, of_groups=samples
+        )
 
-    async def update(self, ctx: Context[Roles], step: int, update: list[MicroBatch]) -> dict[str, float]:
+    async def update(
+        self, ctx: Context[Roles], step: int, update: list[MicroBatch]
+    ) -> dict[str, float]:
         learner = ctx.roles.learner
         config = self._config
         metrics: dict[str, float] = {}
@@ -235,11 +251,15 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             metrics |= await learner.train_step("critic", update)
             if step <= config.critic.warmup_steps:
                 return metrics
-        flops = await ctx.group.all_reduce(sum(sample_flops(self._workload, batch) for batch in update))
+        flops = await ctx.group.all_reduce(
+            sum(sample_flops(self._workload, batch) for batch in update)
+        )
         start_s = ctx.clock()
         metrics |= await learner.train_step("actor", update)
         train_s = ctx.clock() - start_s
-        return metrics | speed(flops, train_s, num_devices=config.trainer.num_processes, device=config.device)
+        return metrics | speed(
+            flops, train_s, num_devices=config.trainer.num_processes, device=config.device
+        )
 
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return each metric's last value."""
@@ -251,22 +271,35 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
     async def update_weights(self, ctx: Context[Roles], step: int) -> None:
         await ctx.roles.learner.update_weights(ctx.roles.policy, version=step)
 
-    async def synced_metrics(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> dict[str, float]:
+    async def synced_metrics(
+        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
+    ) -> dict[str, float]:
         """Compare engine and trainer on a response generated now, where batches are never by the present weights."""
-        if self._config.trainer.schedule != "one_step_off" or not self._config.algorithm.max_rollout_kl:
+        if (
+            self._config.trainer.schedule != "one_step_off"
+            or not self._config.algorithm.max_rollout_kl
+        ):
             return {}
         policy = ctx.roles.policy
         probed = await probe(policy, batch.groups, self._sampling, seed=self._seed(ctx, step))
         log_probs = {(g, 0): values for g, values in enumerate(await self._log_probs(ctx, probed))}
-        return await mismatch(probed, log_probs, policy.weight_version, keeps_cache=False, group=ctx.group)
+        return await mismatch(
+            probed, log_probs, policy.weight_version, keeps_cache=False, group=ctx.group
+        )
 
     def samples(
-        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group], prepared: Prepared[list[MicroBatch]] | None
+        self,
+        ctx: Context[Roles],
+        step: int,
+        batch: TrainingBatch[Group],
+        prepared: Prepared[list[MicroBatch]] | None,
     ) -> Sequence[tuple[int, dict[str, Any]]]:
         trained: list[tuple[Group, list[Sample]]] = []
         if prepared:
             trained.extend(zip(batch.groups, prepared.of_groups, strict=True))
-        return samples_to_show(trained, batch.filtered, step, ctx.roles.tokenizer, self._config.trainer.log_samples)
+        return samples_to_show(
+            trained, batch.filtered, step, ctx.roles.tokenizer, self._config.trainer.log_samples
+        )
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> TextEvaluation | None:
         del step
@@ -289,7 +322,12 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             self._history.load_state(state["lengths"])
 
     async def _score(
-        self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]], *, needs_old: bool
+        self,
+        ctx: Context[Roles],
+        groups: list[Group],
+        samples: list[list[Sample]],
+        *,
+        needs_old: bool,
     ) -> None:
         """Set the scores that the algorithm needs, by the models before their first update."""
         learner = ctx.roles.learner
@@ -299,7 +337,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
 
         async def score(role: str, *, with_routing: bool = False) -> list[tuple[Sample, Any]]:
             scores = await learner.score(role, micro_batches, with_routing=with_routing)
-            return list(zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True))
+            return list(
+                zip(chain.from_iterable(micro_batches), chain.from_iterable(scores), strict=True)
+            )
 
         if needs_old and self._config.actor.router_replay == "R2":
             for sample, (log_probs, experts) in await score("actor", with_routing=True):
@@ -347,7 +387,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         version = ctx.roles.policy.weight_version
         log_probs: dict[tuple[int, int], NDArray[np.float32]] = {}
         if scored is None:
-            chosen = choose(groups, version, keeps_cache=self._keeps_cache, seed=self._seed(ctx, step))
+            chosen = choose(
+                groups, version, keeps_cache=self._keeps_cache, seed=self._seed(ctx, step)
+            )
             chosen_log_probs = await self._log_probs(ctx, single_responses(groups, chosen))
             log_probs.update(zip(chosen, chosen_log_probs, strict=True))
         else:
@@ -355,9 +397,13 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
                 for i, sample in enumerate(group_samples):
                     if sample.old_log_probs is not None:
                         log_probs[g, i] = sample.old_log_probs
-        return await mismatch(groups, log_probs, version, keeps_cache=self._keeps_cache, group=ctx.group)
+        return await mismatch(
+            groups, log_probs, version, keeps_cache=self._keeps_cache, group=ctx.group
+        )
 
-    async def _log_probs(self, ctx: Context[Roles], groups: list[Group]) -> list[NDArray[np.float32]]:
+    async def _log_probs(
+        self, ctx: Context[Roles], groups: list[Group]
+    ) -> list[NDArray[np.float32]]:
         """Return the trainer's log-probs, [R], of the one response of each group."""
         samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         micro_batches = self._micro_batches(ctx, groups, samples)
@@ -366,7 +412,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         log_probs = dict(zip(keys, chain.from_iterable(scores), strict=True))
         return [log_probs[id(sample)] for sample in chain.from_iterable(samples)]
 
-    def _micro_batches(self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]) -> list[MicroBatch]:
+    def _micro_batches(
+        self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
+    ) -> list[MicroBatch]:
         """Divide the samples of some groups into micro-batches."""
         batches = split_in_micro_batches(
             groups,

@@ -68,18 +68,27 @@ class PromptSets:
         return len(self.val) + sum(map(len, self.val_by_name.values()))
 
     @classmethod
-    def of_length(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
+    def of_length(
+        cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]
+    ) -> "PromptSets":
         """Return the prompts of at most ``max_length`` tokens."""
         short_train = [p for p in train if len(p.token_ids) <= max_length]
         short_val = [p for p in val if len(p.token_ids) <= max_length]
         short = short_train + short_val
         longest = max((len(p.token_ids) for p in short), default=0)
-        return cls(train=short_train, val=short_val, num_too_long=len(train) + len(val) - len(short), longest=longest)
+        return cls(
+            train=short_train,
+            val=short_val,
+            num_too_long=len(train) + len(val) - len(short),
+            longest=longest,
+        )
 
 
 def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
     """Return whether a prompt is given to the model without a chat template."""
-    return isinstance(value, str) and (data.apply_chat_template == "never" or tokenizer.chat_template is None)
+    return isinstance(value, str) and (
+        data.apply_chat_template == "never" or tokenizer.chat_template is None
+    )
 
 
 def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
@@ -93,14 +102,19 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
                 return value
             value = [{"role": "user", "content": value}]
         if not are_messages(value):
-            raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
+            raise UserError(
+                f"{where} is {value!r:.80}; expected text, or a list of messages with role and content"
+            )
         messages = normalize_messages(value, keeps_parts=bool(data.image_key))
         if tokenizer.chat_template is None:
             raise UserError(
                 f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it"
             )
         if data.image_key:
-            messages = [{**message, "content": _with_image_parts(message["content"])} for message in messages]
+            messages = [
+                {**message, "content": _with_image_parts(message["content"])}
+                for message in messages
+            ]
         kwargs = {**data.chat_template_kwargs, "add_generation_prompt": True, "tokenize": False}
         return render_chat(tokenizer, messages, **kwargs)
     except RequestError as error:
@@ -109,7 +123,11 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
 
 def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     """Return whether ``value`` is a list of at least one chat message; `normalize_messages` checks what is in them."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and "role" in m for m in value)
+    )
 
 
 def _with_image_parts(content: Any) -> Any:
@@ -146,7 +164,9 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
         if batch:
             encoded = tokenizer([texts[i] for i in batch], add_special_tokens=add_special_tokens)
             token_ids |= zip(batch, encoded["input_ids"], strict=True)
-    return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=row) for i, row in enumerate(rows)]
+    return [
+        Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=row) for i, row in enumerate(rows)
+    ]
 
 
 def load_files(
@@ -169,7 +189,9 @@ def load_files(
         UserError: a row is wrong, or no prompt is left.
     """
     if not data.train_files:
-        raise UserError("data.train_files is not set; expected one or more files, or data sets on the Hub")
+        raise UserError(
+            "data.train_files is not set; expected one or more files, or data sets on the Hub"
+        )
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
     load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
     sources = [list(map(load, open_rows(source, data.columns))) for source in data.train_files]
@@ -219,7 +241,9 @@ def load_val_files(
     for name, source, published in val_sources(data.val_files, setting=setting):
         for rows in open_rows(source, {} if published else data.columns, setting=setting):
             if published is None:
-                loaded = _load_rows(rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
+                loaded = _load_rows(
+                    rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress
+                )
             else:
                 problems: list[Problem] = []
                 for n, row in enumerate(rows.rows, 1):
@@ -239,11 +263,17 @@ def val_prompts(files: Mapping[str, Sequence[LoadedPrompts]], data: DataConfig) 
     for name, parts in files.items():
         val_by_name[name] = _join([part.prompts for part in parts])
         if name and not val_by_name[name]:
-            raise UserError(f"data.max_prompt_length is {data.max_prompt_length}: all prompts of {name} are longer")
+            raise UserError(
+                f"data.max_prompt_length is {data.max_prompt_length}: all prompts of {name} are longer"
+            )
         num_too_long += sum(part.num_too_long for part in parts)
         longest = max([longest] + [part.longest for part in parts])
     return PromptSets(
-        train=[], val=val_by_name.pop("", []), num_too_long=num_too_long, longest=longest, val_by_name=val_by_name
+        train=[],
+        val=val_by_name.pop("", []),
+        num_too_long=num_too_long,
+        longest=longest,
+        val_by_name=val_by_name,
     )
 
 
@@ -268,10 +298,14 @@ def _remove(prompts: Sequence[Prompt], indices: set[int]) -> Sequence[Prompt]:
     return prompts.without(sorted(indices))
 
 
-def _load_rows(rows: RowSource, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
+def _load_rows(
+    rows: RowSource, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress
+) -> LoadedPrompts:
     if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
         first = columns(rows.rows[0])
-        raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}")
+        raise UserError(
+            f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}"
+        )
     make = partial(file_prompts, data=data, tokenizer=tokenizer)
     if rows.identity:
         from gcore_llm.data.large_prompts import load_large
@@ -284,18 +318,26 @@ def _drop_long(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
     """Return those of some prompts in memory that are short enough."""
     sets = PromptSets.of_length(data.max_prompt_length, prompts, [])
     shortest = min(len(prompt.token_ids) for prompt in prompts)
-    return LoadedPrompts(prompts=sets.train, num_too_long=sets.num_too_long, longest=sets.longest, shortest=shortest)
+    return LoadedPrompts(
+        prompts=sets.train, num_too_long=sets.num_too_long, longest=sets.longest, shortest=shortest
+    )
 
 
-def file_prompts(rows: RowSource, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
+def file_prompts(
+    rows: RowSource, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any
+) -> list[Prompt]:
     """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
     key = data.prompt_key
     problems: list[Problem] = []
     for n in numbers:
         row = rows.rows[n]
         if key not in row:
-            raise UserError(f"{rows.name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}")
-        problems.append(Problem(value=row[key], row=row, where=f"{rows.name}: {key} of row {n + 1}"))
+            raise UserError(
+                f"{rows.name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}"
+            )
+        problems.append(
+            Problem(value=row[key], row=row, where=f"{rows.name}: {key} of row {n + 1}")
+        )
     prompts = make_prompts(problems, tokenizer, data)
     if data.image_key:
         for i, n in enumerate(numbers):
@@ -310,7 +352,9 @@ def _add_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, wh
     sources = image_sources(prompt.row, image_key, folder, where)
     images = PromptImages(model=model, sources=sources) if sources else None
     try:
-        token_ids = load_vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
+        token_ids = load_vision_processor(model).expand(
+            prompt.token_ids, images.encoded() if images else ()
+        )
     except (RolloutError, OSError, ImportError) as error:
         raise UserError(f"{where}: {error}") from None
     return replace(prompt, token_ids=token_ids, images=images)

@@ -18,7 +18,11 @@ _TRAIN = Kind(
         _GRADIENT,
         ("Entropy of the policy", "actor/entropy", "nats per token"),
         ("KL to the sampling policy", "actor/ppo_kl", "nats per token"),
-        ("Engine-trainer mismatch", "training/rollout_k3_kl", "nats per token, both with the same weights"),
+        (
+            "Engine-trainer mismatch",
+            "training/rollout_k3_kl",
+            "nats per token, both with the same weights",
+        ),
         ("Response length", "response_length/mean", "tokens"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
         ("Waves of sampling", "sampling/waves", "waves per step"),

@@ -58,7 +58,9 @@ class FurtherJudgeConfig(JudgeConfig, section="reward_model.judges.NAME"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("path", self.path, "the folder of the judge's model")
-        self.require("pairwise", not self.pairwise, "false: reward_model.judge alone compares responses")
+        self.require(
+            "pairwise", not self.pairwise, "false: reward_model.judge alone compares responses"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +179,20 @@ class RewardCallsConfig(Checked, section="reward_calls"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("in_process", not (self.in_process and self.in_threads), f"false with {self.section}.in_threads")
+        self.require(
+            "in_process",
+            not (self.in_process and self.in_threads),
+            f"false with {self.section}.in_threads",
+        )
 
     @property
     def process_limits(self) -> ProcessLimits | None:
         """The limits of a reward in a process of its own; None: it has none."""
         if not self.in_process:
             return None
-        return ProcessLimits(call_s=self.timeout_s, memory_bytes=int(self.process_memory_gb * 2**30))
+        return ProcessLimits(
+            call_s=self.timeout_s, memory_bytes=int(self.process_memory_gb * 2**30)
+        )
 
     @property
     def runner(self) -> RewardRunnerConfig:

@@ -41,7 +41,13 @@ from gcore_rollout import (
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
-from gcore_runs.engines import DRAFT_MODEL, NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
+from gcore_runs.engines import (
+    DRAFT_MODEL,
+    NO_INSTRUMENTATION,
+    EngineConfig,
+    Instrumentation,
+    device_options,
+)
 
 
 async def start_policy(
@@ -62,7 +68,9 @@ async def load_servers(config: TrainConfig, model: Path, *, eos_token_ids: Seque
 
     An engine that connects to them from here on calls these weights version 0.
     """
-    engine, _ = await connect_engine(config.rollout, config, model, eos_token_ids, Instrumentation())
+    engine, _ = await connect_engine(
+        config.rollout, config, model, eos_token_ids, Instrumentation()
+    )
     try:
         await engine.update_weights(load(model).items(), version=1)
     finally:
@@ -95,7 +103,9 @@ async def connect_engine(
     return engines[0], 1
 
 
-def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
+def check_engine(
+    settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None
+) -> None:
     """Import an engine of the user's own, or ask every server which model it runs; see `check_servers`.
 
     ``setting`` is the name of the settings, ``max_length`` that of prompt and response together in tokens. It is a
@@ -105,7 +115,9 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
         load_function(settings.engine, setting=f"{setting}.engine")
     lengths = "data.max_prompt_length + data.max_response_length"
     try:
-        check_servers(settings.engine, settings.urls, model, max_length=max_length, length_settings=lengths)
+        check_servers(
+            settings.engine, settings.urls, model, max_length=max_length, length_settings=lengths
+        )
     except RequestError as error:
         raise UserError(f"{setting}.{error}") from error
     except RolloutError as error:
@@ -128,7 +140,10 @@ def engine_factory(
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)
-        engine_options["speculative_config"] = {**engine_options["speculative_config"], "model": str(draft)}
+        engine_options["speculative_config"] = {
+            **engine_options["speculative_config"],
+            "model": str(draft),
+        }
     device = config.device
     # A process of its own has a GPU of its own.
     if device.startswith("cuda") and (settings.num_processes > 0 or config.runtime == "ray"):
@@ -165,7 +180,11 @@ async def start_engine(
     return await instrumentation.start(
         engine_factory(settings, config, model, eos_token_ids=eos_token_ids),
         settings.num_processes,
-        num_threads=max(1, config.threads // (max(1, config.rollout.num_processes) + config.sizes.num_lent + judges)),
+        num_threads=max(
+            1,
+            config.threads
+            // (max(1, config.rollout.num_processes) + config.sizes.num_lent + judges),
+        ),
         preload=settings.kind.preload,
         gpus=_gpus(settings, config, num_lent),
         num_lent=num_lent,
@@ -208,7 +227,9 @@ class SampleComparison:
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
         """Return the groups with their new scores, without those whose comparison failed and is dropped."""
-        tasks = [asyncio.create_task(self._compare(group, prompt, tokenizer)) for group, prompt in groups]
+        tasks = [
+            asyncio.create_task(self._compare(group, prompt, tokenizer)) for group, prompt in groups
+        ]
         try:
             return list(filter(None, await asyncio.gather(*tasks)))
         finally:
@@ -221,7 +242,9 @@ class SampleComparison:
 
     async def _compare(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
         texts = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
-        scored = await self.runner.score_group(prompt=prompt.text, completions=texts, row=prompt.row)
+        scored = await self.runner.score_group(
+            prompt=prompt.text, completions=texts, row=prompt.row
+        )
         if isinstance(scored, Failed):
             return None
         responses: list[Completion] = []
@@ -281,7 +304,10 @@ class TextRewards:
             if settings.kind == "server":
                 # The runner around it does not retry failures that were retried here.
                 rewards["model"] = server = HTTPReward(
-                    settings.path, timeout_s=calls.timeout_s, retry=calls.retry, max_connections=calls.max_concurrency
+                    settings.path,
+                    timeout_s=calls.timeout_s,
+                    retry=calls.retry,
+                    max_connections=calls.max_concurrency,
                 )
                 models.push_async_callback(server.close)
             elif settings.kind == "classifier":
@@ -292,7 +318,9 @@ class TextRewards:
                 if running is None and not judge.settings.is_on_servers:
                     judges.append(engine)
                 if isinstance(reward, PairwiseJudge):
-                    comparison = SampleComparison(runner=RewardRunner(reward, calls), weight=judge.weight)
+                    comparison = SampleComparison(
+                        runner=RewardRunner(reward, calls), weight=judge.weight
+                    )
                 else:
                     rewards[name] = reward
                     weights[name] = judge.weight
@@ -307,7 +335,10 @@ class TextRewards:
 
     def check_rows(self, prompts: PromptSets) -> None:
         """Raise `UserError` for a prompt in memory whose row its reward cannot score."""
-        sets = [("training prompt", self.runner, prompts.train), ("held-out prompt", self.runner, prompts.val)]
+        sets = [
+            ("training prompt", self.runner, prompts.train),
+            ("held-out prompt", self.runner, prompts.val),
+        ]
         for name, held_out in prompts.val_by_name.items():
             sets.append((f"prompt of {name}", self.graders.get(name, self.runner), held_out))
         for name, runner, set_prompts in sets:
@@ -317,7 +348,9 @@ class TextRewards:
                 try:
                     runner.check_row(prompt.row)
                 except RewardError as error:
-                    raise UserError(f"the row of the {name} {prompt.text[-200:]!r}: {error}") from None
+                    raise UserError(
+                        f"the row of the {name} {prompt.text[-200:]!r}: {error}"
+                    ) from None
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
@@ -331,7 +364,10 @@ def reward_function(config: TrainConfig) -> RewardFunction:
     limits = config.reward_calls.process_limits
     if config.reward:
         return build_reward(
-            config.reward, prompt_key=config.data.prompt_key, kwargs=config.reward_kwargs, process_limits=limits
+            config.reward,
+            prompt_key=config.data.prompt_key,
+            kwargs=config.reward_kwargs,
+            process_limits=limits,
         )
     if config.task.name:
         return build_task_reward(config.task.name, answer_after=config.answer_after)
@@ -382,7 +418,9 @@ def _classifier_encoder(
             adds = takes_special_tokens(prompt, tokenizer)
             return end(tokenizer(prompt + completion, add_special_tokens=adds)["input_ids"])
         if tokenizer.chat_template is None:
-            raise RewardError("reward_model.path has no chat template; expected one for prompts that are chat messages")
+            raise RewardError(
+                "reward_model.path has no chat template; expected one for prompts that are chat messages"
+            )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         conversation = [*messages, {"role": "assistant", "content": completion}]
@@ -420,14 +458,21 @@ async def _start_judge(
         make = partial(PairwiseJudge, parse=parse, on_unparsable=on_unparsable)
     else:
         on_unparsable = "drop" if settings.unparsable_score is None else settings.unparsable_score
-        make = partial(JudgeReward, parse=settings.scores(), reduce=settings.reduce, on_unparsable=on_unparsable)
+        make = partial(
+            JudgeReward,
+            parse=settings.scores(),
+            reduce=settings.reduce,
+            on_unparsable=on_unparsable,
+        )
     template = settings.question()
     check_model(path, setting=judge.path_setting, may_be_quantized=True)
     check_engine(settings, path, setting=judge.section)
     tokenizer = build_tokenizer(path)
     if engine is None:
         eos = eos_token_ids(tokenizer, path)
-        engine = await start_engine(settings, config, path, eos, replace(instrumentation, role=judge.role))
+        engine = await start_engine(
+            settings, config, path, eos, replace(instrumentation, role=judge.role)
+        )
     models.push_async_callback(engine.close)
     encoder = ChatEncoder(tokenizer)
 
@@ -442,5 +487,7 @@ def sampling_params(config: TrainConfig) -> SamplingParams:
     """Return how a run samples responses."""
     rollout = config.rollout
     return SamplingParams(
-        max_tokens=config.data.max_response_length, temperature=rollout.temperature, stop=rollout.stop
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        stop=rollout.stop,
     )

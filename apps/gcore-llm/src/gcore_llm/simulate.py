@@ -88,13 +88,19 @@ def run_simulate(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainCo
 
 def _run_train(args: Sequence[str], recipes: Mapping[str, Callable[[], TrainConfig]]) -> None:
     config = parse(
-        args, prog=f"{_PROG} train", recipes=extend_recipes(recipes, SimulatedConfig), description=SIMULATE_TRAIN
+        args,
+        prog=f"{_PROG} train",
+        recipes=extend_recipes(recipes, SimulatedConfig),
+        description=SIMULATE_TRAIN,
     )
     run_training(config, train_simulated, title="simulated")
 
 
 def simulate(
-    config: SimulateConfig, stepped: Callable[[StepSummary], None] = lambda _: None, *, replay: Replay | None = None
+    config: SimulateConfig,
+    stepped: Callable[[StepSummary], None] = lambda _: None,
+    *,
+    replay: Replay | None = None,
 ) -> Simulation:
     """Run the program of `train` on modelled services, and call ``stepped`` after every step; see `train_config`.
 
@@ -124,7 +130,9 @@ def train_config(config: SimulateConfig) -> SimulatedConfig:
     """Return the settings of the program; `UserError` where `TrainConfig` refuses them."""
     sim = SimConfig(**{field.name: getattr(config, field.name) for field in fields(SimConfig)})
     trainer = TrainerConfig(num_processes=config.devices, total_training_steps=config.steps)
-    base = SimulatedConfig(device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
+    base = SimulatedConfig(
+        device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed)
+    )
     values = {path: getattr(config, name) for name, path in _SETTINGS.items()}
     return merge(base, values | {"data.train_batch_size": config.batch_size})
 
@@ -162,9 +170,13 @@ def make_prompts(config: SimulatedConfig) -> PromptSets:
     data = config.data
     task = config.task
     if not (task.name or data.train_files):
-        train = drawn_prompts(config.sim, config.seed, data.max_prompt_length, at_least=data.train_batch_size)
+        train = drawn_prompts(
+            config.sim, config.seed, data.max_prompt_length, at_least=data.train_batch_size
+        )
     else:
-        tokenizer = build_tokenizer(model_folder(config.model)) if config.model else tiny_tokenizer()
+        tokenizer = (
+            build_tokenizer(model_folder(config.model)) if config.model else tiny_tokenizer()
+        )
         load = partial(load_task, task) if task.name else load_files
         train = coarse_prompts(load(data, tokenizer, seed=config.seed).train, config.sim.token_unit)
     return PromptSets(train=train, val=[], num_too_long=0, longest=data.max_prompt_length)
@@ -191,7 +203,9 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
         if (model / "config.json").is_file():
             break
     else:
-        raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
+        raise UserError(
+            f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run"
+        )
     settings = {name: attrgetter(setting)(config) for name, setting in _SETTINGS.items()}
     settings["model"] = str(model.resolve())
     settings["kl_loss_coef"] = config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef
@@ -206,7 +220,10 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
         num_ranks=num_ranks,
         num_replicas=config.trainer.parallel.data_parallel_size(num_ranks),
         num_engines=len(rollout.urls) or max(1, rollout.num_processes),
-        engine={"max_num_seqs": rollout.max_num_seqs, "prompts": "stealing" if config.runtime == "ray" else "shared"},
+        engine={
+            "max_num_seqs": rollout.max_num_seqs,
+            "prompts": "stealing" if config.runtime == "ray" else "shared",
+        },
         reward={"max_concurrency": config.reward_calls.max_concurrency},
     )
 

@@ -17,7 +17,14 @@ from gcore_llm.learning.config import drop_other_export
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
-from gcore_llm.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts, model_limits
+from gcore_llm.prompts import (
+    Problem,
+    PromptSets,
+    check_lengths,
+    load_files,
+    make_prompts,
+    model_limits,
+)
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import (
     TextRewards,
@@ -46,7 +53,13 @@ from gcore_runs import (
     resolve,
     with_adapter,
 )
-from gcore_runs.engines import DRAFT_MODEL, EngineConfig, Instrumentation, device_timers, engines_in_turns
+from gcore_runs.engines import (
+    DRAFT_MODEL,
+    EngineConfig,
+    Instrumentation,
+    device_timers,
+    engines_in_turns,
+)
 from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:
@@ -58,7 +71,9 @@ _WARMUP = WarmupConfig()
 ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
-def train(config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP) -> RunResult:
+def train(
+    config: TrainConfig, display: Display | None = None, *, warmup: WarmupConfig = _WARMUP
+) -> RunResult:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
     Without a display, `logging` gets what it would show. A new run of the embedded model starts with ``warmup``.
@@ -85,20 +100,34 @@ def train(config: TrainConfig, display: Display | None = None, *, warmup: Warmup
             # Before anything is loaded: a run that does not fit is refused here.
             config = plan_run(config, say)
         instrumentation = Instrumentation(devices=device_timers(config), announce=say)
-        with supervisor.run_services(TextRewards.start(config, instrumentation=instrumentation)) as rewards:
-            say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
+        with supervisor.run_services(
+            TextRewards.start(config, instrumentation=instrumentation)
+        ) as rewards:
+            say(
+                f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s"
+            )
             supervisor.run_async(_try_rewards(rewards, prompts, say))
             scoring = scoring_roles(config, tokenizer, rewards)
-            notices = [f"{len(prompts.train):,} training prompts, {prompts.num_held_out:,} held out"]
+            notices = [
+                f"{len(prompts.train):,} training prompts, {prompts.num_held_out:,} held out"
+            ]
             if prompts.num_too_long:
                 longest = config.data.max_prompt_length
-                notices.insert(0, f"left out {prompts.num_too_long} prompts longer than {longest} tokens")
+                notices.insert(
+                    0, f"left out {prompts.num_too_long} prompts longer than {longest} tokens"
+                )
             run = supervisor.open_run(*notices)
             if not config.model and not run.model.is_dir():
                 from gcore_llm.finetune.warmup import make_warm_model
 
                 making = make_warm_model(
-                    config, run, prompts, tokenizer, rewards.runner, supervisor.display, warmup=warmup
+                    config,
+                    run,
+                    prompts,
+                    tokenizer,
+                    rewards.runner,
+                    supervisor.display,
+                    warmup=warmup,
                 )
                 supervisor.run_async(making)
             drop_other_export(run.export, config.actor)
@@ -138,12 +167,19 @@ def resolve_inputs(config: ConfigT) -> ConfigT:
     return replace(resolved, actor=with_adapter(resolved.actor))
 
 
-def load_prompts(config: TrainConfig, tokenizer: Any, *, progress: Progress = no_progress) -> PromptSets:
+def load_prompts(
+    config: TrainConfig, tokenizer: Any, *, progress: Progress = no_progress
+) -> PromptSets:
     """Load the prompts that the config names, from a task or from files; see `load_files`."""
     if config.task.name:
         return load_task(config.task, config.data, tokenizer, seed=config.seed)
-    fits = min(model_limits(config).values(), default=config.data.max_length) - config.data.max_response_length
-    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed, fits=fits, progress=progress)
+    fits = (
+        min(model_limits(config).values(), default=config.data.max_length)
+        - config.data.max_response_length
+    )
+    return load_files(
+        config.data, tokenizer, seed=config.data.shuffle_seed, fits=fits, progress=progress
+    )
 
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
@@ -151,14 +187,22 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     rollout = config.rollout
     model = model_folder(config.model)
     if not config.model and rollout.is_on_servers:
-        raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
+        raise UserError(
+            f"model is not set; expected a folder with rollout.engine {rollout.engine!r}"
+        )
     critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
     folders = {"model": config.model, "critic.model": critic, DRAFT_MODEL: rollout.draft_model}
     for setting, folder in folders.items():
         if folder:
-            check_model(model_folder(folder, setting=setting), setting=setting, may_be_quantized=setting == DRAFT_MODEL)
+            check_model(
+                model_folder(folder, setting=setting),
+                setting=setting,
+                may_be_quantized=setting == DRAFT_MODEL,
+            )
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
-        raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
+        raise UserError(
+            f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder"
+        )
     if config.runtime == "inline":
         # On a cluster it is a file of the nodes.
         for settings in (rollout, *config.judges.values()):
@@ -174,7 +218,9 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     return tokenizer
 
 
-async def _try_rewards(rewards: TextRewards, prompts: PromptSets, say: Callable[[str], None]) -> None:
+async def _try_rewards(
+    rewards: TextRewards, prompts: PromptSets, say: Callable[[str], None]
+) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
     rewards.check_rows(prompts)
     first = prompts.train[0]
@@ -230,9 +276,13 @@ async def _start_inline(
         raise
     turns = None
     if sharing:
-        turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=range(config.trainer.num_processes))
+        turns = DeviceTurns(
+            learner, policy, sharing[1:], devices=devices, ranks=range(config.trainer.num_processes)
+        )
     roles = SamplingRoles(policy=policy, devices=devices, **scoring)
-    return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close, turns=turns)
+    return inline_backend(
+        config, shared=roles, roles=Roles, learner=learner, close=policy.close, turns=turns
+    )
 
 
 async def _start_on_ray(
@@ -277,18 +327,26 @@ async def _connect_policy(
     rank: int,
     world_size: int,
 ) -> tuple[Engine, int]:
-    return await connect_engine(config.rollout, config, model, eos, instrumentation, rank, world_size)
+    return await connect_engine(
+        config.rollout, config, model, eos, instrumentation, rank, world_size
+    )
 
 
 def _engines(
     model: Path, tokenizer: Any, settings: Callable[[TrainConfig], EngineConfig]
 ) -> "Callable[[TrainConfig], EngineFactory]":
     eos = eos_token_ids(tokenizer, model)
-    return lambda config: engine_factory(settings(config), config, model.absolute(), eos_token_ids=eos)
+    return lambda config: engine_factory(
+        settings(config), config, model.absolute(), eos_token_ids=eos
+    )
 
 
 async def _run_controller(
-    tokenizer: Any, job: LLMJob, ctx: "Context[Handles]", services: "ControllerServices", recorder: "Recorder"
+    tokenizer: Any,
+    job: LLMJob,
+    ctx: "Context[Handles]",
+    services: "ControllerServices",
+    recorder: "Recorder",
 ) -> None:
     """Build a controller's roles in its process, and run the program with them."""
     from gcore_controller import RayTrainerClient
@@ -350,7 +408,9 @@ async def finished_policy(
             )
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
-        config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
+        config = replace(
+            config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir="")
+        )
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     lora = config.actor.lora
     step = kept_step or 0
@@ -369,12 +429,16 @@ async def finished_policy(
             step = saved["step"]
             trained = saved["trainer"]["model"]
     if trained:
-        weights = trained.items() if lora is None else merge_lora(load(model).items(), trained, lora)
+        weights = (
+            trained.items() if lora is None else merge_lora(load(model).items(), trained, lora)
+        )
         await engine.update_weights(weights, version=max(step, 1))
     return engine, step
 
 
-async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
+async def sample_run(
+    run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int
+) -> list[str]:
     """Complete a prompt ``n`` times."""
     folder, config = load_run(run)
     tokenizer = build_tokenizer(model_folder(config.model))

@@ -11,7 +11,10 @@ from .command_line import (
 from .data.rows import RowSource as RowSource
 from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
-from .host_memory import available_host_bytes as available_host_bytes, keep_free_memory as keep_free_memory
+from .host_memory import (
+    available_host_bytes as available_host_bytes,
+    keep_free_memory as keep_free_memory,
+)
 from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,

@@ -49,12 +49,18 @@ class ActorEngines:
         controllers have every ``world_size``-th, too, but the last ones have those that are left over; None: the run
         lends none.
         """
-        engines = cls(replace(instrumentation, role=role), len(actors) >= world_size, start_timeout_s=start_timeout_s)
+        engines = cls(
+            replace(instrumentation, role=role),
+            len(actors) >= world_size,
+            start_timeout_s=start_timeout_s,
+        )
         share = list(enumerate(actors))[rank % len(actors) :: world_size]
         handles = {f"{role} {number}": actor for number, actor in share}
         sleepers = list(enumerate(lent or ()))[world_size - 1 - rank :: world_size]
         handles |= {f"{LENT} {number}": actor for number, actor in sleepers}
-        clients = await asyncio.gather(*(engines._connect(name, handle) for name, handle in handles.items()))
+        clients = await asyncio.gather(
+            *(engines._connect(name, handle) for name, handle in handles.items())
+        )
         newest = max(client.weight_version for client in clients)
         asleep = clients[len(share) :]
         engines.replicas = EngineReplicas(
@@ -93,7 +99,9 @@ class ActorEngines:
 
     async def _reconnect(self) -> Engine[Any, Any]:
         serving = set(map(id, self.replicas.engines))
-        gone = [(name, client) for name, client in self._clients.items() if id(client) not in serving]
+        gone = [
+            (name, client) for name, client in self._clients.items() if id(client) not in serving
+        ]
         # One that is not lent, if there are such: the replacements of these do not wait.
         name, dead = min(gone, key=lambda entry: entry[0].startswith(LENT))
         # Another call must not find it.
@@ -105,7 +113,9 @@ class ActorEngines:
             raise
 
 
-def lend(roles: Sequence[ActorEngines], *, devices: DeviceTimers, announce: Callable[[str], None]) -> LendingEngines:
+def lend(
+    roles: Sequence[ActorEngines], *, devices: DeviceTimers, announce: Callable[[str], None]
+) -> LendingEngines:
     """Return all roles' engines such that an idle one of any works for another while that has more to do."""
 
     async def move(name: str, giver: int, taker: int) -> Engine[Any, Any]:

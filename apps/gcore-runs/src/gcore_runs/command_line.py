@@ -128,7 +128,10 @@ def run_command(
         return
     command = args[0]
     if command not in commands:
-        print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
+        print(
+            f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -217,7 +220,9 @@ def run_training(
         raise SystemExit(NOTHING_LEARNED)
 
 
-def print_table(title: str, columns: Sequence[str], sections: Sequence[Sequence[Sequence[str]]]) -> None:
+def print_table(
+    title: str, columns: Sequence[str], sections: Sequence[Sequence[Sequence[str]]]
+) -> None:
     """Print a table on the screen; numbers are aligned on the right. ``sections`` are rows with lines between them."""
     from rich.console import Console
     from rich.table import Table
@@ -235,7 +240,9 @@ def print_table(title: str, columns: Sequence[str], sections: Sequence[Sequence[
 
 def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -> None:
     """Write a run's report again, and print its path; see `render_report`."""
-    parsed = parse_arguments(RunArgs, args, prog=f"{app} report", description="Write a run's report.html again.")
+    parsed = parse_arguments(
+        RunArgs, args, prog=f"{app} report", description="Write a run's report.html again."
+    )
     from gcore_runs.report.page import render_report
     from gcore_runs.run_folder import RunFolder
 
@@ -281,7 +288,9 @@ def logs_command(app: str, args: Sequence[str]) -> None:
 
     folder = RunFolder.existing(parsed.run).path / "logs"
     try:
-        for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):
+        for line in merged_lines(
+            folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow
+        ):
             print(printable(line), flush=parsed.follow)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

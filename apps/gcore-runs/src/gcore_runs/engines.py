@@ -73,7 +73,11 @@ class LocalEngineConfig(Checked):
             raise UserError(f"{self.section}.{error}") from None
         is_taken = self.tensor_parallel_size == 1 or _TENSOR_PARALLEL in self.kind.own_options
         more = "vllm and sglang take more"
-        self.require("tensor_parallel_size", is_taken, f"1 with {self.section}.engine {self.engine!r}; {more}")
+        self.require(
+            "tensor_parallel_size",
+            is_taken,
+            f"1 with {self.section}.engine {self.engine!r}; {more}",
+        )
         try:
             check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
         except RequestError as error:
@@ -81,7 +85,11 @@ class LocalEngineConfig(Checked):
         name = _SERVER_PYTHON
         engine = f"with {self.section}.engine {self.engine!r}"
         starts_server = name in self.kind.own_options
-        expected = "the Python of an environment with SGLang" if starts_server else "'', as sglang alone takes it,"
+        expected = (
+            "the Python of an environment with SGLang"
+            if starts_server
+            else "'', as sglang alone takes it,"
+        )
         self.require(name, starts_server == bool(self.server_python), f"{expected} {engine}")
 
     @property
@@ -126,7 +134,9 @@ class EngineConfig(LocalEngineConfig):
             raise UserError(f"{prefix}.urls is {list(self.urls)}; expected each server once")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"{prefix}.urls has {url!r}; expected http://HOST:PORT or https://HOST:PORT")
+                raise UserError(
+                    f"{prefix}.urls has {url!r}; expected http://HOST:PORT or https://HOST:PORT"
+                )
         if self.is_on_servers and self.num_processes:
             raise UserError(
                 f"{prefix}.num_processes is {self.num_processes} and {prefix}.engine is {self.engine!r}; expected 0, "
@@ -145,7 +155,8 @@ class PolicyEngineConfig(EngineConfig):
     and where trainer and engine share a GPU of this machine that cannot hold both, by the plan of its memory that is
     shown at the start."""
     gpu_memory_utilization: Annotated[
-        float | None, Bound(lambda share: share is None or 0 < share <= 1, "a number in (0, 1], or None")
+        float | None,
+        Bound(lambda share: share is None or 0 < share <= 1, "a number in (0, 1], or None"),
     ] = None
     """Share of the GPU's memory that an engine takes for weights, keys and values, in vllm and sglang; unset: as much
     as is left next to a trainer on the same GPU, or what they choose."""
@@ -170,7 +181,11 @@ class PolicyEngineConfig(EngineConfig):
         for name in self.memory_options:
             takers = " or ".join(engine_names(lambda engine, name=name: name in engine.own_options))
             is_taken = name in self.kind.own_options
-            self.require(name, is_taken, f"None with {self.section}.engine {self.engine!r}; {takers} takes it")
+            self.require(
+                name,
+                is_taken,
+                f"None with {self.section}.engine {self.engine!r}; {takers} takes it",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +212,9 @@ class JudgeOptions(LocalEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_enough = self.num_processes or not self.kind.needs_own_process
-        self.require("num_processes", is_enough, f"1 or more with {self.section}.engine {self.engine!r}")
+        self.require(
+            "num_processes", is_enough, f"1 or more with {self.section}.engine {self.engine!r}"
+        )
 
     def question(self) -> str:
         """Read the file of the question; empty: there is none. `UserError` if it cannot be read."""
@@ -217,7 +234,9 @@ class JudgeOptions(LocalEngineConfig):
         """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
         if self.low == self.high:
             raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
-        return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high)
+        return ScorePattern(
+            pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high
+        )
 
 
 def stage_of(role: str) -> str:
@@ -243,7 +262,9 @@ class Instrumentation:
     announce: Callable[[str], None] | None = None
     """Called with a line when a replica has died; see `EngineReplicas`."""
 
-    def instrument(self, engine: "Engine[RequestT, SampleT]", name: int | str) -> "Engine[RequestT, SampleT]":
+    def instrument(
+        self, engine: "Engine[RequestT, SampleT]", name: int | str
+    ) -> "Engine[RequestT, SampleT]":
         """Wrap the replica of this number or, if another role lends it, of this name."""
         if not isinstance(name, str):
             name = f"{self.role} {name}"
@@ -322,7 +343,9 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
         devices[f"trainer {rank}"] = rank // size * size if rank < engines * size else rank
     for role, judge in config.judges.items():
         # One without a process is in this one, on the first device.
-        devices |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {f"{role} 0": 0}
+        devices |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {
+            f"{role} 0": 0
+        }
         first += judge.num_processes
     if num_gpus:
         devices = {name: index % num_gpus for name, index in devices.items()}
@@ -385,7 +408,11 @@ def _vllm_may_sleep(config: "BaseRunConfig") -> bool:
     from gcore_runs.settings.run_config import BaseRLConfig
 
     # Whether an automatic choice on one GPU is to take turns is known later.
-    if not isinstance(config, BaseRLConfig) or not (config.engines_sleep or config.rollout.colocated):
+    if not isinstance(config, BaseRLConfig) or not (
+        config.engines_sleep or config.rollout.colocated
+    ):
         return False
     engines: list[Any] = [config.rollout, *config.judges.values()]
-    return any(_SLEEP_MODE in e.kind.own_options for e in engines if isinstance(e, LocalEngineConfig))
+    return any(
+        _SLEEP_MODE in e.kind.own_options for e in engines if isinstance(e, LocalEngineConfig)
+    )

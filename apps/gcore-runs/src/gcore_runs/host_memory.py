@@ -68,7 +68,10 @@ def _limits(root: Path) -> Iterable[tuple[int, int]]:
     """Yield limit and usage of every cgroup that this process is in and that can be seen: all of them hold."""
     mounted = root / "sys/fs/cgroup"
     try:
-        entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines()]
+        entries = [
+            line.split(":", 2)
+            for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+        ]
     except OSError:
         return
     for _, controllers, path in entries:

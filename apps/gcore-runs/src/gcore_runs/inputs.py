@@ -49,7 +49,9 @@ def open_rows(
         UserError: it is missing, unreadable, malformed or empty; of large JSONL files, lines are read when needed.
     """
     if not source:
-        raise UserError(f"{setting} holds an empty name; expected {_ACCEPTED}, or a data set on the Hub")
+        raise UserError(
+            f"{setting} holds an empty name; expected {_ACCEPTED}, or a data set on the Hub"
+        )
     if source.startswith("hf://"):
         from gcore_runs.data.tables import open_dataset
 
@@ -108,7 +110,9 @@ def columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "none"
 
 
-def image_sources(row: Mapping[str, Any], key: str, folder: Path, where: str) -> tuple[bytes | Path | str, ...]:
+def image_sources(
+    row: Mapping[str, Any], key: str, folder: Path, where: str
+) -> tuple[bytes | Path | str, ...]:
     """Return the encoded images in a row's column, or their paths or URLs.
 
     There may be none, one, or a list, each a path relative to ``folder``, a URL of an object store, the bytes of an
@@ -138,7 +142,9 @@ def _image_source(value: object, folder: Path, where: str) -> bytes | Path | str
     return path
 
 
-def hold_out(parts: Sequence[list[RowT]], *, size: int, seed: int) -> tuple[list[list[RowT]], list[RowT]]:
+def hold_out(
+    parts: Sequence[list[RowT]], *, size: int, seed: int
+) -> tuple[list[list[RowT]], list[RowT]]:
     """Return the rows of each part to train on, and ``size`` held-out ones of all (at most a tenth), in their order."""
     indices = held_out_places(list(map(len, parts)), size=size, seed=seed)
     train: list[list[RowT]] = []
@@ -156,10 +162,16 @@ def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[
     num_rows = sum(sizes)
     size = min(size, num_rows // 10)
     # The first entries of a permutation, except where that would take much memory.
-    drawn = rng.permutation(num_rows)[:size] if num_rows <= 2**20 else rng.choice(num_rows, size, replace=False)
+    drawn = (
+        rng.permutation(num_rows)[:size]
+        if num_rows <= 2**20
+        else rng.choice(num_rows, size, replace=False)
+    )
     drawn = np.sort(drawn)
     ends = np.cumsum([0, *sizes])
-    return [(drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)]
+    return [
+        (drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)
+    ]
 
 
 def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> "Mixture[RowT]":
@@ -176,7 +188,9 @@ def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> "Mixture[Row
         )
     for source, part in zip(data.train_files, parts, strict=True):
         if not len(part):
-            raise UserError(f"data file {source} has no rows left to train on; expected some, as it is in data.weights")
+            raise UserError(
+                f"data file {source} has no rows left to train on; expected some, as it is in data.weights"
+            )
     from gcore_controller import Mixture
 
     return Mixture(parts, data.weights)
@@ -219,7 +233,9 @@ def check_model(path: Path, *, setting: str = "model", may_be_quantized: bool = 
         config: Any = AutoConfig.from_pretrained(path)
     except Exception as error:
         # The parsers and the checks of the classes raise errors of many types.
-        raise UserError(f"model folder {path} has a config.json that does not load: {one_line(error)}") from None
+        raise UserError(
+            f"model folder {path} has a config.json that does not load: {one_line(error)}"
+        ) from None
     if (path / "generation_config.json").is_file():
         _read_json(path / "generation_config.json")
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
@@ -234,7 +250,9 @@ def _check_not_quantized(path: Path, config: Any, setting: str) -> None:
     for part in (config, config.get_text_config()):
         quantization = getattr(part, "quantization_config", None)
         if quantization is not None:
-            raise UserError(f"{setting} is {str(path)!r}, whose config.json has quantization_config; {accepted}")
+            raise UserError(
+                f"{setting} is {str(path)!r}, whose config.json has quantization_config; {accepted}"
+            )
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="np") as tensors:
             names: list[str] = list(tensors.keys())
@@ -242,7 +260,9 @@ def _check_not_quantized(path: Path, config: Any, setting: str) -> None:
                 dtype: str = tensors.get_slice(name).get_dtype()
                 # Masks, which old files have too, are not called weights.
                 if name.endswith("weight") and dtype.startswith(_QUANTIZED_DTYPES):
-                    raise UserError(f"{setting} is {str(path)!r}, whose {name} is quantized ({dtype}); {accepted}")
+                    raise UserError(
+                        f"{setting} is {str(path)!r}, whose {name} is quantized ({dtype}); {accepted}"
+                    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -276,7 +296,9 @@ def build_tokenizer(path: Path) -> Any:
             f"model folder {path} has a tokenizer that does not load: {type(error).__name__}: {error}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise UserError(f"model folder {path}: its tokenizer has no eos_token, so no response could end")
+        raise UserError(
+            f"model folder {path}: its tokenizer has no eos_token, so no response could end"
+        )
     check_chat_template(tokenizer, f"model folder {path}")
     return tokenizer
 
@@ -318,17 +340,23 @@ def check_safetensors(folder: Path) -> None:
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
+            raise UserError(
+                f"{index} is no index of weights: {type(error).__name__}: {error}"
+            ) from None
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")
+            raise UserError(
+                f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names"
+            )
     for file in sorted(folder.glob("*.safetensors")):
         try:
             # Only the header is read, which has the file's length.
             with safe_open(file, framework="np"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is damaged, or was not copied to its end: {one_line(error)}") from None
+            raise UserError(
+                f"{file} is damaged, or was not copied to its end: {one_line(error)}"
+            ) from None
 
 
 def count_parameters(folder: Path) -> int:

@@ -70,7 +70,9 @@ class LivePlacement:
         self._file = file
         policy = RoleLimits(devices_per_replica=1, min_replicas=initial.controllers)
         judges = (RoleLimits(devices_per_replica=1),) * len(initial.judges)
-        self._space = PartitionSpace(num_devices=initial.engines + initial.num_judges, roles=(policy, *judges))
+        self._space = PartitionSpace(
+            num_devices=initial.engines + initial.num_judges, roles=(policy, *judges)
+        )
         self._stages = [stage_of(role) for role in ("engine", *initial.judges)]
         self._dynamic = self._start_at([initial.engines, *initial.judges.values()])
         self._choice: StrategyChoice | None = None
@@ -78,7 +80,9 @@ class LivePlacement:
             self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
         """Seconds to put all roles' engines to sleep and to wake them, as last measured; None: not yet."""
-        self._unit_s: dict[str, deque[float]] = {stage: deque(maxlen=_NUM_ROUNDS) for stage in self._stages}
+        self._unit_s: dict[str, deque[float]] = {
+            stage: deque(maxlen=_NUM_ROUNDS) for stage in self._stages
+        }
         """Device-seconds per token, or image, of each role in the last rounds."""
         self._move_s = self._move_within_s = 0.0
         self._moved_at_s: float | None = None
@@ -98,7 +102,11 @@ class LivePlacement:
             judges = dict.fromkeys(self.initial.judges, num_devices)
             return replace(self.initial, engines=num_devices, judges=judges, in_turns=True)
         engines, *num_judges = self._dynamic.partition.replicas
-        return replace(self.initial, engines=engines, judges=dict(zip(self.initial.judges, num_judges, strict=True)))
+        return replace(
+            self.initial,
+            engines=engines,
+            judges=dict(zip(self.initial.judges, num_judges, strict=True)),
+        )
 
     def observe_wave(self, wave: Round) -> None:
         """Observe a wave of sampling that another one follows in the same step."""
@@ -144,22 +152,32 @@ class LivePlacement:
         if sampling is None:
             return
         if self._choice is not None:
-            self._choose(self._choice, sampling, step, num_turns=max(1.0, metrics.get("sampling/waves", 1.0)))
+            self._choose(
+                self._choice, sampling, step, num_turns=max(1.0, metrics.get("sampling/waves", 1.0))
+            )
         if self.sizes != before:
             self._moved_at_s = now_s
         self._save()
 
-    def _observe_round(self, done: Round, sampling: _Sampling, work: DeviceWork, *, is_within_step: bool) -> None:
+    def _observe_round(
+        self, done: Round, sampling: _Sampling, work: DeviceWork, *, is_within_step: bool
+    ) -> None:
         """Observe a round; ``work`` is that of its step so far."""
         if not done.num_prompts:
             return
         # Before the first request engines wake.
         self._began_s = min(self._began_s, sampling.start_s)
-        self._move_within_s = max(_swaps_s(work, self._began_s, sampling.end_s), default=self._move_within_s)
-        self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s, move_within_s=self._move_within_s)
+        self._move_within_s = max(
+            _swaps_s(work, self._began_s, sampling.end_s), default=self._move_within_s
+        )
+        self._dynamic.config = replace(
+            self._dynamic.config, move_s=self._move_s, move_within_s=self._move_within_s
+        )
         self._dynamic.observe(*sampling.loads, size=done.num_prompts, is_within_step=is_within_step)
 
-    def _choose(self, choice: StrategyChoice, sampling: _Sampling, step: Round, *, num_turns: float) -> None:
+    def _choose(
+        self, choice: StrategyChoice, sampling: _Sampling, step: Round, *, num_turns: float
+    ) -> None:
         """Choose the strategy of the next step after one that was sampled in so many turns."""
         before = self.sizes
         choice.switch_s = self._move_s
@@ -207,7 +225,9 @@ class LivePlacement:
                     was_waiting=was_waiting,
                 )
             )
-        return _Sampling(loads=loads, start_s=start_s, end_s=start_s + max(load.finish_s for load in loads))
+        return _Sampling(
+            loads=loads, start_s=start_s, end_s=start_s + max(load.finish_s for load in loads)
+        )
 
     def _work_s(self, stage: str, busy_s: float, generated: float) -> float:
         """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most."""
@@ -219,9 +239,14 @@ class LivePlacement:
     def metrics(self) -> dict[str, float]:
         """Return the engines of each role, and the measured costs of changes."""
         sizes = self.sizes
-        metrics = {"placement/engines": float(sizes.engines), "placement/judges": float(sizes.num_judges)}
+        metrics = {
+            "placement/engines": float(sizes.engines),
+            "placement/judges": float(sizes.num_judges),
+        }
         if len(sizes.judges) > 1:
-            metrics |= {f"placement/judges/{role}": float(number) for role, number in sizes.judges.items()}
+            metrics |= {
+                f"placement/judges/{role}": float(number) for role, number in sizes.judges.items()
+            }
         return metrics | {
             "placement/in_turns": float(sizes.in_turns),
             "placement/move_s": self._move_s,
@@ -263,7 +288,9 @@ class LivePlacement:
 
     def _start_at(self, devices: Sequence[int]) -> DynamicPartition:
         # Loans within a step change the devices of a role, so that its time on them says nothing of its work.
-        config = DynamicPartitionConfig(horizon_steps=self._config.horizon_steps, is_corrected=False)
+        config = DynamicPartitionConfig(
+            horizon_steps=self._config.horizon_steps, is_corrected=False
+        )
         return DynamicPartition(self._space, self._space.nearest(*devices), config)
 
 
@@ -285,10 +312,14 @@ def _swaps_s(work: DeviceWork, first_s: float = -math.inf, end_s: float = math.i
     return seconds
 
 
-def _device_swaps_s(spans: Sequence[Span], first_s: float = -math.inf, end_s: float = math.inf) -> list[float]:
+def _device_swaps_s(
+    spans: Sequence[Span], first_s: float = -math.inf, end_s: float = math.inf
+) -> list[float]:
     """Return the seconds of each swap of a device that started in a period; the end of a round cuts one in two."""
     seconds: list[float] = []
-    swaps = sorted((s.start_s, s.end_s) for s in spans if s.stage == "swap" and first_s <= s.start_s < end_s)
+    swaps = sorted(
+        (s.start_s, s.end_s) for s in spans if s.stage == "swap" and first_s <= s.start_s < end_s
+    )
     last_end_s = -math.inf
     for start_s, stop_s in swaps:
         if start_s - last_end_s < _CUT_S:

@@ -48,7 +48,9 @@ def logs_of(checkpoints: Path) -> Path:
     return checkpoints.parent / "logs"
 
 
-def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool = False) -> ExitStack:
+def log_to(
+    folder: Path, role: str, rank: int | None = None, *, redirect: bool = False
+) -> ExitStack:
     """Send what this process logs to ``folder/ROLE-RANK.log``, until the result is closed or this is called again.
 
     A line starts with the time in UTC, the process and the level. Warnings are logged, too, and the error that leaves
@@ -182,7 +184,12 @@ class _File(RotatingFileHandler):
         try:
             status = os.fstat(self._descriptor())
             if status.st_size > self._dated_bytes:
-                values = {"levelname": MARK, "name": "output", "msg": "until here", "created": status.st_mtime}
+                values = {
+                    "levelname": MARK,
+                    "name": "output",
+                    "msg": "until here",
+                    "created": status.st_mtime,
+                }
                 self.handle(logging.makeLogRecord(values))
         finally:
             self.release()
@@ -258,11 +265,15 @@ def merged_lines(
                 its_role, _, its_rank = path.stem.partition("-")
                 matches = role in ("", its_role) and (rank is None or str(rank) == its_rank)
                 if matches and path not in files:
-                    files[path] = to_close.enter_context(closing(_LogFile(path, is_followed=follow)))
+                    files[path] = to_close.enter_context(
+                        closing(_LogFile(path, is_followed=follow))
+                    )
             if not files and not follow:
                 rank_text = "any" if rank is None else rank
                 there = ", ".join(path.stem for path in paths) or "none at all"
-                raise UserError(f"{folder} has no logs of role {role or 'any'}, rank {rank_text}; there are: {there}")
+                raise UserError(
+                    f"{folder} has no logs of role {role or 'any'}, rank {rank_text}; there are: {there}"
+                )
             parts = [file.read() for file in files.values()]
             dated_lines: Iterable[tuple[str, str]] = heapq.merge(*parts, key=itemgetter(0))
             if last:
@@ -283,7 +294,9 @@ class _LogFile:
         self._is_followed = is_followed
         self._file: BinaryIO | None = None
         # Output need not end with a line break, so a record may follow it on the same line.
-        self._record = re.compile(rf"(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{{6}}Z) {re.escape(path.stem)} ([A-Z]+) ")
+        self._record = re.compile(
+            rf"(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{{6}}Z) {re.escape(path.stem)} ([A-Z]+) "
+        )
 
     def read(self) -> Iterator[tuple[str, str]]:
         """Yield time and line of everything that has not been read yet; the times never decrease."""

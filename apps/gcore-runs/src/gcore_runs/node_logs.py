@@ -51,7 +51,9 @@ class NodeLogs:
             calls[read.remote(str(self._logs), _beginning(main), self._copied.get(name, {}))] = name
         done, missed = ray.wait(list(calls), num_returns=len(calls), timeout=_TIMEOUT_S)
         for call in missed:
-            _logger.warning("logs of node %s could not be collected within %.0f s", calls[call], _TIMEOUT_S)
+            _logger.warning(
+                "logs of node %s could not be collected within %.0f s", calls[call], _TIMEOUT_S
+            )
         for call in done:
             logs: Mapping[str, tuple[int, bytes]] = ray.get(call)
             copied = self._copied.setdefault(calls[call], {})
@@ -63,7 +65,9 @@ class NodeLogs:
                 copied[name] = size
 
 
-def new_logs(folder: str, beginning: bytes, copied: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
+def new_logs(
+    folder: str, beginning: bytes, copied: Mapping[str, int]
+) -> dict[str, tuple[int, bytes]]:
     """Return size and new content of each log file of this node; none if its folder is the main process's.
 
     Args:

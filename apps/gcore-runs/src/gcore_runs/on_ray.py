@@ -63,7 +63,9 @@ class ControllerServices:
     """The loan of the ranks' devices, if that is what turns are for."""
 
 
-ConnectPolicy = Callable[[ConfigT, Instrumentation, int, int], Awaitable[tuple[Engine[Any, Any], int]]]
+ConnectPolicy = Callable[
+    [ConfigT, Instrumentation, int, int], Awaitable[tuple[Engine[Any, Any], int]]
+]
 """Connects a controller, by its rank among so many, to its share of a policy's servers, and returns their number."""
 RunController = Callable[[JobT, Context[Handles], ControllerServices, Recorder], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
@@ -76,7 +78,10 @@ def _connect_to_cluster(config: BaseRLConfig) -> None:
         with translate_refusals(address):
             connect_quietly(address, variables=read_variables(config.ray))
     else:
-        num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5))
+        num_cpus = max(
+            os.cpu_count() or 1,
+            round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5),
+        )
         connect_quietly("local", num_cpus=num_cpus, include_dashboard=False)
 
 
@@ -112,7 +117,9 @@ async def start_ray_backend(
         factories[LENT] = engine
 
     def factory(role: ActorRole, config: ConfigT, process: tuple[ActorRole, int]) -> EngineFactory:
-        return partial(logged, logs, *process, partial(_with_allocator, config, factories[role](config)))
+        return partial(
+            logged, logs, *process, partial(_with_allocator, config, factories[role](config))
+        )
 
     engines = RoleActors(
         list(factories),
@@ -123,7 +130,9 @@ async def start_ray_backend(
         connect=RayEngine[Any, Any].connect,
     )
     placement = replace(config.placement, strategy=config.strategy)
-    follow = partial(LivePlacement, config=placement, file=checkpoints.absolute().parent / "partition.json")
+    follow = partial(
+        LivePlacement, config=placement, file=checkpoints.absolute().parent / "partition.json"
+    )
     backend = RayBackend[JobT, ConfigT](
         config,
         engines=engines,
@@ -189,13 +198,19 @@ async def _run_controller(
                 moving = asyncio.create_task(arrange_as_noticed(ctx, lending))
                 to_close.callback(moving.cancel)
         else:
-            assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
-            policy, num_engines = await connect_policy(config, instrumentation, ctx.rank, ctx.world_size)
+            assert connect_policy is not None, (
+                "connect_policy is None; expected a function where there are no engines"
+            )
+            policy, num_engines = await connect_policy(
+                config, instrumentation, ctx.rank, ctx.world_size
+            )
         to_close.push_async_callback(policy.close)
         if traits.is_time_shared and judging:
             if not takes_turns:
                 await policy.wake()
-            policy, *judging = TimeSharedEngines([policy, *judging], first_is_awake=not takes_turns).engines
+            policy, *judging = TimeSharedEngines(
+                [policy, *judging], first_is_awake=not takes_turns
+            ).engines
         services = ControllerServices(
             policy=policy,
             judges=dict(zip(judges, judging, strict=True)),

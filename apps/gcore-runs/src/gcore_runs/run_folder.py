@@ -79,12 +79,16 @@ class RunFolder:
         made_by = values.get("command", "train")
         expected = getattr(base, "command", "train")
         if made_by != expected:
-            raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {expected}")
+            raise UserError(
+                f"{self.path} is a run of the command {made_by}; expected one of {expected}"
+            )
         # A run of an earlier version may have settings that nothing read.
         return merge(base, values, source=str(self.config), keep=())
 
     @classmethod
-    def open_with_config(cls, path: str | Path, config_type: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
+    def open_with_config(
+        cls, path: str | Path, config_type: type[ConfigT]
+    ) -> "tuple[RunFolder, ConfigT]":
         """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
         folder = cls.existing(path)
         return folder, resolve(folder.load_config(config_type), is_local=True)
@@ -102,7 +106,9 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            raise UserError(f"{self.path} is in use by another process: choose another --name, or wait") from None
+            raise UserError(
+                f"{self.path} is in use by another process: choose another --name, or wait"
+            ) from None
         weakref.finalize(self, lock.close)
 
 
@@ -114,10 +120,14 @@ def open_run(config: BaseRunConfig) -> RunFolder:
         folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{next(numbers)}")
     folder.lock()
     fingerprints = content_fingerprints(config)
-    if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
+    if folder.config.is_file() and (
+        folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()
+    ):
         _check_unchanged(folder, config, fingerprints)
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
-    write_atomically(folder.fingerprints, lambda path: path.write_text(json.dumps(fingerprints, indent=2)))
+    write_atomically(
+        folder.fingerprints, lambda path: path.write_text(json.dumps(fingerprints, indent=2))
+    )
     identity = folder.path / _ID
     is_local = isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
     if (is_local or config.trainer.trackers) and not identity.exists():
@@ -125,7 +135,9 @@ def open_run(config: BaseRunConfig) -> RunFolder:
     return folder
 
 
-def _check_unchanged(folder: RunFolder, config: BaseRunConfig, fingerprints: Mapping[str, str]) -> None:
+def _check_unchanged(
+    folder: RunFolder, config: BaseRunConfig, fingerprints: Mapping[str, str]
+) -> None:
     """Raise `UserError` if a run was started with other settings, or other contents of the files that they name."""
     lines = differences(folder.load_config(type(config)), config)
     before: dict[str, str] = {}
@@ -138,7 +150,9 @@ def _check_unchanged(folder: RunFolder, config: BaseRunConfig, fingerprints: Map
         line = f"{name}: the content of its files has changed"
         # A function that failed, and was corrected, is no reason to start again.
         if is_of_code(config, name):
-            folder.notices.append(f"{line} since the run was started; it continues with the new one")
+            folder.notices.append(
+                f"{line} since the run was started; it continues with the new one"
+            )
         else:
             lines.append(line)
     may_change = [f"{name}*" for name in (*config.may_change, "dtype: auto ->")]
@@ -216,7 +230,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a JSONL file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda partial: partial.write_text("".join(json.dumps(row) + "\n" for row in rows)))
+    write_atomically(
+        path, lambda partial: partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    )
 
 
 def _keep_until(path: Path, last_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -235,7 +251,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     The ``trackers`` get the same numbers; they stay open. Those that keep history get none twice.
     """
 
-    def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(
+        self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()
+    ) -> None:
         self._path = run.metrics
         self._samples = run.training_samples
         _, repeated = _keep_until(run.metrics, last_step)
@@ -324,7 +342,9 @@ class StepSpans:
 
     def intervals(self) -> StepIntervals:
         """Return the spans for a `Ledger` of where the devices' time went."""
-        return StepIntervals.of(self.step, **_convert_rows(_triples, self.controllers, self.devices))
+        return StepIntervals.of(
+            self.step, **_convert_rows(_triples, self.controllers, self.devices)
+        )
 
     def to_row(self) -> dict[str, Any]:
         """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
@@ -361,7 +381,10 @@ class SpanWriter:
         self._waits.append(span)
 
     def write(
-        self, step: int, controllers: Sequence[Sequence[Span]], devices: Mapping[str, Sequence[Span]] | None = None
+        self,
+        step: int,
+        controllers: Sequence[Sequence[Span]],
+        devices: Mapping[str, Sequence[Span]] | None = None,
     ) -> None:
         """Record a step, whose spans, by rank and by device name, are in seconds of one clock; see `on_wall_clock`."""
         devices = devices or {}
@@ -396,7 +419,11 @@ def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
     for span in sorted(spans, key=lambda s: s.start_s):
         moved = Span(stage=span.stage, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
         last = joined[-1] if joined else None
-        if last is not None and last.stage == moved.stage and moved.start_s - last.end_s < _JOINED_BELOW_S:
+        if (
+            last is not None
+            and last.stage == moved.stage
+            and moved.start_s - last.end_s < _JOINED_BELOW_S
+        ):
             joined[-1] = replace(last, end_s=max(last.end_s, moved.end_s))
         else:
             joined.append(moved)

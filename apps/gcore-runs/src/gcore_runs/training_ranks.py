@@ -50,7 +50,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         # A rank on Ray has an environment of its own.
         os.environ.update(allocator_variables(config))
         self._tiers = _tiers(config, checkpoints)
-        self._checkpointer = self._tiers or Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+        self._checkpointer = self._tiers or Checkpointer(
+            checkpoints, keep=config.trainer.max_ckpt_to_keep
+        )
         self._last_step = config.trainer.total_training_steps
 
     @property
@@ -70,7 +72,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         return self.models[role].data_parallel_rank, self.models[role].data_parallel_size
 
     @abstractmethod
-    def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool) -> list[list[Any]]:
+    def score(
+        self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool
+    ) -> list[list[Any]]:
         """See `TrainerWorker.score`."""
 
     def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
@@ -88,7 +92,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         divided = iter
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             num_ranks = torch.distributed.get_world_size()
-            divided = partial(divide_weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks)
+            divided = partial(
+                divide_weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks
+            )
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
         if not isinstance(weights, LoRAWeights):
@@ -129,7 +135,11 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         for role, trainer in self.trainers.items():
             self.use(role)
             # Tensors were filled where they are.
-            numbers = {name: value for name, value in loaded[_key(role)].items() if not isinstance(value, dict)}
+            numbers = {
+                name: value
+                for name, value in loaded[_key(role)].items()
+                if not isinstance(value, dict)
+            }
             trainer.load_state({**states[role], **numbers})
         return {name: loaded[name] for name in self.rest}
 
@@ -151,7 +161,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         """Let the device have the model of a role alone, if it has one at a time."""
         if self.is_one_at_a_time:
             if self._is_asleep:
-                raise TrainerError("the models are asleep; expected a call of wake() before they compute")
+                raise TrainerError(
+                    "the models are asleep; expected a call of wake() before they compute"
+                )
             for model_role, model in self.models.items():
                 if model_role != role:
                     model.sleep()
@@ -164,7 +176,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             self._tiers.delete_local()
 
     def _states(self) -> State:
-        return {_key(role): _for_checkpoint(trainer.state()) for role, trainer in self.trainers.items()}
+        return {
+            _key(role): _for_checkpoint(trainer.state()) for role, trainer in self.trainers.items()
+        }
 
     @classmethod
     def _on_device(cls, config: Any, model: Path, checkpoints: Path, device: str) -> Self:
@@ -175,7 +189,13 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     @classmethod
     def spec(
-        cls, config: BaseRunConfig, model: Path, checkpoints: Path, *, num_threads: int = 0, preload: Sequence[str] = ()
+        cls,
+        config: BaseRunConfig,
+        model: Path,
+        checkpoints: Path,
+        *,
+        num_threads: int = 0,
+        preload: Sequence[str] = (),
     ) -> TrainerSpec:
         """Return how the training ranks of a run are started, with ``preload``, further modules that local ranks need.
 
@@ -231,7 +251,9 @@ def _for_checkpoint(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _for_checkpoint(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return Shards([Shard(global_shape=p.global_shape, offset=p.offset, tensor=p.tensor) for p in value])
+        return Shards(
+            [Shard(global_shape=p.global_shape, offset=p.offset, tensor=p.tensor) for p in value]
+        )
     return value
 
 

@@ -91,11 +91,15 @@ class Checkpointer:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
         if isinstance(process_group, str) and process_group != "world":  # pyright: ignore[reportUnnecessaryComparison]
-            raise ValueError(f"process_group is {process_group!r}; expected 'world', None or a process group")
+            raise ValueError(
+                f"process_group is {process_group!r}; expected 'world', None or a process group"
+            )
         self._storage: Storage = open_storage(path)
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
-            "retention": Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode),
+            "retention": Retention(
+                keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
+            ),
             "max_in_flight": max_in_flight,
             "staging": staging,
             "incremental": incremental,
@@ -104,7 +108,9 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._group: RankGroup | None = None
         self._pipeline: SavePipeline | None = None
-        self._handles: dict[SaveHandle, None] = {}  # its operations are atomic, and two threads use it
+        self._handles: dict[
+            SaveHandle, None
+        ] = {}  # its operations are atomic, and two threads use it
         self._closed = False
         self._pid: int | None = None
         self._inside: str | None = None
@@ -141,10 +147,16 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, with_state_dicts(state), progress, metric))
+        return self._use(
+            "save", lambda: self._save(step, with_state_dicts(state), progress, metric)
+        )
 
     def _save(
-        self, step: int, state: State, progress: Callable[[int, int], None] | None, metric: float | None
+        self,
+        step: int,
+        state: State,
+        progress: Callable[[int, int], None] | None,
+        metric: float | None,
     ) -> SaveHandle:
         start_s = time.perf_counter()
         for handle in list(self._handles):
@@ -162,7 +174,9 @@ class Checkpointer:
             check_step(step)
             raise_repeated(self._handles)
             pending_steps = [
-                pending.step for pending in list(self._handles) if pending is not handle and not pending.done()
+                pending.step
+                for pending in list(self._handles)
+                if pending is not handle and not pending.done()
             ]
             if step in pending_steps:
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
@@ -171,7 +185,16 @@ class Checkpointer:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
             report_at_exit(handle)
-            pipeline.save(call, step, state, outcome, handle.report, progress, check, finite_metric(step, metric))
+            pipeline.save(
+                call,
+                step,
+                state,
+                outcome,
+                handle.report,
+                progress,
+                check,
+                finite_metric(step, metric),
+            )
 
         try:
             self._calls.run(save)
@@ -216,7 +239,13 @@ class Checkpointer:
                 filled then holds rubbish.
             CheckpointError: Another rank failed; or this is saving or loading already (a signal handler called this).
         """
-        options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
+        options = {
+            "only": only,
+            "device": device,
+            "mmap": mmap,
+            "strict": strict,
+            "progress": progress,
+        }
         load = self._loading(template, step, LoadReport(), options)
         return load_state_dicts(template, self._use("load", lambda: self._calls.run(load)))
 
@@ -237,7 +266,13 @@ class Checkpointer:
         not be used. Its `report` says what was missing in the step, what was unused, and how long it took. Further
         calls of this Checkpointer wait for it.
         """
-        options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
+        options = {
+            "only": only,
+            "device": device,
+            "mmap": mmap,
+            "strict": strict,
+            "progress": progress,
+        }
         report = LoadReport()
         load = self._loading(template, step, report, options)
         loaded = self._use("load", lambda: self._calls.start(load))
@@ -247,11 +282,17 @@ class Checkpointer:
         self, template: State, step: Step, report: LoadReport, options: dict[str, Any]
     ) -> Callable[[CheckpointCall], State]:
         if template is not None and (options["only"] is not None or options["mmap"]):
-            raise ValueError("only and mmap are for loading without a template; expected one or the other")
+            raise ValueError(
+                "only and mmap are for loading without a template; expected one or the other"
+            )
         if template is None and not options["strict"]:
-            raise ValueError("strict is False and there is no template; expected a template, or only=")
+            raise ValueError(
+                "strict is False and there is no template; expected a template, or only="
+            )
         if isinstance(template, bool | int | float | str):
-            raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
+            raise TypeError(
+                f"template is {template!r}; expected a tree of tensors (a step is given as step=...)"
+            )
 
         own_template = template_of(template)
 
@@ -261,7 +302,9 @@ class Checkpointer:
 
             start_s = time.perf_counter()
             group = self._open_group(call)
-            load_options = LoadOptions(**options, held_elsewhere=find_held_elsewhere(group, template))
+            load_options = LoadOptions(
+                **options, held_elsewhere=find_held_elsewhere(group, template)
+            )
 
             def fill(storage: Storage, step_number: int | None) -> State:
                 report.step = step_number
@@ -326,7 +369,8 @@ class Checkpointer:
 
         def agree(has_come: bool) -> bool:
             return self._use(
-                "stop_on", lambda: self._calls.run(lambda call: any_rank(self._open_group(call), has_come))
+                "stop_on",
+                lambda: self._calls.run(lambda call: any_rank(self._open_group(call), has_come)),
             )
 
         stop = StopSignals(signals, agree)
@@ -395,7 +439,9 @@ class Checkpointer:
     def _use(self, method: str, act: Callable[[], T]) -> T:
         """Run a call, of which there is one at a time."""
         if self._pid not in (None, os.getpid()):
-            raise CheckpointError("this Checkpointer was used before a fork: make a new one in the child process")
+            raise CheckpointError(
+                "this Checkpointer was used before a fork: make a new one in the child process"
+            )
         if self._closed and method not in ("load", "close"):
             raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
         if self._inside is not None:
@@ -409,7 +455,9 @@ class Checkpointer:
         finally:
             self._inside = None
 
-    def _read(self, call: CheckpointCall, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
+    def _read(
+        self, call: CheckpointCall, step: Step, fill: Callable[[Storage, int | None], State]
+    ) -> State:
         """Find a step on all ranks and return what `fill` returns; if it fails on one rank, raise on all."""
         group = self._open_group(call)
         step_number = root_decides(group, lambda: find_step(self._storage, step))
@@ -434,5 +482,7 @@ class Checkpointer:
             from gcore_ckpt.saving.pipeline import SavePipeline
 
             # Two threads must not share the messages of a group.
-            self._pipeline = SavePipeline(self._storage, group, self._connect(call), **self._options)
+            self._pipeline = SavePipeline(
+                self._storage, group, self._connect(call), **self._options
+            )
         return self._pipeline

@@ -64,7 +64,9 @@ class LoadReport:
 class LoadHandle(Generic[StateT]):
     """A load in the background."""
 
-    def __init__(self, outcome: Outcome[StateT], report: LoadReport, finish: Callable[[StateT], StateT]) -> None:
+    def __init__(
+        self, outcome: Outcome[StateT], report: LoadReport, finish: Callable[[StateT], StateT]
+    ) -> None:
         self.report = report
         self._outcome = outcome
         self._finish = finish
@@ -94,7 +96,9 @@ class SaveHandle:
     def __init__(self, step: int, outcome: Outcome[None], report: SaveReport) -> None:
         self.step = step
         self.report = report
-        self.abandoned = False  # whether `save` was interrupted or refused, so that its caller has no handle
+        self.abandoned = (
+            False  # whether `save` was interrupted or refused, so that its caller has no handle
+        )
         self._outcome = outcome
         self._collected = False
 

@@ -34,7 +34,9 @@ class Retention:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected None or 1 or more")
             if value is not None and self.keep is None:
-                raise ValueError(f"{name} is {value} and keep is None, which keeps all steps; expected a keep")
+                raise ValueError(
+                    f"{name} is {value} and keep is None, which keeps all steps; expected a keep"
+                )
         if self.best_mode not in ("max", "min"):
             raise ValueError(f"best_mode is {self.best_mode!r}; expected 'max' or 'min'")
 

@@ -33,5 +33,11 @@ def load(
     """Load a step from `path`; see `Checkpointer.load`."""
     with Checkpointer(path) as checkpointer:
         return checkpointer.load(
-            template, step=step, only=only, device=device, mmap=mmap, strict=strict, progress=progress
+            template,
+            step=step,
+            only=only,
+            device=device,
+            mmap=mmap,
+            strict=strict,
+            progress=progress,
         )

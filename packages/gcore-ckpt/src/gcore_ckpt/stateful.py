@@ -43,7 +43,9 @@ def complete_template(template: State, node: Node | None) -> State:
     if not isinstance(template, dict | list | tuple):
         return template
     nodes = tree.fields_of(node) or dict(enumerate(tree.items_of(node) or ()))
-    return _map_children(cast("State", template), lambda key, value: complete_template(value, nodes.get(key)))
+    return _map_children(
+        cast("State", template), lambda key, value: complete_template(value, nodes.get(key))
+    )
 
 
 def load_state_dicts(template: State, state: State) -> State:
@@ -51,9 +53,13 @@ def load_state_dicts(template: State, state: State) -> State:
     if _is_stateful(template):
         template.load_state_dict(state)
         return template
-    if not isinstance(template, dict | list | tuple) or not template:  # an empty dict: all that was saved in its place
+    if (
+        not isinstance(template, dict | list | tuple) or not template
+    ):  # an empty dict: all that was saved in its place
         return state
-    return _map_children(cast("State", template), lambda key, value: load_state_dicts(value, state[key]))
+    return _map_children(
+        cast("State", template), lambda key, value: load_state_dicts(value, state[key])
+    )
 
 
 def _is_stateful(leaf: object) -> TypeGuard[Stateful]:
@@ -68,11 +74,14 @@ def _has_state(leaf_type: type) -> bool:
 def _are_plain(values: Iterable[State]) -> bool:
     """Return whether none of these is a container or has a state, by their types, which are few."""
     return not any(
-        issubclass(leaf_type, dict | list | tuple) or _has_state(leaf_type) for leaf_type in {*map(type, values)}
+        issubclass(leaf_type, dict | list | tuple) or _has_state(leaf_type)
+        for leaf_type in {*map(type, values)}
     )
 
 
-def _replace_objects(state: State, replacement: Callable[[Stateful], State], depth: int = 0) -> State:
+def _replace_objects(
+    state: State, replacement: Callable[[Stateful], State], depth: int = 0
+) -> State:
     if _is_stateful(state):
         return replacement(state)
     if depth > MAX_DEPTH:  # refused by `tree.encode`, with the path
@@ -82,14 +91,20 @@ def _replace_objects(state: State, replacement: Callable[[Stateful], State], dep
     children = cast("Iterable[State]", state.values() if isinstance(state, dict) else state)
     if _are_plain(children):
         return cast("State", state)
-    return _map_children(cast("State", state), lambda _, value: _replace_objects(value, replacement, depth + 1))
+    return _map_children(
+        cast("State", state), lambda _, value: _replace_objects(value, replacement, depth + 1)
+    )
 
 
 def _map_children(state: State, act: Callable[[Any, State], State]) -> State:
     """Return a dict or a sequence of what `act` returns for each key, or number, and its value."""
     if isinstance(state, dict):
-        return {key: act(key, value) for key, value in cast("dict[str | int, State]", state).items()}
-    return _like(state, [act(number, value) for number, value in enumerate(cast("Sequence[State]", state))])
+        return {
+            key: act(key, value) for key, value in cast("dict[str | int, State]", state).items()
+        }
+    return _like(
+        state, [act(number, value) for number, value in enumerate(cast("Sequence[State]", state))]
+    )
 
 
 def _like(sequence: State, items: list[State]) -> State:
@@ -108,7 +123,10 @@ def _filling(current: State, node: Node | None) -> State:
         return {key: _filling(present.get(key), child) for key, child in fields.items()}
     if items is not None:
         values = cast("Sequence[State]", current) if isinstance(current, list | tuple) else ()
-        filled = [_filling(values[i] if len(values) == len(items) else None, child) for i, child in enumerate(items)]
+        filled = [
+            _filling(values[i] if len(values) == len(items) else None, child)
+            for i, child in enumerate(items)
+        ]
         return filled if isinstance(node, list) else tuple(filled)
     if tree.name_of(node) is not None:
         return None if isinstance(current, dict | list | tuple) else current

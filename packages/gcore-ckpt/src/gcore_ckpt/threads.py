@@ -212,10 +212,14 @@ class CheckpointCalls:
 
     def __init__(self) -> None:
         self._workers = Workers(1)
-        weakref.finalize(self, self._workers.close).atexit = False  # a Checkpointer that only loads is rarely closed
+        weakref.finalize(
+            self, self._workers.close
+        ).atexit = False  # a Checkpointer that only loads is rarely closed
         self._last: tuple[CheckpointCall, Outcome[None]] | None = None
 
-    def start(self, act: Callable[[CheckpointCall], T], call: CheckpointCall | None = None) -> Outcome[T]:
+    def start(
+        self, act: Callable[[CheckpointCall], T], call: CheckpointCall | None = None
+    ) -> Outcome[T]:
         """Run `act` after the calls before it."""
         call = call or CheckpointCall()
         outcome = Outcome[T]()
@@ -225,7 +229,10 @@ class CheckpointCalls:
             use_device()
             outcome.set_by(partial(act, call))
 
-        self._last = call, self._workers.submit(job)  # without the result, which may be a whole model
+        self._last = (
+            call,
+            self._workers.submit(job),
+        )  # without the result, which may be a whole model
         return outcome
 
     def run(self, act: Callable[[CheckpointCall], T]) -> T:
@@ -264,7 +271,9 @@ def cuda_state() -> Callable[[], None]:
 
     def use() -> None:
         for i, stream in enumerate(streams):
-            if cuda.current_stream(i) != stream:  # because to set it takes memory of a device that is not used yet
+            if (
+                cuda.current_stream(i) != stream
+            ):  # because to set it takes memory of a device that is not used yet
                 cuda.set_stream(stream)
         cuda.set_device(device)
 

@@ -122,7 +122,10 @@ class DeviceTimers:
         self.generated.clear()
         self.num_lent = 0
         now_s = self._clock()
-        return {name: on_wall_clock(timer.drain(), now_s, self._wall_clock) for name, timer in self._timers.items()}
+        return {
+            name: on_wall_clock(timer.drain(), now_s, self._wall_clock)
+            for name, timer in self._timers.items()
+        }
 
 
 def rank_name(rank: int) -> str:
@@ -141,7 +144,9 @@ def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
 def on_wall_clock(spans: Iterable[Span], now_s: float, wall_clock: Clock = time.time) -> list[Span]:
     """Return spans in seconds of UTC, to be compared between machines; their own clock shows ``now_s`` now."""
     shift_s = wall_clock() - now_s
-    return [Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans]
+    return [
+        Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans
+    ]
 
 
 def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
@@ -192,12 +197,18 @@ def nbytes_of(value: object) -> int:
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
         value = [*value.values()]
-    return sum(map(nbytes_of, value)) if isinstance(value, list | tuple) else int(getattr(value, "nbytes", 0))
+    return (
+        sum(map(nbytes_of, value))
+        if isinstance(value, list | tuple)
+        else int(getattr(value, "nbytes", 0))
+    )
 
 
 async def refuse_report(rank: int, value: Any) -> None:
     """Raise an error, because the runtime was given no ``reported``."""
-    raise RuntimeError(f"controller {rank} reports {value!r:.100}; expected a runtime with `reported`")
+    raise RuntimeError(
+        f"controller {rank} reports {value!r:.100}; expected a runtime with `reported`"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,9 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
     def wake(self) -> None:
         """Move the models back. Idempotent."""
 
-    def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
+    def score(
+        self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool
+    ) -> list[list[Any]]:
         """Return a model's outputs for each sample; ``with_routing`` in pairs with the experts of its tokens."""
         ...
 
@@ -110,7 +112,9 @@ class _Trainer(Protocol[BatchT_contra]):
         """See `TrainerWorker.score`."""
         ...
 
-    async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
+    async def train_step(
+        self, role: Any, micro_batches: Sequence[BatchT_contra]
+    ) -> dict[str, float]:
         """Update a model once on the micro-batches of all callers; return metrics, empty if there are none."""
         ...
 
@@ -287,7 +291,9 @@ class TrainerSpec:
     """Modules that all local processes need; they are imported once."""
 
 
-def rank_failure(error: BaseException, message: str, expected: tuple[type[Exception], ...]) -> BaseException:
+def rank_failure(
+    error: BaseException, message: str, expected: tuple[type[Exception], ...]
+) -> BaseException:
     """Return the error to raise for an error of a rank: itself if it is ``expected``, else one with the message.
 
     That is a `RankError` if the rank says that it has lost another one, and else a `RankCodeError`.
@@ -312,7 +318,9 @@ def _check_interfaces() -> None:
             )
 
 
-def join_ranks(spec: TrainerSpec, rank: int, store: Any, device: str) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
+def join_ranks(
+    spec: TrainerSpec, rank: int, store: Any, device: str
+) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
     """Build the models together with the other ranks, which meet in ``store``, one of torch.distributed's.
 
     Returns the worker, and this rank's replica in each role.
@@ -353,4 +361,7 @@ def deal_message(
     """
     parts = deal(costs, replicas[0][1])
     batches = message.micro_batches
-    return parts, [replace(message, micro_batches=[batches[i] for i in parts[replica]]) for replica, _ in replicas]
+    return parts, [
+        replace(message, micro_batches=[batches[i] for i in parts[replica]])
+        for replica, _ in replicas
+    ]

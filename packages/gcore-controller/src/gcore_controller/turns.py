@@ -78,7 +78,9 @@ class DeviceTurns:
         self._ranks = [rank_name(rank) for rank in ranks]
         self._swapping = asyncio.Lock()
 
-    async def take(self, turn: Turn, *, all_asleep: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def take(
+        self, turn: Turn, *, all_asleep: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Put to sleep what ``turn`` does not need, then wake what it needs. Idempotent.
 
         Samples that still run at the end of the turn of sampling are aborted. After `training` comes `sync`, with an

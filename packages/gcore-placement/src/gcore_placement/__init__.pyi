@@ -74,7 +74,11 @@ from .simulation.simulator import (
     StrategyRun as StrategyRun,
     compare as compare,
 )
-from .strategies import STRATEGIES as STRATEGIES, Strategy as Strategy, StrategyTraits as StrategyTraits
+from .strategies import (
+    STRATEGIES as STRATEGIES,
+    Strategy as Strategy,
+    StrategyTraits as StrategyTraits,
+)
 from .workload.diffusion import DiffusionWorkload as DiffusionWorkload
 from .workload.model_shape import ModelShape as ModelShape
 from .workload.recorded_runs import (

@@ -6,7 +6,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from gcore_placement.errors import check_known, refusal
-from gcore_placement.quantities import Above0, Amount, Checked, Floats, Positive, Share, check_above_0
+from gcore_placement.quantities import (
+    Above0,
+    Amount,
+    Checked,
+    Floats,
+    Positive,
+    Share,
+    check_above_0,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,9 @@ class Device:
 
         Of several, it is the one with most words: `NVIDIA A100-SXM4-40GB` is A100-40GB and not A100.
         """
-        names = [name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))]
+        names = [
+            name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))
+        ]
         if not names:
             raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
         return DEVICES[max(names, key=lambda name: name.count("-"))]
@@ -48,7 +58,9 @@ class Device:
     @classmethod
     def of_memory(cls, name: str, memory_bytes: float) -> "Device":
         """Return a device with all rates 1, for plans of memory alone."""
-        rates = dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1.0)
+        rates = dict.fromkeys(
+            ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1.0
+        )
         return cls(name=name, memory_bytes=memory_bytes, **rates)
 
 

@@ -62,7 +62,11 @@ class EngineCosts(Checked):
 
     def steps_within(self, seconds: Number, running: Number, held: Number) -> Number:
         """Return the number of steps that take ``seconds``, a fraction included: the inverse of `decode_s`."""
-        step_s = self.decode_base_s + self.decode_per_sequence_s * running + self.decode_per_context_token_s * held
+        step_s = (
+            self.decode_base_s
+            + self.decode_per_sequence_s * running
+            + self.decode_per_context_token_s * held
+        )
         growth = 2 * self.decode_per_context_token_s * running * seconds
         return cast("Number", 2 * seconds / (step_s + np.sqrt(step_s * step_s + growth)))
 

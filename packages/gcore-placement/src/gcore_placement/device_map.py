@@ -55,8 +55,14 @@ class RoleSizes(Checked):
             if getattr(self, name) < 0:
                 raise refusal(name, getattr(self, name), "an integer of at least 0")
         if self.judges_in_turns and self.num_judges > self.num_engines:
-            raise refusal("num_judges", self.num_judges, f"at most num_engines ({self.num_engines}) in turns")
-        if self.judges_in_turns and self.num_judges and self.devices_per_judge != self.devices_per_engine:
+            raise refusal(
+                "num_judges", self.num_judges, f"at most num_engines ({self.num_engines}) in turns"
+            )
+        if (
+            self.judges_in_turns
+            and self.num_judges
+            and self.devices_per_judge != self.devices_per_engine
+        ):
             accepted = f"devices_per_engine ({self.devices_per_engine}) in turns"
             raise refusal("devices_per_judge", self.devices_per_judge, accepted)
         if self.lends_ranks and self.ranks_in_turns:
@@ -169,20 +175,28 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
     judges = engines[: sizes.num_judges] if sizes.judges_in_turns else placed["num_judges"]
     if sizes.ranks_in_turns:
         shared = sorted(set(chain(*engines, *judges)))[: layout.num_ranks]
-        ranks = shared + _groups(free, layout.num_ranks - len(shared), 1, "data_parallel_size", cluster)
+        ranks = shared + _groups(
+            free, layout.num_ranks - len(shared), 1, "data_parallel_size", cluster
+        )
         for first in range(0, len(ranks), together):
             if not _is_on_one_node(ranks[first : first + together]):
                 accepted = "a number that divides the devices of engines and judges on each node"
-                raise refusal("tensor_model_parallel_size x context_parallel_size", together, accepted)
+                raise refusal(
+                    "tensor_model_parallel_size x context_parallel_size", together, accepted
+                )
     reward_models = list(chain(*placed["num_reward_models"]))
-    device_map = DeviceMap(sizes=sizes, engines=engines, judges=judges, reward_models=reward_models, ranks=ranks)
+    device_map = DeviceMap(
+        sizes=sizes, engines=engines, judges=judges, reward_models=reward_models, ranks=ranks
+    )
     if not all(map(_is_on_one_node, device_map.lent)):
         accepted = "a divisor of the ranks of each node with lends_ranks"
         raise refusal("devices_per_engine", sizes.devices_per_engine, accepted)
     return device_map
 
 
-def engine_order(places: Sequence[Place], training: Collection[Place], *, takes_turns: bool) -> list[Place]:
+def engine_order(
+    places: Sequence[Place], training: Collection[Place], *, takes_turns: bool
+) -> list[Place]:
     """Return the places in the order in which engines take them: free ones first, or in turns those of ranks first.
 
     Args:
@@ -199,7 +213,9 @@ def _check_node(field: str, size: int, per_node: int) -> None:
         raise refusal(field, size, f"at most {per_node}, the devices of a node")
 
 
-def _groups(free: Iterable[Slot], count: int, size: int, field: str, cluster: Cluster) -> list[Slot]:
+def _groups(
+    free: Iterable[Slot], count: int, size: int, field: str, cluster: Cluster
+) -> list[Slot]:
     """Return the slots of the first `count` groups of `size` free devices, each group on one node."""
     nodes: dict[int, list[Slot]] = {}
     for slot in free:

@@ -29,7 +29,9 @@ def check_known(field: str, value: object, choices: Iterable[object]) -> None:
         raise refusal(field, value, f"one of {', '.join(map(str, choices))}")
 
 
-def read_json(field: str, path: str | Path, name: str, *, accepted: str, content: str) -> dict[str, Any]:
+def read_json(
+    field: str, path: str | Path, name: str, *, accepted: str, content: str
+) -> dict[str, Any]:
     """Read a file with a JSON object, or the file `name` in a folder; PlacementError if it is neither."""
     file = Path(path) / name if Path(path).is_dir() else Path(path)
     try:

@@ -88,7 +88,9 @@ class Job(Checked):
     @property
     def num_updates(self) -> int:
         """Updates of a step. Each has micro-batches of its own, and an exchange of gradients at its end."""
-        return int(np.ceil(self.train_batch_size / (self.ppo_mini_batch_size or self.train_batch_size)))
+        return int(
+            np.ceil(self.train_batch_size / (self.ppo_mini_batch_size or self.train_batch_size))
+        )
 
     @property
     def num_forward_passes(self) -> float:
@@ -110,7 +112,9 @@ class Job(Checked):
         the standard deviation of how many are accepted, and a second wave makes up for it.
         """
         total = self.train_batch_size / self.acceptance
-        short = min(float(np.sqrt(self.train_batch_size * (1 - self.acceptance))) / self.acceptance, total)
+        short = min(
+            float(np.sqrt(self.train_batch_size * (1 - self.acceptance))) / self.acceptance, total
+        )
         return np.array([total - short / 2, short] if short else [total])
 
     @cached_property
@@ -121,7 +125,9 @@ class Job(Checked):
     @cached_property
     def training_tokens(self) -> float:
         """Tokens that a step trains on, a group's prompt computed once."""
-        return self.train_batch_size * (self.prompt_lengths.mean + self.n * self.response_lengths.mean)
+        return self.train_batch_size * (
+            self.prompt_lengths.mean + self.n * self.response_lengths.mean
+        )
 
     @cached_property
     def training_pairs(self) -> float:
@@ -161,7 +167,13 @@ class StepTime:
 
 
 def predict_step(
-    costs: JobCosts, job: Job, *, strategy: Strategy, num_devices: int, policy_devices: int, reward_devices: int
+    costs: JobCosts,
+    job: Job,
+    *,
+    strategy: Strategy,
+    num_devices: int,
+    policy_devices: int,
+    reward_devices: int,
 ) -> StepTime:
     """Predict the mean time of a step.
 
@@ -179,7 +191,11 @@ def predict_step(
     def seconds(stage: EngineStage, role: str, devices: int, engine: EngineCosts) -> Floats:
         least = engine.devices_per_replica
         if not least <= devices <= num_devices:
-            raise refusal(f"{role}_devices", devices, f"at least a replica ({least}), at most all ({num_devices})")
+            raise refusal(
+                f"{role}_devices",
+                devices,
+                f"at least a replica ({least}), at most all ({num_devices})",
+            )
         return waves_seconds(engine, job, stage, np.array([devices // least], dtype=np.float64))
 
     generation = seconds("generation", "policy", policy_devices, costs.policy)
@@ -188,7 +204,9 @@ def predict_step(
         judging = seconds("reward", "reward", reward_devices, costs.reward)
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
-    preparation_s, training_s = training_seconds(costs.training, job.training_tokens, job.training_pairs, num_devices)
+    preparation_s, training_s = training_seconds(
+        costs.training, job.training_tokens, job.training_pairs, num_devices
+    )
     return StepTime(
         generation_s=float(job.wave_chances @ generation[:, 0]),
         reward_s=float(job.wave_chances @ reward[:, 0]),
@@ -199,7 +217,9 @@ def predict_step(
     )
 
 
-def added_by_reward(generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats) -> Floats:
+def added_by_reward(
+    generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats
+) -> Floats:
     """Return the seconds that judging adds to the generation of each wave: [num_waves, ...]."""
     if STRATEGIES[strategy].is_time_shared:
         return judging
@@ -215,10 +235,14 @@ def num_swaps(job: Job, *, strategy: Strategy) -> float:
 def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> Floats:
     """Return the seconds of the last judgement, which nothing hides, of a response read and judged alone."""
     _, read, written = job.engine_role("reward")
-    return np.asarray(engine.prefill_per_token_s * read.longest + engine.decode_base_s * written.mean)
+    return np.asarray(
+        engine.prefill_per_token_s * read.longest + engine.decode_base_s * written.mean
+    )
 
 
-def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage, num_replicas: Floats) -> Floats:
+def waves_seconds(
+    engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage, num_replicas: Floats
+) -> Floats:
     """Return the seconds of each wave of generation or reward on each number of replicas: [num_waves, num_replicas].
 
     The law of `EngineCosts` is summed over the decoding steps of the replica with the longest sequence: each sequence
@@ -270,7 +294,9 @@ class Correction(Checked):
     """Observations of a stage below which its factor is 1, at most `window`."""
     most: float = 16.0
     """Factors stay between 1 / most and most, which is at least 1."""
-    _ratios: dict[Stage, list[float]] = field(init=False, default_factory=lambda: {stage: [] for stage in STAGES})
+    _ratios: dict[Stage, list[float]] = field(
+        init=False, default_factory=lambda: {stage: [] for stage in STAGES}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -283,7 +309,9 @@ class Correction(Checked):
     def load(cls, path: str | Path) -> Self:
         """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone."""
         accepted = f"a run's folder with {RUN_FILE}, or such a file"
-        contents = read_json("correction", path, RUN_FILE, accepted=accepted, content="the state of a Correction")
+        contents = read_json(
+            "correction", path, RUN_FILE, accepted=accepted, content="the state of a Correction"
+        )
         correction = cls()
         correction.load_state(contents.get("correction", contents))
         return correction
@@ -314,7 +342,10 @@ class Correction(Checked):
         return JobCosts(
             policy=times(costs.policy, self.factor("generation")),
             reward=None if costs.reward is None else times(costs.reward, self.factor("reward")),
-            training=replace(self.training(costs.training), sync_s=self.factor("weight_sync") * costs.training.sync_s),
+            training=replace(
+                self.training(costs.training),
+                sync_s=self.factor("weight_sync") * costs.training.sync_s,
+            ),
             swap=times(costs.swap, self.factor("swap")),
         )
 
@@ -322,7 +353,9 @@ class Correction(Checked):
         """Return the laws of training and preparation times their factors."""
         training = self.factor("training")
         preparation = self.factor("preparation")
-        return replace(times(costs, training), forward_share=costs.forward_share * (preparation / training))
+        return replace(
+            times(costs, training), forward_share=costs.forward_share * (preparation / training)
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state for `load_state`, as plain data for JSON."""
@@ -376,7 +409,9 @@ class Forecast:
         job = replace(
             self.job,
             prompt_lengths=Lengths.recorded([max(1.0, metrics["prompt_length/mean"])]),
-            response_lengths=lengths_of(response_mean, metrics["response_length/max"], count=num_responses),
+            response_lengths=lengths_of(
+                response_mean, metrics["response_length/max"], count=num_responses
+            ),
             train_batch_size=round(groups),
             acceptance=min(1.0, max(metrics["sampling/acceptance"], 1e-3)),
         )

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.quantities import Ints
 
-WORK = {"gen": "generation", "reward": "reward", "prepare": "preparation", "train": "training", "sync": "weight_sync"}
+WORK = {
+    "gen": "generation",
+    "reward": "reward",
+    "prepare": "preparation",
+    "train": "training",
+    "sync": "weight_sync",
+}
 """Columns of work by the stage of a device, in the order of a step."""
 
 CAUSES = (
@@ -48,7 +54,11 @@ _AFTER_SAMPLING = dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weigh
 _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
     "engine": {"gen": "long_tail", "reward": "waiting_for_reward", **_AFTER_SAMPLING},
     "judge": {"gen": "waiting_for_generation", "reward": "long_tail", **_AFTER_SAMPLING},
-    "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
+    "trainer": {
+        "gen": "waiting_for_generation",
+        "reward": "waiting_for_reward",
+        "sync": "waiting_for_weights",
+    },
     # A device that engines and training ranks share, by turns.
     "device": {"gen": "long_tail", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
 }
@@ -81,14 +91,19 @@ class StepIntervals:
         offset_ns = round(offset_s * _NS)
 
         def to_spans(row: Iterable[Interval]) -> list[Span]:
-            return [(name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in row]
+            return [
+                (name, offset_ns + round(start * _NS), offset_ns + round(end * _NS))
+                for name, start, end in row
+            ]
 
         rows = [to_spans(intervals) for intervals in controllers]
         device_rows = {name: to_spans(intervals) for name, intervals in devices.items()}
         spans = list(chain(*rows, *device_rows.values()))
         start_ns = min((start for _, start, _ in spans), default=offset_ns)
         stop_ns = max((stop for _, _, stop in spans), default=start_ns)
-        return cls(step=step, start_ns=start_ns, stop_ns=stop_ns, controllers=rows, devices=device_rows)
+        return cls(
+            step=step, start_ns=start_ns, stop_ns=stop_ns, controllers=rows, devices=device_rows
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +126,19 @@ class Ledger:
         """
         device_ns: dict[str, dict[str, int]] = {}
         total_ns: dict[str, int] = {}
-        column_of_stage = np.array([COLUMNS.index(WORK.get(stage, stage)) for stage in (*_STAGES, "unassigned")])
+        column_of_stage = np.array(
+            [COLUMNS.index(WORK.get(stage, stage)) for stage in (*_STAGES, "unassigned")]
+        )
         for step in steps:
-            rows = step.devices or {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)}
+            rows = step.devices or {
+                f"controller {rank}": spans for rank, spans in enumerate(step.controllers)
+            }
             times = {step.start_ns, step.stop_ns}
             for _, start_ns, stop_ns in chain(*rows.values(), *step.controllers):
                 times.update((start_ns, stop_ns))
-            cuts = np.unique(np.clip(np.array(list(times), dtype=np.int64), step.start_ns, step.stop_ns))
+            cuts = np.unique(
+                np.clip(np.array(list(times), dtype=np.int64), step.start_ns, step.stop_ns)
+            )
             widths = np.diff(cuts)
             labels = [_stages(row, cuts) for row in step.controllers]
             held_up_by = np.min(labels, axis=0) if labels else np.full(len(widths), _NO_STAGE)
@@ -131,12 +152,16 @@ class Ledger:
                 causes = _causes(role, held_up_by, np.min(stages, axis=0) < _NO_STAGE)
                 column_ns = np.zeros(len(COLUMNS), dtype=np.int64)
                 for device_stages in stages:
-                    columns = np.where(device_stages == _NO_STAGE, causes, column_of_stage[device_stages])
+                    columns = np.where(
+                        device_stages == _NO_STAGE, causes, column_of_stage[device_stages]
+                    )
                     np.add.at(column_ns, columns, widths)
                 entry = device_ns.setdefault(role, dict.fromkeys(COLUMNS, 0))
                 for column, width in zip(COLUMNS, column_ns.tolist(), strict=True):
                     entry[column] += width
-                total_ns[role] = total_ns.get(role, 0) + len(stages) * (step.stop_ns - step.start_ns)
+                total_ns[role] = total_ns.get(role, 0) + len(stages) * (
+                    step.stop_ns - step.start_ns
+                )
         return cls(device_ns=device_ns, total_ns=total_ns)
 
     def share(self, column: str, role: str | None = None) -> float:
@@ -184,9 +209,13 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
             row: dict[str, Any] = json.loads(line)
             controllers = row["controllers"]
             devices = row.get("devices", {})
-            step = StepIntervals.of(row["step"], controllers, devices, offset_s=float(row["start_s"]))
+            step = StepIntervals.of(
+                row["step"], controllers, devices, offset_s=float(row["start_s"])
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            message = f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
+            message = (
+                f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
+            )
             raise PlacementError(message) from error
         while steps and steps[-1].step >= step.step:
             steps.pop()

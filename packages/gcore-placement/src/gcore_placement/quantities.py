@@ -54,7 +54,9 @@ def check_amounts(field: str, values: ArrayLike) -> Floats:
     try:
         amounts = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise PlacementError(f"{field} is {values!r}; expected an array of numbers ({error})") from error
+        raise PlacementError(
+            f"{field} is {values!r}; expected an array of numbers ({error})"
+        ) from error
     wrong = ~np.isfinite(amounts) | (amounts < 0)
     if wrong.any():
         index = np.unravel_index(int(wrong.argmax()), amounts.shape)
@@ -186,7 +188,9 @@ def lengths_of(mean: float, longest: float, *, count: float) -> Lengths:
     deviations = NormalDist().inv_cdf(1 - 1 / (count + 1)) if count > 1 else 0.0
     # ln(longest / mean) = sigma * deviations - sigma^2 / 2
     sigma = deviations - math.sqrt(max(0.0, deviations**2 - 2 * math.log(max(1.0, longest / mean))))
-    return Lengths.log_normal(median=min(mean * math.exp(-(sigma**2) / 2), longest), sigma=sigma, longest=longest)
+    return Lengths.log_normal(
+        median=min(mean * math.exp(-(sigma**2) / 2), longest), sigma=sigma, longest=longest
+    )
 
 
 FORWARD_AND_BACKWARD = 3
@@ -247,7 +251,10 @@ class TransformerWorkload:
         for name, needed in (("n_shared_experts", "num_experts"), ("q_lora_rank", "kv_lora_rank")):
             if needed in unused and values[name]:
                 raise refusal(name, values[name], f"0 without {needed}")
-        for name, bound in (("num_moe_layers", "num_hidden_layers"), ("num_experts_per_tok", "num_experts")):
+        for name, bound in (
+            ("num_moe_layers", "num_hidden_layers"),
+            ("num_experts_per_tok", "num_experts"),
+        ):
             if values[name] > values[bound]:
                 raise refusal(name, values[name], f"at most {bound} ({values[bound]})")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -313,7 +320,12 @@ class TransformerWorkload:
         if self.q_lora_rank:
             queries = [(h, self.q_lora_rank), (self.q_lora_rank, self.query_size)]
         keys_and_values = self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return [*queries, (h, self.cached_size), (self.kv_lora_rank, keys_and_values), (self.value_size, h)]
+        return [
+            *queries,
+            (h, self.cached_size),
+            (self.kv_lora_rank, keys_and_values),
+            (self.value_size, h),
+        ]
 
     @property
     def num_attention_weights(self) -> int:
@@ -357,7 +369,9 @@ class TransformerWorkload:
     @property
     def flops_per_attended_pair(self) -> float:
         """The attention term of `flops`, per pair of a query token and a key token it attends to."""
-        return float(FORWARD_AND_BACKWARD * 2 * self.num_hidden_layers * (self.query_size + self.value_size))
+        return float(
+            FORWARD_AND_BACKWARD * 2 * self.num_hidden_layers * (self.query_size + self.value_size)
+        )
 
     def flops(self, lengths: ArrayLike) -> Floats:
         """Return the model FLOPs of a forward and backward pass over sequences that attend only to themselves.
@@ -402,7 +416,9 @@ class TransformerWorkload:
         return self._flops(tokens=tokens, pairs=pairs)
 
     def _flops(self, *, tokens: Floats, pairs: Floats) -> Floats:
-        return np.asarray(self.flops_per_token * tokens + self.flops_per_attended_pair * pairs, dtype=np.float64)
+        return np.asarray(
+            self.flops_per_token * tokens + self.flops_per_attended_pair * pairs, dtype=np.float64
+        )
 
 
 def gigabytes(size_bytes: float) -> str:

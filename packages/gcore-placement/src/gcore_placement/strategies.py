@@ -30,4 +30,6 @@ STRATEGIES: dict[Strategy, StrategyTraits] = {
     "auto": StrategyTraits(is_time_shared=False, follows_load=True, is_planned=False),
 }
 
-PLANNED: tuple[Strategy, ...] = tuple(name for name, traits in STRATEGIES.items() if traits.is_planned)
+PLANNED: tuple[Strategy, ...] = tuple(
+    name for name, traits in STRATEGIES.items() if traits.is_planned
+)

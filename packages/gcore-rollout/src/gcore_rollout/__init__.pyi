@@ -22,8 +22,14 @@ from .engines.diffusion.types import (
     Trajectory as Trajectory,
 )
 from .engines.hf.engine import HFEngine as HFEngine
-from .engines.instrumented import InstrumentedEngine as InstrumentedEngine, WeightRecord as WeightRecord
-from .engines.lending import EngineLendingRule as EngineLendingRule, LendingEngines as LendingEngines
+from .engines.instrumented import (
+    InstrumentedEngine as InstrumentedEngine,
+    WeightRecord as WeightRecord,
+)
+from .engines.lending import (
+    EngineLendingRule as EngineLendingRule,
+    LendingEngines as LendingEngines,
+)
 from .engines.local_replicas import start_replicas as start_replicas, visible_gpus as visible_gpus
 from .engines.protocol import (
     AnySample as AnySample,
@@ -133,7 +139,10 @@ from .images.vision_processor import (
     load_vision_processor as load_vision_processor,
 )
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
-from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
+from .multi_turn.config import (
+    EnvironmentRole as EnvironmentRole,
+    MultiTurnConfig as MultiTurnConfig,
+)
 from .multi_turn.environment import (
     Environment as Environment,
     EpisodeOutcome as EpisodeOutcome,

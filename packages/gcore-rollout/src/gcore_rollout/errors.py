@@ -28,7 +28,13 @@ class RewardConfigError(RewardError, ValueError):
     """A reward was given a setting that it cannot work with."""
 
 
-def require(field: str, value: object, holds: bool, accepted: str, error: type[Exception] = RewardConfigError) -> None:
+def require(
+    field: str,
+    value: object,
+    holds: bool,
+    accepted: str,
+    error: type[Exception] = RewardConfigError,
+) -> None:
     """Raise an error unless what a setting has to be holds."""
     if not holds:
         raise error(f"{field} is {value!r}; expected {accepted}")

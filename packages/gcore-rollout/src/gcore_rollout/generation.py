@@ -233,7 +233,9 @@ class Generation:
             requests += [self._greedy_request(request) for request in requests]
             requests.sort(key=lambda request: -request.work_per_sample)
         if requests:
-            self._launch(sum(len(request.sample_indices) for request in requests), self._complete(requests))
+            self._launch(
+                sum(len(request.sample_indices) for request in requests), self._complete(requests)
+            )
 
     def _greedy_request(self, request: Request) -> Request:
         return replace(
@@ -268,7 +270,9 @@ class Generation:
             group = self._pending[int(completion.request_id.removesuffix("/greedy"))]
             if self.defers and completion.finish_reason == "length" and not group.is_deferred:
                 group.is_deferred = True
-                await self.roles.policy.abort([str(group.prompt_index), f"{group.prompt_index}/greedy"])
+                await self.roles.policy.abort(
+                    [str(group.prompt_index), f"{group.prompt_index}/greedy"]
+                )
             if group.is_deferred:
                 self._end_of_response()
                 continue
@@ -284,11 +288,15 @@ class Generation:
             num_complete += not group.missing
             if self.quota is not None and num_complete >= self.quota and not is_cut:
                 is_cut = True
-                await self.roles.policy.abort([str(p.prompt_index) for p in self._pending.values() if p.missing])
+                await self.roles.policy.abort(
+                    [str(p.prompt_index) for p in self._pending.values() if p.missing]
+                )
 
     async def _reward_text(self, group: "_PendingGroup", text: str) -> Scored | None:
         """Return the reward's score; None: it failed, and the group is dropped."""
-        scored = await self.roles.reward.score(prompt=group.prompt.text, completion=text, row=group.prompt.row)
+        scored = await self.roles.reward.score(
+            prompt=group.prompt.text, completion=text, row=group.prompt.row
+        )
         if isinstance(scored, Failed):
             group.num_failed += 1
             return None
@@ -302,10 +310,16 @@ class Generation:
 
     def _add(self, pending: "_PendingGroup", response: Completion, scored: Scored) -> None:
         pending.add(response, scored, is_greedy=response.request_id.endswith("/greedy"))
-        if self.finished is not None and len(pending.group.responses) == self.n and not pending.group.aborted:
+        if (
+            self.finished is not None
+            and len(pending.group.responses) == self.n
+            and not pending.group.aborted
+        ):
             self.finished(pending.group)
 
-    async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
+    async def _play(
+        self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None
+    ) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
         name = str(index)
         sampling = self.sampling
@@ -382,4 +396,6 @@ class _PendingGroup:
             self.opening = self.group.prompt_ids = opening
         score = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
         # Of an episode, the group has the prompt, and nothing reads the texts of its turns any more.
-        insort(self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_INDEX)
+        insort(
+            self.group.responses, replace(response, turns=(), prompt_ids=None, **score), key=_INDEX
+        )

@@ -74,7 +74,9 @@ class Group:
         prompt_index: int = fields.pop("ticket")
         responses = [Completion.from_state(response) for response in fields.pop("begun", [])]
         for index, response in enumerate(fields.pop("responses")):
-            responses.append(Completion.from_state({"request_id": str(prompt_index), "index": index, **response}))
+            responses.append(
+                Completion.from_state({"request_id": str(prompt_index), "index": index, **response})
+            )
         responses.sort(key=attrgetter("index"))
         images = fields.pop("images", None)
         images = images and PromptImages.from_state(images)
@@ -126,5 +128,7 @@ def sampled_metrics(parts: Sequence[SampledPart]) -> dict[str, float]:
         }
     metrics |= part_means(score_parts)
     if ends:
-        metrics |= {f"multi_turn/end/{end}": ends[end] / ends.total() for end in get_args(EpisodeEnd)}
+        metrics |= {
+            f"multi_turn/end/{end}": ends[end] / ends.total() for end in get_args(EpisodeEnd)
+        }
     return {name: float(value) for name, value in metrics.items()}

@@ -32,7 +32,9 @@ class PromptImages:
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and strings for a checkpoint."""
-        sources = [np.frombuffer(s, np.uint8) if isinstance(s, bytes) else str(s) for s in self.sources]
+        sources = [
+            np.frombuffer(s, np.uint8) if isinstance(s, bytes) else str(s) for s in self.sources
+        ]
         return {"model": self.model, "sources": sources}
 
     @classmethod

@@ -27,7 +27,9 @@ class MeasuredLength:
     @classmethod
     def of(cls, prompt: Prompt, lengths: Sequence[int]) -> "MeasuredLength":
         """Measure the responses to a prompt; ``lengths`` are in tokens, of one or more."""
-        return cls(key=_key(prompt), source=_source(prompt), mean_tokens=sum(lengths) / len(lengths))
+        return cls(
+            key=_key(prompt), source=_source(prompt), mean_tokens=sum(lengths) / len(lengths)
+        )
 
 
 class LengthHistory:
@@ -54,9 +56,23 @@ class LengthHistory:
 
     def add(self, measured: Sequence[MeasuredLength]) -> None:
         """Add measurements that were made together, in any order."""
-        for length in sorted(measured, key=lambda length: (length.key, length.mean_tokens, length.source)):
-            _blend(self._by_prompt, length.key, length.mean_tokens, weight=0.5, max_entries=self._max_prompts)
-            _blend(self._by_source, length.source, length.mean_tokens, weight=0.01, max_entries=self._max_sources)
+        for length in sorted(
+            measured, key=lambda length: (length.key, length.mean_tokens, length.source)
+        ):
+            _blend(
+                self._by_prompt,
+                length.key,
+                length.mean_tokens,
+                weight=0.5,
+                max_entries=self._max_prompts,
+            )
+            _blend(
+                self._by_source,
+                length.source,
+                length.mean_tokens,
+                weight=0.01,
+                max_entries=self._max_sources,
+            )
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and texts for a checkpoint."""
@@ -68,19 +84,25 @@ class LengthHistory:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore `state`."""
-        self._by_prompt = OrderedDict(zip(state["keys"].tolist(), state["mean_tokens"].tolist(), strict=True))
+        self._by_prompt = OrderedDict(
+            zip(state["keys"].tolist(), state["mean_tokens"].tolist(), strict=True)
+        )
         self._by_source = OrderedDict(state["sources"])
 
 
 def _key(prompt: Prompt) -> int:
-    return int.from_bytes(blake2b(np.array(prompt.token_ids, np.int64).tobytes(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(np.array(prompt.token_ids, np.int64).tobytes(), digest_size=8).digest(), "little"
+    )
 
 
 def _source(prompt: Prompt) -> str:
     return str(prompt.row.get(_SOURCE_COLUMN, ""))
 
 
-def _blend(means: "OrderedDict[Any, float]", key: Any, value: float, *, weight: float, max_entries: int) -> None:
+def _blend(
+    means: "OrderedDict[Any, float]", key: Any, value: float, *, weight: float, max_entries: int
+) -> None:
     """Move a mean towards a value, as the last entry; the first ones leave where there are too many."""
     before = means.pop(key, value)
     # As a checkpoint holds it, so that a resumed run continues with the same number.

@@ -60,7 +60,11 @@ from .diffusion.config import (
 )
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
 from .diffusion.lora_file import read_component_lora_config as read_component_lora_config
-from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess, NoiseProcess as NoiseProcess
+from .diffusion.losses import (
+    DDPMProcess as DDPMProcess,
+    FlowProcess as FlowProcess,
+    NoiseProcess as NoiseProcess,
+)
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
     DiffusionDPOObjective as DiffusionDPOObjective,
@@ -88,7 +92,11 @@ from .errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from .extras import check_extras as check_extras
-from .lora import LoRAWeights as LoRAWeights, merge_lora as merge_lora, read_adapters as read_adapters
+from .lora import (
+    LoRAWeights as LoRAWeights,
+    merge_lora as merge_lora,
+    read_adapters as read_adapters,
+)
 from .lora_config import LoRAConfig as LoRAConfig, read_lora_config as read_lora_config
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .megatron_config import MegatronConfig as MegatronConfig

@@ -15,7 +15,9 @@ class AdamW:
 
     is_offloaded = False  # whether its states are in host memory
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig
+    ) -> None:
         self.parameters = self._masters = dict(parameters)
         self.num_updates = 0
         """Updates that the moments have seen."""

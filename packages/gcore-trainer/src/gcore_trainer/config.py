@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from gcore_trainer.errors import ConfigError
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
 RewardKL = Literal["k1", "k2", "k3"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
@@ -21,7 +23,9 @@ OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 RolloutIS = Literal["token", "sequence"]
 _TokenRS = Literal["token_k1", "token_k2", "token_k3"]
-_SequenceRS = Literal["seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"]
+_SequenceRS = Literal[
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"
+]
 RolloutRS = Literal[_TokenRS, _SequenceRS, "seq_max_k2", "seq_max_k3"]
 
 
@@ -37,7 +41,9 @@ class Registry:
         """Names of the built-in algorithms; none of their files is imported."""
         spec = importlib.util.find_spec(self._package)
         assert spec is not None
-        return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+        return sorted(
+            module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)
+        )
 
     def load(self, name: str) -> Any:
         """Import a built-in algorithm by its name, or a user's own by ``PATH.py:function``; raise `ConfigError`."""
@@ -45,7 +51,9 @@ class Registry:
             return getattr(importlib.import_module(f"{self._package}.{name}"), name)
         file, _, function = name.rpartition(":")
         is_path = file.endswith(".py") and function.isidentifier()
-        require(self._setting, name, is_path, f"one of {', '.join(self.names)}, or PATH.py:function")
+        require(
+            self._setting, name, is_path, f"one of {', '.join(self.names)}, or PATH.py:function"
+        )
         return _load_function(Path(file).resolve(), function, f"{self._setting} is {name!r}")
 
 
@@ -63,11 +71,15 @@ def _load_function(path: Path, name: str, setting: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{setting}: {path} does not import ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"{setting}: {path} does not import ({type(error).__name__}: {error})"
+        ) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ConfigError(f"{setting}; expected one of {', '.join(public) or 'none'}, which {path} defines")
+        raise ConfigError(
+            f"{setting}; expected one of {', '.join(public) or 'none'}, which {path} defines"
+        )
     return function
 
 
@@ -218,7 +230,9 @@ class KLControlConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.type == "adaptive" and not self.kl_coef:
-            raise ConfigError("kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'")
+            raise ConfigError(
+                "kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +268,12 @@ class RolloutCorrectionConfig(Checked):
         accepted = f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is"
         require("rollout_is_threshold_lower", least, is_valid, accepted)
         normalize = self.rollout_is_batch_normalize
-        require("rollout_is_batch_normalize", normalize, has_weights or not normalize, "a rollout_is with it")
+        require(
+            "rollout_is_batch_normalize",
+            normalize,
+            has_weights or not normalize,
+            "a rollout_is with it",
+        )
         rule = self.rollout_rs
         upper = self.rollout_rs_threshold
         lower = self.rollout_rs_threshold_lower
@@ -263,13 +282,23 @@ class RolloutCorrectionConfig(Checked):
             require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
             return
         is_above_zero = upper is not None and 0 < upper < math.inf
-        require("rollout_rs_threshold", upper, is_above_zero, f"a finite number above 0 (rollout_rs is {rule!r})")
+        require(
+            "rollout_rs_threshold",
+            upper,
+            is_above_zero,
+            f"a finite number above 0 (rollout_rs is {rule!r})",
+        )
         assert upper is not None
         if not rule.endswith("k1"):
             accepted = f"none (rollout_rs is {rule!r}, which has no lower bound)"
             require("rollout_rs_threshold_lower", lower, lower is None, accepted)
         elif lower is None:
-            require("rollout_rs_threshold", upper, upper >= 1, "1 or more, or a rollout_rs_threshold_lower with it")
+            require(
+                "rollout_rs_threshold",
+                upper,
+                upper >= 1,
+                "1 or more, or a rollout_rs_threshold_lower with it",
+            )
         else:
             accepted = f"a number above 0 and up to rollout_rs_threshold={upper}"
             require("rollout_rs_threshold_lower", lower, 0 < lower <= upper, accepted)
@@ -291,7 +320,9 @@ class PolicyLossConfig(Checked):
     """The ratio is clipped at 1 - clip_ratio_low."""
     clip_ratio_high: Annotated[float, AT_LEAST_0] = 0.28
     """The ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher)."""
-    clip_ratio_c: Annotated[float | None, Bound(lambda v: v is None or v > 1, "above 1, or None")] = None
+    clip_ratio_c: Annotated[
+        float | None, Bound(lambda v: v is None or v > 1, "above 1, or None")
+    ] = None
     """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
     tau_pos: AboveZero = 1.0
     """SAPO: steepness of the gate for advantages above 0."""
@@ -381,7 +412,9 @@ class ParallelConfig(Checked):
         cp = self.context_parallel_size
         ulysses = self.ulysses_sequence_parallel_size
         vpp = self.virtual_pipeline_model_parallel_size
-        require("ulysses_sequence_parallel_size", ulysses, cp % ulysses == 0, f"a divisor of {_CP}={cp}")
+        require(
+            "ulysses_sequence_parallel_size", ulysses, cp % ulysses == 0, f"a divisor of {_CP}={cp}"
+        )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError(f"sequence_parallel is true; expected {_TP} above 1")
         require(_VPP, vpp, vpp == 1 or self.pipeline_model_parallel_size > 1, f"{_PP} above 1")
@@ -395,13 +428,22 @@ class ParallelConfig(Checked):
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of groups of ranks that work on different samples; `ConfigError` if there is a rest."""
         num_ranks = self.model_parallel_size
         shards = self.fsdp_size
-        require("fsdp_size", shards, world_size % (shards or 1) == 0, f"0, or a divisor of {world_size} ranks")
+        require(
+            "fsdp_size",
+            shards,
+            world_size % (shards or 1) == 0,
+            f"0, or a divisor of {world_size} ranks",
+        )
         if world_size % num_ranks:
             sizes: list[str] = []
             for name in (_TP, _PP, _CP):

@@ -26,7 +26,9 @@ class MissingExtraError(TrainerError, ImportError):
 
     def __init__(self, module: str, extra: str, setting: str = "") -> None:
         needed = f"{setting}, and " if setting else ""
-        super().__init__(f"{needed}{module!r} is not installed: pip install 'gcore-trainer[{extra}]'")
+        super().__init__(
+            f"{needed}{module!r} is not installed: pip install 'gcore-trainer[{extra}]'"
+        )
 
 
 class StateError(TrainerError, ValueError):

@@ -77,7 +77,9 @@ def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = ()) -> N
         except ValueError as error:
             raise ConfigError(f"target_modules is {names}: {error}") from None
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), torch.nn.Linear):
+        if isinstance(module, BaseTunerLayer) and not isinstance(
+            module.get_base_layer(), torch.nn.Linear
+        ):
             raise ConfigError(
                 f"target_modules is {names}; expected linear layers, which alone can be merged: {name} is none"
             )
@@ -117,7 +119,9 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
 
             _, tensors = read_lora_file(config.path)
     except SafetensorError as error:
-        raise ConfigError(f"path is {config.path!r}; expected adapters that load: {file.name}: {error}") from None
+        raise ConfigError(
+            f"path is {config.path!r}; expected adapters that load: {file.name}: {error}"
+        ) from None
     adapters: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         full_name = _PLAIN_ADAPTER.sub(rf"\1.{TRAINED}.weight", name.removeprefix(PREFIX))
@@ -125,7 +129,9 @@ def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
     return adapters
 
 
-def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], config: LoRAConfig) -> None:
+def check_start(
+    start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], config: LoRAConfig
+) -> None:
     """Raise `ConfigError` unless the adapters in a folder fit a model in layers and sizes.
 
     Args:
@@ -134,16 +140,24 @@ def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[in
     where = f"path is {config.path!r}; expected adapters of this model"
     extra = sorted(start.keys() - shapes.keys())
     if extra:
-        raise ConfigError(f"{where}, which has no layer for {len(extra)} of its tensors, such as {extra[0]}")
+        raise ConfigError(
+            f"{where}, which has no layer for {len(extra)} of its tensors, such as {extra[0]}"
+        )
     missing = sorted(shapes.keys() - start.keys())
     if missing:
-        raise ConfigError(f"{where}, for {len(missing)} of whose tensors there is none, such as {missing[0]}")
+        raise ConfigError(
+            f"{where}, for {len(missing)} of whose tensors there is none, such as {missing[0]}"
+        )
     for name, shape in shapes.items():
         if shape and tuple(start[name].shape) != shape:
-            raise ConfigError(f"{where}, where {name} has shape {shape}, and not {tuple(start[name].shape)}")
+            raise ConfigError(
+                f"{where}, where {name} has shape {shape}, and not {tuple(start[name].shape)}"
+            )
 
 
-def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def initial_value(
+    name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """Return the initial value of an adapter's full tensor, in float32: from ``start`` unless that is empty.
 
     A new adapter has A of `initial_a` and B = 0, so that the model's output is unchanged.
@@ -192,7 +206,9 @@ def save_adapters(
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + n.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for n, t in adapters.items()}
+    tensors = {
+        PREFIX + n.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for n, t in adapters.items()
+    }
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -280,7 +296,9 @@ class LoRAWeights:
 
 
 def merge_lora(
-    parameters: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor], config: LoRAConfig
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    adapters: Mapping[str, torch.Tensor],
+    config: LoRAConfig,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield Hugging Face names and weights with the adapters merged into them, one at a time.
 

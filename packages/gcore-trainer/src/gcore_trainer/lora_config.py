@@ -18,9 +18,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "modules_to_save": (None, [], ["classifier", "score"], ["score"]),
-    **dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora", "use_bdlora"), (None, False)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters"), (None, {}, [])),
-    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "kasa_config", "velora_config"), (None,)),
+    **dict.fromkeys(
+        ("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora", "use_bdlora"), (None, False)
+    ),
+    **dict.fromkeys(
+        ("rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters"),
+        (None, {}, []),
+    ),
+    **dict.fromkeys(
+        ("layer_replication", "alora_invocation_tokens", "kasa_config", "velora_config"), (None,)
+    ),
 }
 """Settings of peft that change what adapters compute or which parameters learn, with the values known here."""
 
@@ -67,10 +74,14 @@ def read_lora_config(path: str | Path) -> LoRAConfig:
         alpha = settings["lora_alpha"]
         targets = settings["target_modules"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} is no LoRA's: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG} is no LoRA's: {type(error).__name__}: {error}"
+        ) from None
     check_settings(settings, str(folder / ADAPTER_CONFIG))
     if int(alpha) != alpha:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha is {alpha}; expected a whole number")
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG}: lora_alpha is {alpha}; expected a whole number"
+        )
     names = tuple(sorted(targets)) if isinstance(targets, list) else ()
     if not names or settings.get("layers_to_transform") or settings.get("exclude_modules"):
         names = _layers(folder / ADAPTER_WEIGHTS)

@@ -41,7 +41,12 @@ class MegatronConfig(Checked):
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go together."""
         holds = self.overlap_grad_reduce or not self.overlap_param_gather
-        require("overlap_param_gather", self.overlap_param_gather, holds, "false without overlap_grad_reduce")
+        require(
+            "overlap_param_gather",
+            self.overlap_param_gather,
+            holds,
+            "false without overlap_grad_reduce",
+        )
 
     @staticmethod
     def environment(parallel: ParallelConfig, device_type: str) -> dict[str, str]:

@@ -50,7 +50,9 @@ class Images:
 
     def __post_init__(self) -> None:
         if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3 or not self.grid_thw.size:
-            raise BatchError(f"grid_thw has shape {self.grid_thw.shape}; expected (images, 3) and at least one image")
+            raise BatchError(
+                f"grid_thw has shape {self.grid_thw.shape}; expected (images, 3) and at least one image"
+            )
         num_patches = int(self.grid_thw.prod(1).sum())
         if self.pixel_values.ndim != 2 or self.pixel_values.shape[0] != num_patches:
             raise BatchError(
@@ -62,7 +64,9 @@ class Images:
     @cached_property
     def digest(self) -> bytes:
         """Equal for equal images."""
-        return blake2b(self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16).digest()
+        return blake2b(
+            self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16
+        ).digest()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -103,7 +107,9 @@ class Sample:
         for field in ("prompt_ids", "response_ids"):
             value: NDArray[np.int64] = getattr(self, field)
             if value.ndim != 1 or value.size == 0:
-                raise BatchError(f"{field} has shape {value.shape}; expected one dimension and at least one token")
+                raise BatchError(
+                    f"{field} has shape {value.shape}; expected one dimension and at least one token"
+                )
             if value.dtype != np.int64:
                 raise BatchError(f"{field} has dtype {value.dtype}; expected int64")
         if self.response_mask is not None and self.response_mask.dtype != np.bool_:
@@ -112,7 +118,9 @@ class Sample:
         for field in _PER_TOKEN:
             array: NDArray[np.generic] | None = getattr(self, field)
             if array is not None and array.shape != shape:
-                raise BatchError(f"{field} has shape {array.shape}; expected that of response_ids, {shape}")
+                raise BatchError(
+                    f"{field} has shape {array.shape}; expected that of response_ids, {shape}"
+                )
         routing = self.routed_experts
         if routing is not None and (routing.ndim != 3 or routing.shape[0] != self.num_inputs):
             raise BatchError(

@@ -17,7 +17,13 @@ from gcore_trainer.adamw import AdamW, gather_full_tensor
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
 from gcore_trainer.lora import LoRAWeights, save_adapters
-from gcore_trainer.objectives.objective import BatchTotals, Objective, PartialLoss, add_sums, named_scores
+from gcore_trainer.objectives.objective import (
+    BatchTotals,
+    Objective,
+    PartialLoss,
+    add_sums,
+    named_scores,
+)
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.sample import NOTHING, MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.state import check_state
@@ -71,11 +77,18 @@ class BaseTrainer:
     layers, matrices or tokens) pass the same samples and get the same results; different replicas pass different ones.
     """
 
-    def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas) -> None:
+    def __init__(
+        self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas
+    ) -> None:
         scheduler = config.lr_scheduler_type
         total = config.total_training_steps
         is_known = scheduler == "constant" or total > 0
-        require("total_training_steps", total, is_known, f"1 or more for lr_scheduler_type {scheduler!r}")
+        require(
+            "total_training_steps",
+            total,
+            is_known,
+            f"1 or more for lr_scheduler_type {scheduler!r}",
+        )
         self._config = config
         self._optimizer = optimizer
         self._objective = objective
@@ -103,9 +116,15 @@ class BaseTrainer:
             message = "step %d: the gradient norm is %s; the update is skipped (%d in a row, of at most %d)"
             _logger.warning(message, self.step, grad_norm, count, MAX_NONFINITE_STEPS)
         if count >= MAX_NONFINITE_STEPS:
-            raise NonFiniteGradientError(f"the gradient norm was {grad_norm} in {count} steps in a row: try a lower lr")
+            raise NonFiniteGradientError(
+                f"the gradient norm was {grad_norm} in {count} steps in a row: try a lower lr"
+            )
         self.step += 1
-        metrics = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(count)}
+        metrics = {
+            "actor/grad_norm": grad_norm,
+            "actor/lr": lr,
+            "actor/nonfinite_steps": float(count),
+        }
         return self._objective.metrics(total) | metrics
 
     def state(self) -> dict[str, Any]:
@@ -219,7 +238,9 @@ class Trainer(BaseTrainer, ABC):
             self._objective.check(micro_batches)
             return self._objective.totals(samples), len(learned)
 
-        replica_totals, num_batches = zip(*self._replicas.gather_or_raise(check_batches), strict=True)
+        replica_totals, num_batches = zip(
+            *self._replicas.gather_or_raise(check_batches), strict=True
+        )
         totals = sum(replica_totals, BatchTotals(num_sequences=0, num_tokens=0))
         if not totals.num_sequences:
             raise BatchError("micro_batches holds no sample; expected at least one in any replica")
@@ -249,7 +270,9 @@ class Trainer(BaseTrainer, ABC):
     ) -> list[list[NDArray[np.float32]]]:
         self._check_awake()
         if self._objective.scores != scores:
-            raise TrainerError(f"the trainer's model gives {self._objective.scores}; expected {scores}")
+            raise TrainerError(
+                f"the trainer's model gives {self._objective.scores}; expected {scores}"
+            )
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._predict(micro_batches, num_passes, routing), micro_batches)
 
@@ -288,7 +311,9 @@ class Trainer(BaseTrainer, ABC):
             )
 
     @abstractmethod
-    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
+    def _backward(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals
+    ) -> dict[str, float]:
         """Compute the gradient of all replicas' loss in ``num_passes`` passes; return the sums of this one."""
 
     @abstractmethod
@@ -331,7 +356,9 @@ class TorchTrainer(Trainer):
             parallel.shard(packed)
         self._parameters = packed.named_parameters()
         adamw = packed.optimizer(optimizer, offload=offload)
-        super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(group))
+        super().__init__(
+            config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(group)
+        )
         self.num_routers = packed.num_routers
         packed.model.eval()  # dropout would make every ratio to the sampling policy noise
 
@@ -342,13 +369,17 @@ class TorchTrainer(Trainer):
             return self._gather_tensors(self._parameters)
         masters = self._optimizer.stored_tensors()["model"]
         return LoRAWeights(
-            lambda: self._gather_tensors(self._parameters), lambda: dict(self._gather_tensors(masters)), lora
+            lambda: self._gather_tensors(self._parameters),
+            lambda: dict(self._gather_tensors(masters)),
+            lora,
         )
 
     def _module_names(self) -> dict[str, str]:
         return dict(zip(self._parameters, dict(self._module.named_parameters()), strict=True))
 
-    def _gather_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gather_tensors(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             yield name, gather_full_tensor(tensor.detach().to(self._parameters[name].device))
 
@@ -362,7 +393,9 @@ class TorchTrainer(Trainer):
                 weights = self.export_weights()
             self._model.save_pretrained(path, weights)
 
-    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
+    def _backward(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals
+    ) -> dict[str, float]:
         tokens_before = self._model.num_computed_tokens
         self._optimizer.zero_grad()
         sums: dict[str, torch.Tensor] = {}
@@ -378,7 +411,9 @@ class TorchTrainer(Trainer):
             torch.autograd.backward(loss * scale)
             add_sums(sums, parts)
         computed_tokens = self._model.num_computed_tokens - tokens_before
-        return {name: value.item() for name, value in sums.items()} | {"perf/computed_tokens": computed_tokens}
+        return {name: value.item() for name, value in sums.items()} | {
+            "perf/computed_tokens": computed_tokens
+        }
 
     def _predict(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None

@@ -13,7 +13,11 @@ from gcore_llm.migration.fixed_batch import FixedBatch, computed_here
 
 from .conversions import N8, from_trl, from_verl, train_config
 
-ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+ACTOR, ROLLOUT, CORRECTION = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "algorithm.rollout_correction",
+)
 
 pytestmark = pytest.mark.slow
 
@@ -30,18 +34,32 @@ def own_process() -> Iterator[None]:
 
 VERL = {
     "defaults": (),
-    "grpo": ("algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.01"),
+    "grpo": (
+        "algorithm.adv_estimator=grpo",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.entropy_coeff=0.01",
+    ),
     "grpo without deviation": (
         *("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"),
         *(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.kl_loss_type=kl"),
     ),
     "rloo, gspo": (
-        *("algorithm.adv_estimator=rloo", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=0.01"),
+        *(
+            "algorithm.adv_estimator=rloo",
+            f"{ACTOR}.policy_loss.loss_mode=gspo",
+            f"{ACTOR}.clip_ratio_low=0.01",
+        ),
         f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
     ),
     "remax, cispo": ("algorithm.adv_estimator=remax", f"{ACTOR}.policy_loss.loss_mode=cispo"),
-    "baseline, sapo": ("algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ACTOR}.policy_loss.loss_mode=sapo"),
-    "KL in the reward": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=True"),
+    "baseline, sapo": (
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+        f"{ACTOR}.policy_loss.loss_mode=sapo",
+    ),
+    "KL in the reward": (
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.use_kl_in_reward=True",
+    ),
     "corrected": (
         *("algorithm.adv_estimator=grpo", f"{CORRECTION}.rollout_is=token"),
         *(f"{CORRECTION}.rollout_is_threshold=1.05", f"{CORRECTION}.rollout_rs=token_k2"),
@@ -59,7 +77,10 @@ def test_converted_settings_mean_what_they_mean_in_verl(name: str) -> None:
         assert gap < 1e-5, quantity
     # A setting that verl is not asked for shows.
     other = replace(
-        config, actor=replace(config.actor, loss=replace(config.actor.loss, loss_agg_mode="seq-mean-token-sum"))
+        config,
+        actor=replace(
+            config.actor, loss=replace(config.actor.loss, loss_agg_mode="seq-mean-token-sum")
+        ),
     )
     assert differences(computed_here(other, batch), theirs)[1][3] > 1e-3 or name == "baseline, sapo"
 
@@ -68,7 +89,12 @@ TRL = {
     "defaults": (),
     "grpo": ("loss_type=grpo", "beta=0.04", "epsilon_high=0.28"),
     "dr_grpo": ("loss_type=dr_grpo", "scale_rewards=none", "delta=2.0"),
-    "gspo": ("loss_type=grpo", "importance_sampling_level=sequence", "epsilon=0.01", "epsilon_high=0.02"),
+    "gspo": (
+        "loss_type=grpo",
+        "importance_sampling_level=sequence",
+        "epsilon=0.01",
+        "epsilon_high=0.02",
+    ),
     "cispo": ("loss_type=cispo", "epsilon_high=1.2", "entropy_coef=0.01"),
     "sapo": ("loss_type=sapo",),
 }
@@ -89,13 +115,23 @@ def test_a_bound_below_one_of_cispo_differs() -> None:
 def test_converted_settings_mean_what_they_mean_in_trl(name: str) -> None:
     config = train_config(from_trl("grpo", *TRL[name]))
     batch = FixedBatch.of(config, seed=0)
-    for quantity, *_, gap in differences(computed_here(config, batch), computed_by_trl(config, batch)):
+    for quantity, *_, gap in differences(
+        computed_here(config, batch), computed_by_trl(config, batch)
+    ):
         # TRL adds 1e-4 to the deviation of a group, where gcore and verl add 1e-6.
         assert gap < (1e-5 if name == "dr_grpo" else 1e-3), quantity
 
 
 def test_the_command(cli: Cli) -> None:
-    cli.ok("from-verl", "a.b=c", N8, *VERL["grpo"], "trainer.total_training_steps=3", "--out", "run.toml")
+    cli.ok(
+        "from-verl",
+        "a.b=c",
+        N8,
+        *VERL["grpo"],
+        "trainer.total_training_steps=3",
+        "--out",
+        "run.toml",
+    )
     out = cli.ok("compare-with", "verl", "run.toml")
     assert out.count("equal") == 3
     assert "differs" not in out
@@ -106,4 +142,6 @@ def test_the_command(cli: Cli) -> None:
     assert out.count("equal") == 3
     assert f"{ROLLOUT}.top_p" in out
     assert "unknown" in out
-    assert "library is 'slime'; expected 'verl' or 'trl'" in cli.refused("compare-with", "slime", "run.toml")
+    assert "library is 'slime'; expected 'verl' or 'trl'" in cli.refused(
+        "compare-with", "slime", "run.toml"
+    )

@@ -53,10 +53,14 @@ def test_a_config_of_their_examples() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", CLASSES)
-def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict(method: str) -> None:
+def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict(
+    method: str,
+) -> None:
     config: Any = getattr(import_module("trl"), CLASSES[method])
     theirs: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
-    theirs |= {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
+    theirs |= {
+        f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING
+    }
     for name, key in read_keys("trl").items():
         default = DEFAULTS[method].get(name, key.default)
         if key.ours and theirs.get(name) is not None:
@@ -82,7 +86,13 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         "grpo",
         (
             *("per_device_train_batch_size=4", "num_processes=8", "gradient_accumulation_steps=2"),
-            *("steps_per_generation=8", "num_iterations=2", "max_steps=80", "save_steps=40", "warmup_steps=16"),
+            *(
+                "steps_per_generation=8",
+                "num_iterations=2",
+                "max_steps=80",
+                "save_steps=40",
+                "warmup_steps=16",
+            ),
         ),
         {
             "data.train_batch_size": 32,
@@ -98,7 +108,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("generation_batch_size=128",),
         {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 1},
     ),
-    "one bound": ("grpo", ("epsilon=0.1",), {"actor.loss.clip_ratio_low": 0.1, "actor.loss.clip_ratio_high": 0.1}),
+    "one bound": (
+        "grpo",
+        ("epsilon=0.1",),
+        {"actor.loss.clip_ratio_low": 0.1, "actor.loss.clip_ratio_high": 0.1},
+    ),
     "higher bound": (
         "grpo",
         ("epsilon_high=0.28",),
@@ -109,17 +123,29 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "Dr. GRPO": (
         "grpo",
         ("loss_type=dr_grpo", "scale_rewards=none"),
-        {"actor.loss.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo": False},
+        {
+            "actor.loss.loss_agg_mode": "seq-mean-token-sum-norm",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+        },
     ),
     "GSPO": (
         "grpo",
-        ("loss_type=grpo", "importance_sampling_level=sequence", "epsilon=3e-4", "epsilon_high=4e-4"),
+        (
+            "loss_type=grpo",
+            "importance_sampling_level=sequence",
+            "epsilon=3e-4",
+            "epsilon_high=4e-4",
+        ),
         {"actor.loss.loss_mode": "gspo", "actor.loss.clip_ratio_high": 4e-4},
     ),
     "CISPO": (
         "grpo",
         ("loss_type=cispo", "epsilon_high=5.0"),
-        {"actor.loss.loss_mode": "cispo", "actor.loss.clip_ratio_low": 1.0, "actor.loss.clip_ratio_high": 4.0},
+        {
+            "actor.loss.loss_mode": "cispo",
+            "actor.loss.clip_ratio_low": 1.0,
+            "actor.loss.clip_ratio_high": 4.0,
+        },
     ),
     "SAPO": (
         "grpo",
@@ -131,7 +157,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("beta=0.04", "use_bias_correction_kl=False"),
         {"actor.loss.kl_loss_coef": 0.04},
     ),
-    "truncated": ("grpo", ("mask_truncated_completions=True",), {"algorithm.overlong.filter": True}),
+    "truncated": (
+        "grpo",
+        ("mask_truncated_completions=True",),
+        {"algorithm.overlong.filter": True},
+    ),
     "masked importance sampling": (
         "grpo",
         ("use_vllm=True",),
@@ -166,7 +196,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     ),
     "data on the Hub": (
         "grpo",
-        ("dataset_name=openai/gsm8k", "dataset_config=main", "model_name_or_path=a/b", "model_revision=v1"),
+        (
+            "dataset_name=openai/gsm8k",
+            "dataset_config=main",
+            "model_name_or_path=a/b",
+            "model_revision=v1",
+        ),
         {"data.train_files": ["hf://openai/gsm8k/main:train"], "model": "a/b@v1"},
     ),
     "a mixture": (
@@ -179,7 +214,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "RLOO": (
         "rloo",
         ("beta=0.0", "max_steps=10"),
-        {"algorithm.adv_estimator": "rloo", "rollout.n": 2, "actor.loss.loss_agg_mode": "seq-mean-token-sum"},
+        {
+            "algorithm.adv_estimator": "rloo",
+            "rollout.n": 2,
+            "actor.loss.loss_agg_mode": "seq-mean-token-sum",
+        },
     ),
     "DPO": (
         "dpo",
@@ -236,8 +275,12 @@ def test_what_is_missing_is_named(name: str) -> None:
     assert name in missing(from_trl(method, *f"{name}={value}".split()))
 
 
-@pytest.mark.parametrize(("given", "tokens"), [((), "whole conversation"), (("assistant_only_loss=True",), "answers")])
-def test_the_tokens_that_supervised_training_learns_are_named(given: tuple[str, ...], tokens: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "tokens"), [((), "whole conversation"), (("assistant_only_loss=True",), "answers")]
+)
+def test_the_tokens_that_supervised_training_learns_are_named(
+    given: tuple[str, ...], tokens: str
+) -> None:
     line = verdicts(from_trl("sft", "packing=False", *given))["assistant_only_loss"]
     assert line.verdict == "missing"
     assert tokens in line.text
@@ -270,12 +313,16 @@ def test_grpo_and_rloo_are_distinguished(tmp_path: Path, name: str, text: str, m
 
 def test_a_config_of_either_trainer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(COMMON)
-    with pytest.raises(UserError, match=r"^method is 'auto' and the keys .* expected --method grpo or rloo$"):
+    with pytest.raises(
+        UserError, match=r"^method is 'auto' and the keys .* expected --method grpo or rloo$"
+    ):
         from_trl("auto", config=str(tmp_path / "run.yaml"))
 
 
 def test_batches_that_are_not_of_whole_groups() -> None:
-    with pytest.raises(UserError, match=r"^num_generations is 7; expected a divisor of the 8 completions of "):
+    with pytest.raises(
+        UserError, match=r"^num_generations is 7; expected a divisor of the 8 completions of "
+    ):
         from_trl("grpo", "num_generations=7")
 
 
@@ -296,14 +343,21 @@ def test_the_command(cli: Cli) -> None:
     assert "missing (1)" in out
     (cli.cwd / "sft.yaml").write_text("learning_rate: 1e-4\nmodel_name_or_path: x\n")
     error = cli.refused("from-trl", "sft.yaml")
-    assert "no key of the config says which; expected --method grpo, rloo, dpo, sft or reward" in error
-    assert "next: gcore-llm sft --config sft.toml" in cli.ok("from-trl", "sft.yaml", "--method", "sft")
+    assert (
+        "no key of the config says which; expected --method grpo, rloo, dpo, sft or reward" in error
+    )
+    assert "next: gcore-llm sft --config sft.toml" in cli.ok(
+        "from-trl", "sft.yaml", "--method", "sft"
+    )
 
 
 @pytest.mark.slow
 def test_a_config_of_their_examples_runs(cli: Cli, chat: Path) -> None:
     """On a tiny model, rows of TRL's conversational form, and a reward function of TRL's form."""
-    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(40)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)}
+        for i in range(40)
+    ]
     write_rows(cli.cwd / "rows.jsonl", rows)
     (cli.cwd / "rewards.py").write_text(
         "def trl_length(completions, prompts, answer, log_metric=None, **columns):\n"
@@ -313,10 +367,23 @@ def test_a_config_of_their_examples_runs(cli: Cli, chat: Path) -> None:
         "    return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in texts]\n"
     )
     tiny = [
-        *(f"model_name_or_path={chat}", "dataset_name=rows.jsonl", "num_generations=4", "max_prompt_length=64"),
-        *("gradient_accumulation_steps=16", "max_completion_length=8", "use_cpu=True", "max_steps=2", "warmup_steps=1"),
+        *(
+            f"model_name_or_path={chat}",
+            "dataset_name=rows.jsonl",
+            "num_generations=4",
+            "max_prompt_length=64",
+        ),
+        *(
+            "gradient_accumulation_steps=16",
+            "max_completion_length=8",
+            "use_cpu=True",
+            "max_steps=2",
+            "warmup_steps=1",
+        ),
     ]
     cli.ok("from-trl", CONFIG, *tiny, "--out", "run.toml")
     cli.ok("train", "--config", "run.toml", "--threads", "1")
-    (last,) = [row for row in metrics_of(cli.cwd / "outputs/nemo_gym") if "critic/score/mean" in row][1:]
+    (last,) = [
+        row for row in metrics_of(cli.cwd / "outputs/nemo_gym") if "critic/score/mean" in row
+    ][1:]
     assert "reward/length/mean" in last

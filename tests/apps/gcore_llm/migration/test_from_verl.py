@@ -15,7 +15,11 @@ from gcore_runs.migration.keys import find_key, read_keys
 from .conversions import HERE, N8, from_verl, missing, settings, verdicts
 
 SCRIPT = str(HERE / "grpo_gsm8k.sh")
-ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+ACTOR, ROLLOUT, CORRECTION = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "algorithm.rollout_correction",
+)
 
 
 def verl_yaml(engine: str = "") -> str:
@@ -90,7 +94,9 @@ def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
     allowed = {"custom_reward_function.path", f"{ACTOR}.strategy"}
     assert missing(conversion) <= allowed
     unknown = [
-        name for name in conversion.values if find_key(read_keys("verl"), name) is None and "_target_" not in name
+        name
+        for name in conversion.values
+        if find_key(read_keys("verl"), name) is None and "_target_" not in name
     ]
     assert unknown == []
 
@@ -103,7 +109,9 @@ def test_defaults_are_those_of_the_installed_version() -> None:
         if not (key.ours and theirs.get(name) is not None) or name == "data.image_key":
             continue
         value = theirs[name]
-        if name in (f"{ROLLOUT}.n", f"{ROLLOUT}.name") or name.endswith(("_files", ".path", ".grad_clip", ".device")):
+        if name in (f"{ROLLOUT}.n", f"{ROLLOUT}.name") or name.endswith(
+            ("_files", ".path", ".grad_clip", ".device")
+        ):
             continue
         assert key.default == value, name
         checked += 1
@@ -113,7 +121,11 @@ def test_defaults_are_those_of_the_installed_version() -> None:
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     # Sizes: prompts, samples and tokens.
     "micro-batches by samples": (
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "data.max_prompt_length=100", "data.max_response_length=200"),
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+            "data.max_prompt_length=100",
+            "data.max_response_length=200",
+        ),
         {"actor.ppo_max_token_len": 1200},
     ),
     "micro-batches of all GPUs": (
@@ -133,13 +145,24 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         },
     ),
     "warm-up in steps of four updates": (
-        ("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.optim.lr_warmup_steps=10"),
+        (
+            "data.train_batch_size=256",
+            f"{ACTOR}.ppo_mini_batch_size=64",
+            f"{ACTOR}.optim.lr_warmup_steps=10",
+        ),
         {"actor.optim.lr_warmup_steps": 40},
     ),
     "warm-up as a share": (
         (
-            *("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=128", "trainer.total_training_steps=200"),
-            *(f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}.optim.lr_scheduler_type=cosine"),
+            *(
+                "data.train_batch_size=256",
+                f"{ACTOR}.ppo_mini_batch_size=128",
+                "trainer.total_training_steps=200",
+            ),
+            *(
+                f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+                f"{ACTOR}.optim.lr_scheduler_type=cosine",
+            ),
         ),
         {"actor.optim.lr_warmup_steps": 40, "actor.optim.lr_scheduler_type": "cosine"},
     ),
@@ -154,8 +177,15 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "layout of Megatron": (
         (
-            *("model_engine=megatron", "trainer.nnodes=2", f"{ACTOR}.megatron.tensor_model_parallel_size=4"),
-            *(f"{ACTOR}.megatron.pipeline_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size=4"),
+            *(
+                "model_engine=megatron",
+                "trainer.nnodes=2",
+                f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+            ),
+            *(
+                f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+                f"{ROLLOUT}.tensor_model_parallel_size=4",
+            ),
         ),
         {
             "trainer.backend": "megatron",
@@ -206,13 +236,23 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "Dr. GRPO": (
         (
-            *(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo=False"),
+            *(
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+                "algorithm.norm_adv_by_std_in_grpo=False",
+            ),
             "algorithm.adv_estimator=grpo",
         ),
-        {"actor.loss.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo": False},
+        {
+            "actor.loss.loss_agg_mode": "seq-mean-token-sum-norm",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+        },
     ),
     "unbiased KL in the loss": (
-        (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.01", f"{ACTOR}.kl_loss_type=low_var_kl+"),
+        (
+            f"{ACTOR}.use_kl_loss=True",
+            f"{ACTOR}.kl_loss_coef=0.01",
+            f"{ACTOR}.kl_loss_type=low_var_kl+",
+        ),
         {"actor.loss.kl_loss_coef": 0.01, "actor.loss.kl_loss_type": "k3+"},
     ),
     "no KL in the loss": ((f"{ACTOR}.kl_loss_coef=0.01",), {"actor.loss.kl_loss_coef": 0.0}),
@@ -244,7 +284,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "overlong responses": (
         (
-            *("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", "reward.reward_manager.name=dapo"),
+            *(
+                "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+                "reward.reward_manager.name=dapo",
+            ),
             *(
                 "+reward.reward_kwargs.overlong_buffer_cfg.len=128",
                 "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
@@ -254,7 +297,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "overlong responses in the older section": (
         (
-            *("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "reward_model.reward_manager=dapo"),
+            *(
+                "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+                "reward_model.reward_manager=dapo",
+            ),
             *(
                 "+reward_model.reward_kwargs.overlong_buffer_cfg.len=64",
                 "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
@@ -264,11 +310,17 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "truncated importance sampling under its older name": (
         (f"+{ACTOR}.tis_imp_ratio_cap=3.0",),
-        {"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
+        {
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 3.0,
+        },
     ),
     "truncated importance sampling": (
         (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=3.0"),
-        {"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
+        {
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 3.0,
+        },
     ),
     "IcePop": (
         (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold='0.5_2.0'"),
@@ -281,7 +333,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (f"{ACTOR}.use_rollout_log_probs=True",),
         {"algorithm.old_log_probs": "rollout"},
     ),
-    "ratios to the engine": ((f"{CORRECTION}.bypass_mode=True",), {"algorithm.old_log_probs": "rollout"}),
+    "ratios to the engine": (
+        (f"{CORRECTION}.bypass_mode=True",),
+        {"algorithm.old_log_probs": "rollout"},
+    ),
     # The rest.
     "a reward": (
         ("custom_reward_function.path=r.py", "custom_reward_function.name=score"),
@@ -296,8 +351,15 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"reward_model.kind": "classifier", "reward_model.path": "/models/rm"},
     ),
     "adapters": (
-        ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"),
-        {"actor.lora_rank": 32, "actor.lora_alpha": 16, "actor.target_modules": ["q_proj", "v_proj"]},
+        (
+            "actor_rollout_ref.model.lora_rank=32",
+            "actor_rollout_ref.model.target_modules=[q_proj,v_proj]",
+        ),
+        {
+            "actor.lora_rank": 32,
+            "actor.lora_alpha": 16,
+            "actor.target_modules": ["q_proj", "v_proj"],
+        },
     ),
     "held-out responses": (
         (
@@ -325,16 +387,30 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "a critic's schedule": (
         (
-            *("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", "critic.optim.lr_warmup_steps=10"),
+            *(
+                "data.train_batch_size=256",
+                f"{ACTOR}.ppo_mini_batch_size=64",
+                "critic.optim.lr_warmup_steps=10",
+            ),
             "critic.optim.lr_scheduler_type=cosine",
         ),
         {"critic.optim.lr_warmup_steps": 40, "critic.optim.lr_scheduler_type": "cosine"},
     ),
     "several teachers": (
         (
-            *("distillation.enabled=True", "algorithm.adv_estimator=grpo", "distillation.teacher_key=kind"),
-            *("+distillation.teacher_models.a.model_path=/models/a", "+distillation.teacher_models.a.key=gsm8k"),
-            *("+distillation.teacher_models.b.model_path=/models/b", "+distillation.teacher_models.b.key=geo3k"),
+            *(
+                "distillation.enabled=True",
+                "algorithm.adv_estimator=grpo",
+                "distillation.teacher_key=kind",
+            ),
+            *(
+                "+distillation.teacher_models.a.model_path=/models/a",
+                "+distillation.teacher_models.a.key=gsm8k",
+            ),
+            *(
+                "+distillation.teacher_models.b.model_path=/models/b",
+                "+distillation.teacher_models.b.key=geo3k",
+            ),
         ),
         {
             "distillation.teachers": ["/models/a", "/models/b"],
@@ -344,8 +420,14 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "a teacher": (
         (
-            *("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=/models/teacher"),
-            *("distillation.distillation_loss.use_task_rewards=False", "algorithm.adv_estimator=grpo"),
+            *(
+                "distillation.enabled=True",
+                "distillation.teacher_models.teacher_model.model_path=/models/teacher",
+            ),
+            *(
+                "distillation.distillation_loss.use_task_rewards=False",
+                "algorithm.adv_estimator=grpo",
+            ),
         ),
         {"distillation.teachers": ["/models/teacher"], "algorithm.adv_estimator": "distillation"},
     ),
@@ -397,7 +479,11 @@ UNKNOWN = {
 
 
 def test_arguments_of_vllm() -> None:
-    options = ("engine_kwargs.vllm.kv_cache_dtype=fp8", "quantization=fp8", "expert_parallel_size=2")
+    options = (
+        "engine_kwargs.vllm.kv_cache_dtype=fp8",
+        "quantization=fp8",
+        "expert_parallel_size=2",
+    )
     conversion = from_verl(N8, *(f"{ROLLOUT}.{option}" for option in options))
     expected = {"enable_expert_parallel": True, "quantization": "fp8", "kv_cache_dtype": "fp8"}
     assert conversion.settings["rollout.engine_options"] == expected
@@ -417,14 +503,20 @@ def test_what_is_missing_is_named(name: str) -> None:
 def test_a_key_that_is_not_known_is_to_be_checked(name: str) -> None:
     conversion = from_verl(N8, f"+{name}={UNKNOWN[name]}")
     assert name in missing(conversion, "unknown")
-    assert f"# unknown here: {name} = {UNKNOWN[name]}: no key of verl that is known here" in conversion.toml("x")
+    assert (
+        f"# unknown here: {name} = {UNKNOWN[name]}: no key of verl that is known here"
+        in conversion.toml("x")
+    )
 
 
 def test_the_same_option_in_two_sections_has_one_verdict() -> None:
     """Two teachers' options are those of verl's only one."""
     other = "distillation.teacher_models.a.inference.max_model_len"
     assert (
-        verdicts(from_verl(N8, f"+{other}=7", "+distillation.teacher_models.a.quux=7"))[other].verdict == "no meaning"
+        verdicts(from_verl(N8, f"+{other}=7", "+distillation.teacher_models.a.quux=7"))[
+            other
+        ].verdict
+        == "no meaning"
     )
 
 
@@ -435,7 +527,9 @@ def test_a_value_of_several_lines_stays_a_comment() -> None:
 
 
 def test_a_setting_that_the_command_refuses() -> None:
-    with pytest.raises(Exception, match=r"converted from verl: rollout\.n is 1; expected at least 2 for algorithm"):
+    with pytest.raises(
+        Exception, match=r"converted from verl: rollout\.n is 1; expected at least 2 for algorithm"
+    ):
         from_verl("algorithm.adv_estimator=grpo").result()
 
 
@@ -478,13 +572,20 @@ def test_the_fully_asynchronous_trainer(tmp_path: Path) -> None:
     assert "rollout.colocated" not in found
     assert missing(conversion, "unknown") == {"async_training.new_option"}
     assert missing(conversion) == {"custom_reward_function.path"}
-    assert "# Converted as verl.experimental.fully_async_policy.fully_async_main." in conversion.toml("run.sh")
+    assert (
+        "# Converted as verl.experimental.fully_async_policy.fully_async_main."
+        in conversion.toml("run.sh")
+    )
 
 
 ASYNC_CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "defaults": (
         ("async_training.require_batches=1",),
-        {"data.train_batch_size": 4 * 256, "trainer.schedule": "async", "algorithm.old_log_probs": "rollout"},
+        {
+            "data.train_batch_size": 4 * 256,
+            "trainer.schedule": "async",
+            "algorithm.old_log_probs": "rollout",
+        },
     ),
     "steps ahead": (("async_training.staleness_threshold=2.5",), {"rollout.max_staleness": 3}),
     "by the weights of the step": (
@@ -553,7 +654,11 @@ def test_a_script_s_branches_are_decided(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(DEVICES)
     conversion = from_verl(config=str(tmp_path / "run.sh"))
     assert settings(conversion)["data.train_batch_size"] == 1024
-    assert not conversion.values.keys() & {"trainer.device", "trainer.nnodes", f"{ACTOR}.use_kl_loss"}
+    assert not conversion.values.keys() & {
+        "trainer.device",
+        "trainer.nnodes",
+        f"{ACTOR}.use_kl_loss",
+    }
     comments = [line for line in conversion.toml("run.sh").splitlines() if line.startswith("#")]
     for part in (
         "# Converted as recipe.dapo.main_dapo.",
@@ -569,7 +674,10 @@ def test_a_command_of_a_branch_that_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(script)
     given = read_config(str(tmp_path / "run.sh"), [])
     assert given.values["actor_rollout_ref"]["rollout"]["n"] == 8
-    assert "the trainer's command is in a branch that the script does not take with these values" in given.cautions
+    assert (
+        "the trainer's command is in a branch that the script does not take with these values"
+        in given.cautions
+    )
 
 
 @pytest.mark.parametrize("root", ["clone", "elsewhere"])
@@ -578,7 +686,9 @@ def test_config_files_that_a_script_names_are_read(tmp_path: Path, root: str) ->
     examples = tmp_path / "clone/examples/multi_turn"
     (examples / "config").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
-    (examples / "config/base.yaml").write_text("data: {train_batch_size: 64, max_prompt_length: 300}\n")
+    (examples / "config/base.yaml").write_text(
+        "data: {train_batch_size: 64, max_prompt_length: 300}\n"
+    )
     (examples / "config/games.yaml").write_text(
         "hydra: {searchpath: [file://verl/trainer/config]}\n"
         "defaults: [ppo_megatron_trainer, base, _self_]\n"
@@ -606,13 +716,19 @@ def test_config_files_that_are_not_found(tmp_path: Path) -> None:
         "--config-name games.yaml is in no folder config: its settings are missing here; give --root FOLDER, where the "
         "script is started"
     )
-    own = read_config("", ["main_ppo", "--config-path=./config", "--config-name=ppo_megatron_trainer", N8])
+    own = read_config(
+        "", ["main_ppo", "--config-path=./config", "--config-name=ppo_megatron_trainer", N8]
+    )
     assert own.values["model_engine"] == "megatron"
     assert own.cautions == ()
 
 
 def test_a_script_that_is_not_closed_is_one_line(cli: Cli) -> None:
-    for name, text in {"quote": "main_ppo a='b\n", "end": "main_ppo a=b \\", "if": "if true; then main_ppo"}.items():
+    for name, text in {
+        "quote": "main_ppo a='b\n",
+        "end": "main_ppo a=b \\",
+        "if": "if true; then main_ppo",
+    }.items():
         (cli.cwd / f"{name}.sh").write_text(text)
     for name in ("quote", "if"):
         error = cli.refused("from-verl", f"{name}.sh")
@@ -622,9 +738,15 @@ def test_a_script_that_is_not_closed_is_one_line(cli: Cli) -> None:
 
 def test_references_in_yaml_follow_overrides(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("trainer: {project_name: a, experiment_name: '${trainer.project_name}-b', lost: '${no.such}'}\n")
+    file.write_text(
+        "trainer: {project_name: a, experiment_name: '${trainer.project_name}-b', lost: '${no.such}'}\n"
+    )
     given = read_config(str(file), ["trainer.project_name=c"])
-    assert given.values["trainer"] == {"project_name": "c", "experiment_name": "c-b", "lost": "${no.such}"}
+    assert given.values["trainer"] == {
+        "project_name": "c",
+        "experiment_name": "c-b",
+        "lost": "${no.such}",
+    }
     assert given.explicit == {"trainer.project_name"}
 
 
@@ -679,10 +801,23 @@ def test_a_script_of_their_examples_runs(cli: Cli, chat: Path) -> None:
         "    return {'score': share, 'acc': float(solution_str == ground_truth)}\n"
     )
     tiny = [
-        *(f"actor_rollout_ref.model.path={chat}", "data.train_files=rows.jsonl", "data.val_files=null"),
+        *(
+            f"actor_rollout_ref.model.path={chat}",
+            "data.train_files=rows.jsonl",
+            "data.val_files=null",
+        ),
         *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", "data.max_prompt_length=64"),
-        *("data.max_response_length=8", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.name=hf", "trainer.logger=console"),
-        *("custom_reward_function.path=score.py", "trainer.total_training_steps=2", "trainer.experiment_name=ported"),
+        *(
+            "data.max_response_length=8",
+            "trainer.n_gpus_per_node=1",
+            f"{ROLLOUT}.name=hf",
+            "trainer.logger=console",
+        ),
+        *(
+            "custom_reward_function.path=score.py",
+            "trainer.total_training_steps=2",
+            "trainer.experiment_name=ported",
+        ),
     ]
     cli.ok("from-verl", SCRIPT, *tiny, "--out", "run.toml")
     cli.ok("train", "--config", "run.toml", "--device", "cpu", "--threads", "1")

@@ -69,7 +69,9 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_run_and_what_is_left_is_named(tmp_path: Path) -> None:
-    script = ShellScript(f"x=$(touch {tmp_path / 'made'})\nif true; then y=1; fi\nshow $x $HOSTNAME ${{x/a/b}} $y")
+    script = ShellScript(
+        f"x=$(touch {tmp_path / 'made'})\nif true; then y=1; fi\nshow $x $HOSTNAME ${{x/a/b}} $y"
+    )
     *_, words = script.commands()
     assert not (tmp_path / "made").exists()
     assert words == ["show", f"$(touch {tmp_path / 'made'})", "$HOSTNAME", "${x/a/b}", "1"]
@@ -83,8 +85,15 @@ def test_what_cannot_be_decided_is_named() -> None:
         "mkdir -p runs && cd runs || exit 1\nif nvidia-smi; then show a; fi\ncase $(hostname) in gpu*) n=4 ;; esac\n"
         "if [ $# -lt 1 ]; then show usage; exit 1; fi\nshow $n"
     )
-    assert [words for words in script.commands() if words[0] == "show"] == [["show", "usage"], ["show", "$n"]]
-    assert script.undecided == ["line 1: nvidia-smi | grep -q H100", "line 6: nvidia-smi", "line 7: $(hostname)"]
+    assert [words for words in script.commands() if words[0] == "show"] == [
+        ["show", "usage"],
+        ["show", "$n"],
+    ]
+    assert script.undecided == [
+        "line 1: nvidia-smi | grep -q H100",
+        "line 6: nvidia-smi",
+        "line 7: $(hostname)",
+    ]
     assert script.taken_as_empty == ["$WANDB"]
     assert script.exits == [8]
 
@@ -92,8 +101,30 @@ def test_what_cannot_be_decided_is_named() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        *('x="a', "x='a", 'show "a\\', "x=$(a", "x=${a", "x=$((1", "`a", "a=(b", "[[ a", "((a", "{ a", "(a"),
-        *("if a", "if a; then b", "case a", "case a in b", "for", "for x in a; do b", "while a", "f() {"),
+        *(
+            'x="a',
+            "x='a",
+            'show "a\\',
+            "x=$(a",
+            "x=${a",
+            "x=$((1",
+            "`a",
+            "a=(b",
+            "[[ a",
+            "((a",
+            "{ a",
+            "(a",
+        ),
+        *(
+            "if a",
+            "if a; then b",
+            "case a",
+            "case a in b",
+            "for",
+            "for x in a; do b",
+            "while a",
+            "f() {",
+        ),
     ],
 )
 def test_a_script_that_is_not_closed_is_refused(script: str) -> None:

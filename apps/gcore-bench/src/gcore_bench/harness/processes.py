@@ -141,7 +141,9 @@ def joined_world(spec: Spec) -> Generator[None]:
     import torch.distributed as dist
 
     store = Path(spec.folder) / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=spec.rank, world_size=spec.world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=spec.rank, world_size=spec.world_size
+    )
     try:
         yield
         dist.barrier()
@@ -164,7 +166,13 @@ def child_program(spec: Spec, output: Path, environment: Mapping[str, str]) -> P
     """Return the command of a new process that does a spec's work; `read` returns the result."""
     output.unlink(missing_ok=True)
     return Program(
-        command=[sys.executable, "-m", "gcore_bench.harness.processes", json.dumps(asdict(spec)), str(output)],
+        command=[
+            sys.executable,
+            "-m",
+            "gcore_bench.harness.processes",
+            json.dumps(asdict(spec)),
+            str(output),
+        ],
         environment=environment,
         folder=Path.cwd(),
         read=lambda: json.loads(output.read_text())["result"],
@@ -208,9 +216,13 @@ def run_processes(specs: Sequence[Spec]) -> _Rows:
     with ProcessPoolExecutor(len(specs), context) as pool, suppress(BrokenProcessPool):
         list(pool.map(_work_forked, specs, outputs))
     try:
-        rows = _read_results(outputs, otherwise=f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s")
+        rows = _read_results(
+            outputs, otherwise=f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
+        )
     except BenchError as error:
-        raise BenchError(f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {error}") from None
+        raise BenchError(
+            f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {error}"
+        ) from None
     return merge_ranks(rows)
 
 
@@ -320,7 +332,9 @@ def _have_ended(processes: Sequence["subprocess.Popen[Any]"]) -> bool:
     return None not in codes or any(codes)
 
 
-def _measure_footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]) -> Footprint:
+def _measure_footprint(
+    processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]
+) -> Footprint:
     """Return the size of processes and all their descendants, which are added to ``seen``."""
     sizes: list[int] = []
     for process in processes:
@@ -388,7 +402,14 @@ def _return_blocks_from(size_bytes: int) -> None:
 
 
 def make_model(
-    folder: Path, *, hidden_size: int, layers: int, heads: int, vocab_size: int, max_length: int, seed: int
+    folder: Path,
+    *,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    vocab_size: int,
+    max_length: int,
+    seed: int,
 ) -> None:
     """Write a random Qwen2 in float32 whose next-token distributions are neither flat nor certain.
 

@@ -28,7 +28,17 @@ Row = dict[str, Any]
 Cell = Callable[[Mapping[str, Any]], str]
 """Returns the text of a cell from the figures of its row."""
 
-_LIBRARIES = ("gcore-bench", "torch", "transformers", "vllm", "ray", "trl", "verl", "diffusers", "orbax-checkpoint")
+_LIBRARIES = (
+    "gcore-bench",
+    "torch",
+    "transformers",
+    "vllm",
+    "ray",
+    "trl",
+    "verl",
+    "diffusers",
+    "orbax-checkpoint",
+)
 
 
 class BenchError(Exception):
@@ -140,7 +150,13 @@ class Turn:
         self._add(f"failed: {reason}", failure=reason)
 
     def _add(self, words: str, **outcome: Any) -> None:
-        run = Run(part=self._rounds.part, contender=self.contender, round=self.round, load=self.load, **outcome)
+        run = Run(
+            part=self._rounds.part,
+            contender=self.contender,
+            round=self.round,
+            load=self.load,
+            **outcome,
+        )
         self._rounds.runs.append(run)
         self._rounds.say(f"{self.where} {words}")
 
@@ -265,14 +281,20 @@ class Session:
         for note in self._notes:
             self.say(note)
         if self._options.json is not None:
-            content = {"options": plain(self._options), "machine": _machine_facts(), "parts": self._parts}
+            content = {
+                "options": plain(self._options),
+                "machine": _machine_facts(),
+                "parts": self._parts,
+            }
             self._options.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
     def say(self, line: str) -> None:
         """Print a line as it is."""
         self._console.print(line, markup=False, soft_wrap=True)
 
-    def add(self, name: str, *, tables: Sequence[Table] = (), lines: Sequence[str] = (), **figures: Any) -> None:
+    def add(
+        self, name: str, *, tables: Sequence[Table] = (), lines: Sequence[str] = (), **figures: Any
+    ) -> None:
         """Print the tables and lines of a part, and keep its figures (plain values and dataclasses) for the file."""
         for table in tables:
             self._console.print(table)

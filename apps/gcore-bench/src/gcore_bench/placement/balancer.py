@@ -76,7 +76,9 @@ def run(options: PlacementOptions, say: Say) -> list[FigureTable]:
     for lengths in LENGTHS:
         for num_ranks in ranks:
             for counts in BOUNDS:
-                rows += divide_batches(lengths, num_ranks, counts, samples=samples, seed=options.seed, say=say)
+                rows += divide_batches(
+                    lengths, num_ranks, counts, samples=samples, seed=options.seed, say=say
+                )
     title = "work of the busiest rank over the mean, less 1; CPU seconds"
     return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
 
@@ -90,7 +92,12 @@ def divide_batches(
     smaller = 1
     for num_samples in samples:
         work = simulate_work(lengths, num_samples, seed=seed)
-        row: Row = {"lengths": lengths, "samples": num_samples, "ranks": num_ranks, "counts": counts}
+        row: Row = {
+            "lengths": lengths,
+            "samples": num_samples,
+            "ranks": num_ranks,
+            "counts": counts,
+        }
         divide = partial(balance, work, num_ranks, **BOUNDS[counts])
         row["ours"], row["ours_s"] = _measure(work, divide)
         shuffled = np.random.default_rng(seed).permutation(num_samples)
@@ -129,7 +136,9 @@ def compute_imbalance(work: Work, parts: Parts) -> float:
 def _measure_verl(work: Work, num_ranks: int, *, equal_size: bool) -> tuple[float, float]:
     partition = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
     # verl is quickest with Python's integers; the conversion counts, as it would in a run.
-    return _measure(work, lambda: partition(work.tolist(), k_partitions=num_ranks, equal_size=equal_size))
+    return _measure(
+        work, lambda: partition(work.tolist(), k_partitions=num_ranks, equal_size=equal_size)
+    )
 
 
 def _measure(work: Work, divide: Callable[[], Parts]) -> tuple[float, float]:
@@ -148,7 +157,9 @@ def check_aims(rows: Sequence[Row]) -> list[str]:
     for row in compared:
         limit = max(row["verl"], BOUNDS[row["counts"]].get("tolerance", 0.0))
         if row["ours"] > limit + PRECISION:
-            worse.append(f"{row['samples']:,} over {row['ranks']} ({row['lengths']}, {row['counts']})")
+            worse.append(
+                f"{row['samples']:,} over {row['ranks']} ({row['lengths']}, {row['counts']})"
+            )
         if row["samples"] >= AIM_SAMPLES:
             speedups.setdefault(row["counts"], []).append(row["speedup"])
     lines = [f"aim: as even as verl or more, in {len(compared)} cases ({verdict_on_all(worse)})"]

@@ -11,7 +11,9 @@ Constants = Mapping[str, float]
 
 
 def fit_constants(
-    start: Constants, compute_residuals: Callable[[Constants], NDArray[np.float64]], upper_bounds: Constants
+    start: Constants,
+    compute_residuals: Callable[[Constants], NDArray[np.float64]],
+    upper_bounds: Constants,
 ) -> dict[str, float]:
     """Return the constants with the least squares of the residuals, searched over their logarithms.
 

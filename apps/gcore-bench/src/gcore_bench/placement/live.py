@@ -147,16 +147,30 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
         log = folder / f"run-{len(rows)}.log"
         config = write_config(folder, run_folder, sizes, seed=options.seed)
         main = "from gcore_llm.cli import main; main()"
-        command = [sys.executable, "-c", main, "train", "--config", str(config), "--name", run_folder.name, *placement]
+        command = [
+            sys.executable,
+            "-c",
+            main,
+            "train",
+            "--config",
+            str(config),
+            "--name",
+            run_folder.name,
+            *placement,
+        ]
         program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
         run_program(program, name=name, log=log)
         steps = [row for row in read_jsonl(run_folder / "metrics.jsonl") if "timing_s/step" in row]
         expected = expected or steps
         if not are_alike(steps, expected):
-            raise BenchError(f"{name} had other samples or training than {rows[0]['run']} (see {run_folder})")
+            raise BenchError(
+                f"{name} had other samples or training than {rows[0]['run']} (see {run_folder})"
+            )
         row = {"run": name, "load": load, **read_figures(run_folder, log, sizes)}
         rows.append(row)
-        say(f"live: {name}: {row['step_s']:.1f} s a step, idle {row['idle_percent']:.1f} %, load {load:.1f}")
+        say(
+            f"live: {name}: {row['step_s']:.1f} s a step, idle {row['idle_percent']:.1f} %, load {load:.1f}"
+        )
     title = "real runs on Ray; shares of the time of all devices"
     return [FigureTable(title=title, columns=COLUMNS, rows=rows, aims=check_aims(rows))]
 
@@ -173,7 +187,9 @@ def list_runs(num_devices: int) -> dict[str, list[str]]:
     judge = num_devices - half - policy
     even = num_devices // 2
     runs = {
-        f"split {policy} + {judge} + {half}": _list_options("split", policy, judge, half, is_colocated=False),
+        f"split {policy} + {judge} + {half}": _list_options(
+            "split", policy, judge, half, is_colocated=False
+        ),
         "colocated": _list_options("colocated", num_devices, num_devices, num_devices),
     }
     for count in range(1, num_devices):
@@ -183,7 +199,9 @@ def list_runs(num_devices: int) -> dict[str, list[str]]:
     return runs
 
 
-def _list_options(strategy: str, policy: int, judge: int, ranks: int, *, is_colocated: bool = True) -> list[str]:
+def _list_options(
+    strategy: str, policy: int, judge: int, ranks: int, *, is_colocated: bool = True
+) -> list[str]:
     return [
         f"--placement.strategy={strategy}",
         f"--rollout.num-processes={policy}",
@@ -288,4 +306,7 @@ def check_aims(rows: Sequence[Row]) -> list[str]:
         )
     fastest = min(others, key=lambda row: row["seconds"])
     ratio = fastest["seconds"] / dynamic["seconds"]
-    return [*lines, f"the run takes {ratio:.2f} times as long with the best of the others ({fastest['run']})"]
+    return [
+        *lines,
+        f"the run takes {ratio:.2f} times as long with the best of the others ({fastest['run']})",
+    ]

@@ -60,7 +60,13 @@ class PacedEngine(HFEngine):
 
     @classmethod
     def load(
-        cls, model: Path, *, step_s: float, swap_s: float = 0.0, most_tokens: MostTokens = None, **options: Any
+        cls,
+        model: Path,
+        *,
+        step_s: float,
+        swap_s: float = 0.0,
+        most_tokens: MostTokens = None,
+        **options: Any,
     ) -> Self:
         """Return an engine of this pace with the weights of a model folder; ``most_tokens`` limits responses."""
         options["eos_token_ids"] = ()

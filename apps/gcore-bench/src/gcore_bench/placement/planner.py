@@ -44,7 +44,9 @@ COLUMNS = {
 }
 
 _ENGINE = ["decode", "prefill", "memory", "decode_step_s", "decode_sequence_s"]
-_UPPER_BOUNDS: Constants = dict.fromkeys(("training", "attention", "decode", "prefill", "memory", "links"), 1.0)
+_UPPER_BOUNDS: Constants = dict.fromkeys(
+    ("training", "attention", "decode", "prefill", "memory", "links"), 1.0
+)
 """These constants are shares of the device's rates."""
 
 Law: TypeAlias = Callable[[SmallRun, Efficiency], float]
@@ -70,7 +72,11 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     for run in runs.values():
         row = compare_run(run, laws, measured[run.name])
         rows.append(row)
-    return [FigureTable(title="small runs, predicted", columns=COLUMNS, rows=rows, aims=check_aims(rows))]
+    return [
+        FigureTable(
+            title="small runs, predicted", columns=COLUMNS, rows=rows, aims=check_aims(rows)
+        )
+    ]
 
 
 def _measure(run: SmallRun, *, times: int) -> dict[str, float]:
@@ -110,12 +116,21 @@ def predict_seconds(run: SmallRun, efficiency: Efficiency) -> float:
     job = run.job
     cluster = Cluster(num_devices=run.ranks, device=CPU)
     num_seqs = min(run.max_num_seqs, job.train_batch_size * job.n)
-    roofline = EngineRoofline(model=job.policy, cluster=cluster, tp=1, compute_bytes=4, efficiency=efficiency)
+    roofline = EngineRoofline(
+        model=job.policy, cluster=cluster, tp=1, compute_bytes=4, efficiency=efficiency
+    )
     engine = roofline.laws(np.array([float(num_seqs)])).costs(0)
     training = training_laws(job, _make_layouts(run), cluster=cluster, efficiency=efficiency)
-    costs = JobCosts(policy=engine, reward=None, training=training.costs(0, sync_s=0.0, moving_s=0.0))
+    costs = JobCosts(
+        policy=engine, reward=None, training=training.costs(0, sync_s=0.0, moving_s=0.0)
+    )
     step = predict_step(
-        costs, job, strategy="colocated", num_devices=run.ranks, policy_devices=run.ranks, reward_devices=0
+        costs,
+        job,
+        strategy="colocated",
+        num_devices=run.ranks,
+        policy_devices=run.ranks,
+        reward_devices=0,
     )
     if run.stage == "training":
         return step.training_s
@@ -162,14 +177,20 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Figures]) -> Laws:
     peaks = {run.name: measured[run.name]["process_bytes"] for run in training}
     alone = _fit(generation, _ENGINE, Efficiency(overlap=0.0), predict_seconds, seconds)
     alone = _fit(training, ["activations"], alone, predict_bytes, peaks)
-    alone = _fit(by_ranks.pop(1), ["training", "micro_batch_s", "attention"], alone, predict_seconds, seconds)
+    alone = _fit(
+        by_ranks.pop(1), ["training", "micro_batch_s", "attention"], alone, predict_seconds, seconds
+    )
     laws = {1: alone}
     for ranks, several in sorted(by_ranks.items()):
-        laws[ranks] = _fit(several, ["training", "micro_batch_s", "links"], alone, predict_seconds, seconds)
+        laws[ranks] = _fit(
+            several, ["training", "micro_batch_s", "links"], alone, predict_seconds, seconds
+        )
     return laws
 
 
-def _fit(runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law: Law, measured: Figures) -> Efficiency:
+def _fit(
+    runs: Sequence[SmallRun], names: Sequence[str], start: Efficiency, law: Law, measured: Figures
+) -> Efficiency:
     """Return the efficiency with these constants fitted to the measurements."""
     expected = np.array([measured[run.name] for run in runs])
 
@@ -201,4 +222,6 @@ def _check_aim(what: str, rows: Sequence[Row], metric: str, aim: float) -> str:
             if abs(error) > aim:
                 worse.append(f"{row['name']} {error:+.1%}")
     span = f"{min(errors):+.1%} to {max(errors):+.1%}"
-    return f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict_on_all(worse)})"
+    return (
+        f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict_on_all(worse)})"
+    )

@@ -50,7 +50,9 @@ def run(spec: Spec) -> dict[str, dict[str, float]]:
     return {spec.contender: figures}
 
 
-def measure_training(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None) -> dict[str, float]:
+def measure_training(
+    run: SmallRun, rank: int, times: int, parallel: TorchParallel | None
+) -> dict[str, float]:
     """Measure training steps, and the peak memory of this process."""
     batches = _make_batches(run, rank)
     # A step of a tiny model first: buffers of the libraries are not counted.
@@ -69,11 +71,15 @@ def measure_training(run: SmallRun, rank: int, times: int, parallel: TorchParall
     return {"step_s": figures["step_s"], "process_bytes": trainer_bytes + figures["peak_bytes"]}
 
 
-def _make_trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None) -> TorchTrainer:
+def _make_trainer(
+    config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None
+) -> TorchTrainer:
     packed_attention.register()
     model = _make_model(config, packed_attention.ATTENTION_NAME)
     packed = PackedModel(model, gradient_checkpointing=run.gradient_checkpointing)
-    return TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(LOSS), parallel=parallel)
+    return TorchTrainer(
+        packed, optimizer=OPTIMIZER, objective=PolicyObjective(LOSS), parallel=parallel
+    )
 
 
 def _make_model(config: Mapping[str, Any], attention: str) -> Any:
@@ -141,7 +147,15 @@ def measure_generation(run: SmallRun, times: int) -> float:
 
 def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
     """Return the median seconds of a step of `gcore-llm train`, without the first, which touches new memory."""
-    from gcore_llm import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig, train
+    from gcore_llm import (
+        ActorConfig,
+        AlgorithmConfig,
+        DataConfig,
+        RolloutConfig,
+        TrainConfig,
+        TrainerConfig,
+        train,
+    )
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_runs import read_jsonl, write_jsonl
 
@@ -175,7 +189,11 @@ def measure_whole_step(run: SmallRun, folder: Path, times: int) -> float:
         rollout=RolloutConfig(n=len(run.responses[0]), max_num_seqs=run.max_num_seqs),
         algorithm=AlgorithmConfig(filter_groups=False),
         actor=ActorConfig(optim=OPTIMIZER, loss=LOSS, ppo_max_token_len=run.max_tokens),
-        trainer=TrainerConfig(total_training_steps=times + 1, save_freq=times + 1, tensorboard=False),
+        trainer=TrainerConfig(
+            total_training_steps=times + 1, save_freq=times + 1, tensorboard=False
+        ),
     )
     metrics = read_jsonl(train(config).run / "metrics.jsonl")
-    return median(row["timing_s/step"] for row in metrics if row["step"] > 1 and "timing_s/step" in row)
+    return median(
+        row["timing_s/step"] for row in metrics if row["step"] > 1 and "timing_s/step" in row
+    )

@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
+    StableDiffusion3Pipeline,
+)
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteScheduler,
+)
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from gcore_diffusion.config import DemoConfig
@@ -40,11 +44,15 @@ _MAX_TOKENS = 4
 
 def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
     """Return the folder of a pretrained pipeline, from an earlier run or a new one."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcore-diffusion"
+    user_cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcore-diffusion"
+    )
     cache = Path(config.cache_dir or user_cache)
     # Other code makes another model.
     source = Path(__file__).with_name("digits.py").read_text() + Path(__file__).read_text()
-    key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, source)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, source)).encode()).hexdigest()[
+        :12
+    ]
     target = cache / f"digits-{key}"
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
@@ -110,7 +118,11 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
 def _embeddings(pipeline: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return embeddings of all prompts and then of the empty one: [P + 1, tokens, width] and [P + 1, width]."""
     embedded, _, pooled, _ = pipeline.encode_prompt(
-        prompt=[*PROMPTS, ""], prompt_2=None, prompt_3=None, do_classifier_free_guidance=False, max_sequence_length=1
+        prompt=[*PROMPTS, ""],
+        prompt_2=None,
+        prompt_3=None,
+        do_classifier_free_guidance=False,
+        max_sequence_length=1,
     )
     return embedded, pooled
 
@@ -139,7 +151,10 @@ def make_tiny_pipeline(path: Path, *, seed: int) -> StableDiffusion3Pipeline:
     )
     # As in diffusion transformers (arXiv 2212.09748, section 3.2): initially, blocks are the identity and the output 0.
     for name, module in transformer.named_modules():
-        if name.endswith(("norm1.linear", "norm1_context.linear")) or name in ("norm_out.linear", "proj_out"):
+        if name.endswith(("norm1.linear", "norm1_context.linear")) or name in (
+            "norm_out.linear",
+            "proj_out",
+        ):
             torch.nn.init.zeros_(module.weight)  # pyright: ignore[reportArgumentType]
             torch.nn.init.zeros_(module.bias)  # pyright: ignore[reportArgumentType]
     absent: dict[str, Any] = dict.fromkeys(("vae", "text_encoder_3", "tokenizer_3"))

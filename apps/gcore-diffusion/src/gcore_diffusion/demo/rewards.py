@@ -42,7 +42,9 @@ class DigitReward(_PromptReward):
 
     def __init__(self, *, width: float = 0.5) -> None:
         images, labels = load()
-        self._known, self._classes = _batch(images[::2], labels[::2], np.random.default_rng(0), _NUM_KNOWN)
+        self._known, self._classes = _batch(
+            images[::2], labels[::2], np.random.default_rng(0), _NUM_KNOWN
+        )
         self._width = width
 
     def __call__(
@@ -53,7 +55,9 @@ class DigitReward(_PromptReward):
         # Squared distances, without the images' own norms, which are the same for every neighbour.
         pixels = images.reshape(len(images), -1).astype(np.float32) / 255
         distances = (self._known**2).sum(1) - 2 * pixels @ self._known.T
-        counts = np.exp((distances.min(1, keepdims=True) - distances).astype(np.float64) / self._width)
+        counts = np.exp(
+            (distances.min(1, keepdims=True) - distances).astype(np.float64) / self._width
+        )
         return (counts * (self._classes == _classes(prompts)[:, None])).sum(1) / counts.sum(1)
 
 
@@ -78,9 +82,15 @@ class DemoJudgeReward(_PromptReward):
         images, labels = load()
         with torch.enable_grad():
             for step in range(_STEPS):
-                pixels, classes = _batch(images[1::2], labels[1::2], rng, num_classifiers * _BATCH_SIZE)
-                logits = self._logits(torch.from_numpy(pixels).view(num_classifiers, _BATCH_SIZE, -1))
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(classes))
+                pixels, classes = _batch(
+                    images[1::2], labels[1::2], rng, num_classifiers * _BATCH_SIZE
+                )
+                logits = self._logits(
+                    torch.from_numpy(pixels).view(num_classifiers, _BATCH_SIZE, -1)
+                )
+                loss = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), torch.from_numpy(classes)
+                )
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
                 optimizer.param_groups[0]["lr"] = _LR * (1 - step / _STEPS)
@@ -94,7 +104,9 @@ class DemoJudgeReward(_PromptReward):
         """Return the least probabilities [B]."""
         del rows
         pixels = torch.from_numpy(images.reshape(len(images), -1).astype(np.float32) / 255)
-        probabilities = self._logits(pixels).softmax(-1)[:, np.arange(len(images)), _classes(prompts)]
+        probabilities = self._logits(pixels).softmax(-1)[
+            :, np.arange(len(images)), _classes(prompts)
+        ]
         return probabilities.min(0).values.double().numpy()
 
     def _logits(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -110,7 +122,9 @@ def _classes(prompts: Sequence[str]) -> NDArray[np.int64]:
         words = set(prompt.split())
         matches = [index for index, name in enumerate(PROMPTS) if words.issuperset(name.split())]
         if not matches:
-            raise RewardConfigError(f"prompt is {prompt!r}; expected one that names a colour and a digit: 'red 7'")
+            raise RewardConfigError(
+                f"prompt is {prompt!r}; expected one that names a colour and a digit: 'red 7'"
+            )
         classes.append(matches[0])
     return np.array(classes)
 
@@ -118,7 +132,9 @@ def _classes(prompts: Sequence[str]) -> NDArray[np.int64]:
 def _shift_images(images: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return images [N, 8, 8] as they are and moved by a pixel in each direction, [5, N, 8, 8]."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1)), mode="edge")
-    return np.stack([padded[:, y : y + SIZE, x : x + SIZE] for y, x in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))])
+    return np.stack(
+        [padded[:, y : y + SIZE, x : x + SIZE] for y, x in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))]
+    )
 
 
 def _batch(

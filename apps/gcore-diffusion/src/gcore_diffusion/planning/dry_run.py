@@ -59,14 +59,18 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
         UserError: the folder is no pipeline's, or its denoiser is of a class whose inputs are not known.
     """
     if not (folder / "model_index.json").is_file():
-        raise UserError(f"model is {config.model!r}; expected a folder of a diffusers pipeline, with model_index.json")
+        raise UserError(
+            f"model is {config.model!r}; expected a folder of a diffusers pipeline, with model_index.json"
+        )
     config = with_initial_lora(config, folder)
     classes = part_classes(folder)
     rollout = config.rollout
     actor = config.actor
     _, denoiser = classes.get("transformer", ("", "unet"))
     if denoiser not in INPUTS:
-        raise UserError(f"dry_run is true with a model of {denoiser}; expected one of {', '.join(INPUTS)}")
+        raise UserError(
+            f"dry_run is true with a model of {denoiser}; expected one of {', '.join(INPUTS)}"
+        )
     if rollout.image_size is None:
         raise UserError("rollout.size is (0, 0); expected height and width with dry_run")
     image = image_shape(folder, rollout.image_size, rollout.max_sequence_length)
@@ -86,7 +90,9 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
         pass_bytes, shapes, output = sampling_bytes(model, inputs, num_rows, dtype)
     except (ValueError, RuntimeError) as error:
         # Models raise errors of these kinds for sizes that they do not support.
-        raise UserError(f"the model takes no images of rollout.size {rollout.size}: {one_line(error)}") from error
+        raise UserError(
+            f"the model takes no images of rollout.size {rollout.size}: {one_line(error)}"
+        ) from error
     num_in_encoders = sum(counts[name] for name in counts if "text_encoder" in name)
     engine = {
         "denoiser": float(dtype.itemsize * counts["transformer"]),
@@ -102,7 +108,9 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     Denoiser(model, lora=actor.lora, gradient_checkpointing=is_checkpointed)
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_shards = _num_shards(config, model)
-    peak = training_bytes(model, inputs, num_halves * actor.micro_batch_size, getattr(torch, actor.dtype))
+    peak = training_bytes(
+        model, inputs, num_halves * actor.micro_batch_size, getattr(torch, actor.dtype)
+    )
     num_weights = counts["transformer"]
     if actor.lora:
         num_weights += num_trained
@@ -134,7 +142,9 @@ def dry_run(config: DiffusionTrainArgs) -> None:
         UserError: see `plan`; or the run does not fit, after the tables are printed.
     """
     if not config.model:
-        raise UserError("model is not set; expected a local folder of a diffusers pipeline with dry_run")
+        raise UserError(
+            "model is not set; expected a local folder of a diffusers pipeline with dry_run"
+        )
     # bitsandbytes, which diffusers imports, logs that a package of kernels for 4-bit weights is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
     folder = shape_folder(config.model)
@@ -145,7 +155,10 @@ def dry_run(config: DiffusionTrainArgs) -> None:
             "gcore-diffusion brings"
         )
     run_plan = plan(config, folder)
-    rows = [[part, class_name, f"{count:,}"] for part, (class_name, count) in run_plan.parameters.items()]
+    rows = [
+        [part, class_name, f"{count:,}"]
+        for part, (class_name, count) in run_plan.parameters.items()
+    ]
     size = "{} x {} pixels".format(*config.rollout.size)
     print_table(f"{config.model} for {size}", ["part", "class", "parameters"], [rows])
     adapters = f" in adapters of rank {run_plan.lora_rank}" if run_plan.lora_rank else ""
@@ -155,7 +168,9 @@ def dry_run(config: DiffusionTrainArgs) -> None:
     _print_memory(config, run_plan, device)
     peak = _peak(config, run_plan)
     usable = device.memory_bytes * Efficiency().free_memory
-    print(f"peak of a GPU: {peak / _GB:.1f} GB; {usable / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable")
+    print(
+        f"peak of a GPU: {peak / _GB:.1f} GB; {usable / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable"
+    )
     _print_steps(config)
     if peak > usable:
         print("does not fit", flush=True)
@@ -197,13 +212,19 @@ def _print_memory(config: DiffusionConfig, run_plan: DryRunPlan, device: Device)
     else:
         gpus = f"{ranks} GPUs, the first with an engine"
     how = "take turns" if config.takes_turns else "are in memory at the same time"
-    print(f"{gpus} of {device.name}: {ranks} training ranks and {engines} engines, which {how}; GB of each")
+    print(
+        f"{gpus} of {device.name}: {ranks} training ranks and {engines} engines, which {how}; GB of each"
+    )
     num_lent = config.sizes.num_lent
     if num_lent:
-        print(f"and {num_lent} engines on the GPUs of ranks, which take turns with these (placement.lend_ranks)")
+        print(
+            f"and {num_lent} engines on the GPUs of ranks, which take turns with these (placement.lend_ranks)"
+        )
     share = config.ray.gpus_per_reward_model
     if config.runtime == "ray" and config.reward.has_models and share:
-        print(f"and {share * config.controllers:g} for the reward, {share:g} a controller (ray.gpus_per_reward_model)")
+        print(
+            f"and {share * config.controllers:g} for the reward, {share:g} a controller (ray.gpus_per_reward_model)"
+        )
     tables: list[list[list[str]]] = []
     for role, items in run_plan.memory.items():
         texts = [f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20]
@@ -228,7 +249,9 @@ def _print_steps(config: DiffusionConfig) -> None:
         further.append("of the old log-probs")
     also = f"; as many passes without a gradient {' and '.join(further)}" if further else ""
     per_rank = num_images * num_trained / config.trainer.num_processes / actor.micro_batch_size
-    print(f"a rank: about {per_rank:,.0f} passes of {actor.micro_batch_size} images with a gradient in a step{also}")
+    print(
+        f"a rank: about {per_rank:,.0f} passes of {actor.micro_batch_size} images with a gradient in a step{also}"
+    )
     num_steps = config.trainer.total_training_steps
     print(f"{num_steps:,} steps: {num_images * num_steps:,} images")
 

@@ -22,7 +22,11 @@ class LiveBytes(TorchDispatchMode):
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in excluded)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         del types
         result = func(*args, **(kwargs or {}))

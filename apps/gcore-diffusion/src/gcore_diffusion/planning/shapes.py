@@ -132,7 +132,9 @@ def image_shape(folder: Path, size: tuple[int, int], max_sequence_length: int) -
     """Return what a pipeline makes; `UserError` without its VAE's `config.json`."""
     path = folder / "vae/config.json"
     if not path.is_file():
-        raise UserError(f"model is {str(folder)!r}; expected a folder of a diffusers pipeline with vae/config.json")
+        raise UserError(
+            f"model is {str(folder)!r}; expected a folder of a diffusers pipeline with vae/config.json"
+        )
     config = json_object(path.read_text(), str(path))
     levels = config.get("block_out_channels") or config.get("dim_mult") or []
     return ImageShape(
@@ -152,14 +154,18 @@ def fake_weights(model: Any, dtype: torch.dtype = torch.float32) -> Generator[No
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 tensor = torch.empty(parameter.shape, dtype=dtype)
-                setattr(module, name, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+                setattr(
+                    module, name, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                )
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:
                     setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         yield
 
 
-def training_bytes(model: Any, inputs: Callable[[int], Inputs], batch: int, dtype: torch.dtype) -> int:
+def training_bytes(
+    model: Any, inputs: Callable[[int], Inputs], batch: int, dtype: torch.dtype
+) -> int:
     """Return the peak of a forward and a backward pass of ``dtype``, with the gradients of what is trained."""
     with fake_weights(model), warnings.catch_warnings():
         # Of norms in float32, which autocast leaves as they are.

@@ -62,7 +62,9 @@ def sd3_5_medium_pickscore() -> DiffusionConfig:
             lora_rank=32,
             lora_alpha=64,
             target_modules=_ATTENTION,
-            loss=DenoisingPolicyConfig(clip_ratio=1e-4, kl_loss_coef=0.01, kl_loss_type="flow_grpo"),
+            loss=DenoisingPolicyConfig(
+                clip_ratio=1e-4, kl_loss_coef=0.01, kl_loss_type="flow_grpo"
+            ),
             micro_batch_size=9,
             ema_decay=_EMA_DECAY,
         ),
@@ -91,7 +93,13 @@ def flux_1_dev_pickscore() -> DiffusionConfig:
         actor=DiffusionActorConfig(
             lora_rank=64,
             lora_alpha=128,
-            target_modules=(*_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+            target_modules=(
+                *_ATTENTION,
+                "ff.net.0.proj",
+                "ff.net.2",
+                "ff_context.net.0.proj",
+                "ff_context.net.2",
+            ),
             loss=DenoisingPolicyConfig(clip_ratio=1e-4),
             micro_batch_size=3,
             ema_decay=_EMA_DECAY,
@@ -123,7 +131,13 @@ def qwen_image_pickscore() -> DiffusionConfig:
         actor=DiffusionActorConfig(
             lora_rank=64,
             lora_alpha=128,
-            target_modules=(*_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+            target_modules=(
+                *_ATTENTION,
+                "img_mlp.net.0.proj",
+                "img_mlp.net.2",
+                "txt_mlp.net.0.proj",
+                "txt_mlp.net.2",
+            ),
             loss=DenoisingPolicyConfig(clip_ratio=1e-4),
             micro_batch_size=4,
         ),
@@ -131,7 +145,8 @@ def qwen_image_pickscore() -> DiffusionConfig:
 
 
 PUBLISHED: Mapping[str, Callable[[], DiffusionConfig]] = {
-    recipe.__name__: recipe for recipe in (sd3_5_medium_pickscore, flux_1_dev_pickscore, qwen_image_pickscore)
+    recipe.__name__: recipe
+    for recipe in (sd3_5_medium_pickscore, flux_1_dev_pickscore, qwen_image_pickscore)
 }
 """All recipes of this file, by name."""
 
@@ -158,11 +173,15 @@ def _pickscore(
         runtime="ray",
         controllers=max(1, num_gpus // 8),
         data=DiffusionDataConfig(
-            train_files=("data/pickscore/train.txt",), val_files=("data/pickscore/test.txt",), train_batch_size=prompts
+            train_files=("data/pickscore/train.txt",),
+            val_files=("data/pickscore/test.txt",),
+            train_batch_size=prompts,
         ),
         reward=RewardConfig(kind="pick_score", path="PickScore_v1"),
         rollout=replace(rollout, **shared),
-        algorithm=DiffusionAlgorithmConfig(filter_groups=False, timestep_fraction=timestep_fraction),
+        algorithm=DiffusionAlgorithmConfig(
+            filter_groups=False, timestep_fraction=timestep_fraction
+        ),
         actor=replace(
             actor,
             dtype="bfloat16",
@@ -170,5 +189,7 @@ def _pickscore(
             optim=DiffusionOptimConfig(lr=3e-4, weight_decay=1e-4),
             enable_gradient_checkpointing=True,
         ),
-        trainer=DiffusionTrainerConfig(num_processes=num_gpus, total_training_steps=2000, save_freq=60, test_freq=60),
+        trainer=DiffusionTrainerConfig(
+            num_processes=num_gpus, total_training_steps=2000, save_freq=60, test_freq=60
+        ),
     )

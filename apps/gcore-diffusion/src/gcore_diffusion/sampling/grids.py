@@ -33,7 +33,9 @@ _INK = (40, 46, 56)
 _PAPER = (246, 247, 249)
 
 
-def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) -> None:
+def write_grid(
+    path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int
+) -> None:
     """Write a PNG of images [P * per_prompt, H, W, 3] and ``prompts`` [P * per_prompt], with a row for each prompt."""
     picture = grid(images, prompts, per_prompt=per_prompt)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +43,11 @@ def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *,
 
 
 def grid(
-    images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int, largest_tile: int = _LARGEST_TILE
+    images: NDArray[np.uint8],
+    prompts: Sequence[str],
+    *,
+    per_prompt: int,
+    largest_tile: int = _LARGEST_TILE,
 ) -> Image.Image:
     """Return the grid as an image, of videos [..., F, H, W, 3] with their middle frames; see `write_grid`.
 
@@ -83,7 +89,12 @@ def write_sheets(folder: Path, evaluation: ImageEvaluation, *, per_prompt: int) 
             images = _frames(evaluation.images[selected])
             name = f"{index:03}.webp"
             picture = _sheet(images)
-            picture.save(partial / name, format="WEBP", lossless=max(images.shape[1:3]) <= _LOSSLESS_SIDE, quality=80)
+            picture.save(
+                partial / name,
+                format="WEBP",
+                lossless=max(images.shape[1:3]) <= _LOSSLESS_SIDE,
+                quality=80,
+            )
             scores = {"reward": evaluation.scores[selected].tolist()}
             if evaluation.held_out is not None:
                 scores["reward not trained on"] = evaluation.held_out[selected].tolist()
@@ -109,7 +120,9 @@ def draw_pictures(evaluation: ImageEvaluation, *, per_prompt: int) -> dict[str, 
     pictures = {"images/grid": np.asarray(grid(images, prompts, per_prompt=per_prompt))}
     for index in selection(len(prompts) // per_prompt, _MAX_TRACKED_PROMPTS):
         rows = slice(index * per_prompt, (index + 1) * per_prompt)
-        picture = grid(images[rows], prompts[rows], per_prompt=per_prompt, largest_tile=_LARGEST_SHEET_TILE)
+        picture = grid(
+            images[rows], prompts[rows], per_prompt=per_prompt, largest_tile=_LARGEST_SHEET_TILE
+        )
         pictures[f"images/prompt-{index:03}"] = np.asarray(picture)
     return pictures
 

@@ -97,7 +97,9 @@ class ImageGroup:
             "ticket": self.prompt_index,
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
-            "images": [image if isinstance(image, bytes) else str(image) for image in self.prompt.images],
+            "images": [
+                image if isinstance(image, bytes) else str(image) for image in self.prompt.images
+            ],
             "scores": self.scores,
             "parts": [dict(parts) for parts in self.parts],
             "samples": samples,
@@ -232,7 +234,10 @@ def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
     """Return the first step that a window may have and the one after the last; None: all steps are recorded."""
     rollout = config.rollout
     if config.algorithm.name == "reward_gradient":
-        return rollout.num_inference_steps - config.algorithm.reward_gradient_steps, rollout.num_inference_steps
+        return (
+            rollout.num_inference_steps - config.algorithm.reward_gradient_steps,
+            rollout.num_inference_steps,
+        )
     return rollout.range_of_window if rollout.window_size else None
 
 
@@ -246,7 +251,9 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
         if rollout.window_schedule == "sliding":
             start = first + ((step - 1) // rollout.window_steps) % num_windows
         else:
-            start = first + int(np.random.default_rng([config.seed, prompt_index]).integers(num_windows))
+            start = first + int(
+                np.random.default_rng([config.seed, prompt_index]).integers(num_windows)
+            )
         window = (start, start + rollout.window_size)
     return ImageSampling(
         num_inference_steps=rollout.num_inference_steps,
@@ -265,7 +272,9 @@ def evaluation_sampling(
     """Return how held-out images are sampled, without noise; steps and guidance of 0 are the evaluation's."""
     rollout = config.rollout
     return ImageSampling(
-        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
+        num_inference_steps=num_inference_steps
+        or rollout.eval_num_inference_steps
+        or rollout.num_inference_steps,
         guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
         size=rollout.image_size,
         negative_prompt=rollout.negative_prompt,
@@ -276,10 +285,19 @@ def image_request(
     prompt: ImagePrompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0
 ) -> ImageRequest:
     """Return a request for images of a prompt, with its own images."""
-    return ImageRequest(request_id=name, prompt=prompt.text, images=prompt.pixels(), sampling=sampling, n=n, seed=seed)
+    return ImageRequest(
+        request_id=name,
+        prompt=prompt.text,
+        images=prompt.pixels(),
+        sampling=sampling,
+        n=n,
+        seed=seed,
+    )
 
 
-async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[ImageRequest]) -> list[ImageSample]:
+async def images(
+    engine: Engine[ImageRequest, ImageSample], requests: Sequence[ImageRequest]
+) -> list[ImageSample]:
     """Sample all images of some requests; return them in the requests' order."""
     order = {request.request_id: index for index, request in enumerate(requests)}
     samples = [sample async for sample in engine.generate(requests)]
@@ -293,7 +311,10 @@ def inputs_of(reward: Callable[..., Any], samples: Sequence[ImageSample]) -> NDA
 
 
 async def score_images(
-    ctx: Context[ImageRoles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[ImagePrompt]
+    ctx: Context[ImageRoles],
+    reward: Callable[..., Any],
+    samples: Sequence[ImageSample],
+    prompts: Sequence[ImagePrompt],
 ) -> list[Scored]:
     """Score images of some prompts."""
     names: list[str] = []
@@ -302,7 +323,9 @@ async def score_images(
         names.append(f"reward {ctx.rank if ctx.roles.owns_process else 0}")
     inputs = inputs_of(reward, samples)
     with ctx.roles.devices.stage("reward", *names):
-        return await evaluate_images(reward, inputs, [p.text for p in prompts], [p.row for p in prompts])
+        return await evaluate_images(
+            reward, inputs, [p.text for p in prompts], [p.row for p in prompts]
+        )
 
 
 async def evaluate(
@@ -313,7 +336,10 @@ async def evaluate(
     n = config.rollout.eval_n
     sampling = evaluation_sampling(config)
     own_indices = range(ctx.rank, len(prompts), ctx.world_size)
-    requests = [image_request(prompts[index], f"val/{index}", sampling, n=n, seed=index) for index in own_indices]
+    requests = [
+        image_request(prompts[index], f"val/{index}", sampling, n=n, seed=index)
+        for index in own_indices
+    ]
     entries: list[tuple[int, NDArray[np.uint8], Scored, Scored]] = []
     if requests:
         with ctx.timer.stage("gen"):
@@ -325,7 +351,9 @@ async def evaluate(
             held_out = scores
             if rewards.held_out is not None:
                 held_out = await score_images(ctx, rewards.held_out, samples, repeated)
-        entries = list(zip(indices, [sample.image for sample in samples], scores, held_out, strict=True))
+        entries = list(
+            zip(indices, [sample.image for sample in samples], scores, held_out, strict=True)
+        )
     entries = list(chain.from_iterable(await ctx.group.all_gather(entries)))
     entries.sort(key=lambda entry: entry[0])
     indices, pixels, scores, held_out = zip(*entries, strict=True)

@@ -37,7 +37,10 @@ class ImagePromptSets:
 
 
 def load_prompts(
-    config: DiffusionDataConfig, defaults: Iterable[str] = (), *, size: tuple[int, int] | None = None
+    config: DiffusionDataConfig,
+    defaults: Iterable[str] = (),
+    *,
+    size: tuple[int, int] | None = None,
 ) -> ImagePromptSets:
     """Load the prompts of the config's files; without any, those in ``defaults`` are both trained on and held out.
 
@@ -59,7 +62,9 @@ def load_prompts(
         for prompt in chain(*train, val):
             sizes.add(tuple(image.shape[:2] for image in prompt.pixels()))
         if len(sizes) > 1:
-            raise UserError("rollout.size is (0, 0); expected a size, because images of prompts have several")
+            raise UserError(
+                "rollout.size is (0, 0); expected a size, because images of prompts have several"
+            )
     if not val:
         train, val = hold_out(train, size=config.val_size, seed=0)
     prompts = mixed(train, config) if config.weights else list(chain.from_iterable(train))
@@ -89,13 +94,17 @@ def _read_rows(path: str, config: DiffusionDataConfig) -> list[ImagePrompt]:
     for rows in open_rows(path, config.columns):
         name = f"data file {rows.name}"
         if key and not any(key in row for row in rows.rows):
-            raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}")
+            raise UserError(
+                f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}"
+            )
         for number, row in enumerate(rows.rows, 1):
             prompts.append(_of_row(row, config, rows.folder, f"{name}, row {number}"))
     return prompts
 
 
-def _of_row(row: Mapping[str, Any], config: DiffusionDataConfig, folder: Path, where: str) -> ImagePrompt:
+def _of_row(
+    row: Mapping[str, Any], config: DiffusionDataConfig, folder: Path, where: str
+) -> ImagePrompt:
     key = config.prompt_key
     if key not in row:
         raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns(row)}")

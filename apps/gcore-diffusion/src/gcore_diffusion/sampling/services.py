@@ -82,12 +82,19 @@ def judge_model(config: DiffusionConfig) -> tuple[Path, Any]:
     check_model(path, setting="reward.path", may_be_quantized=True)
     tokenizer = build_tokenizer(path)
     if tokenizer.chat_template is None:
-        raise UserError(f"reward.path is {str(path)!r}: its tokenizer has no chat template, which places the image")
+        raise UserError(
+            f"reward.path is {str(path)!r}: its tokenizer has no chat template, which places the image"
+        )
     return path, tokenizer
 
 
 async def start_engines(
-    config: DiffusionConfig, model: Path, instrumentation: Instrumentation, to_close: AsyncExitStack, *, is_trial: bool
+    config: DiffusionConfig,
+    model: Path,
+    instrumentation: Instrumentation,
+    to_close: AsyncExitStack,
+    *,
+    is_trial: bool,
 ) -> tuple[Engine[Any, Any], Engine[Any, Any] | None]:
     """Start the engine of the pipeline in a folder, and a judge's if the run has one, which ``to_close`` then closes.
 
@@ -141,7 +148,9 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
         is_sum = list(terms.values()) != [1.0]
         labels = [_label(setting, name) for name in terms] if is_sum else list(terms)
         if len(set(labels)) < len(labels):
-            raise UserError(f"{setting} has the names {', '.join(labels)}; expected names that differ")
+            raise UserError(
+                f"{setting} has the names {', '.join(labels)}; expected names that differ"
+            )
         for name in terms:
             if not by_name.get(name):
                 by_name[name] = _reward(config, name, judge, device, setting, is_sum=is_sum)
@@ -153,7 +162,9 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
 
     gradient = reward_gradient(config)
     trained = (
-        LatentsReward(gradient) if gradient else build("reward.kind", config.reward.trained_weights or {"digit": 1.0})
+        LatentsReward(gradient)
+        if gradient
+        else build("reward.kind", config.reward.trained_weights or {"digit": 1.0})
     )
     held_out = None
     if config.reward.measured_weights:
@@ -162,7 +173,13 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str)
 
 
 def _reward(
-    config: DiffusionConfig, name: str, judge: Engine | None, device: str, setting: str, *, is_sum: bool
+    config: DiffusionConfig,
+    name: str,
+    judge: Engine | None,
+    device: str,
+    setting: str,
+    *,
+    is_sum: bool,
 ) -> Callable[..., Any]:
     reward = config.reward.find_reward(name)
     if reward.kind == "judge":
@@ -185,7 +202,9 @@ def _label(setting: str, name: str) -> str:
     """Return the name that a reward of a sum has in metrics."""
     label = name.rpartition(":")[2]
     if not label.isidentifier():
-        raise UserError(f"{setting} has {name!r} in a sum; expected a name in reward.models, with this as its kind")
+        raise UserError(
+            f"{setting} has {name!r} in a sum; expected a name in reward.models, with this as its kind"
+        )
     return label
 
 
@@ -257,7 +276,9 @@ class LatentsReward:
         self._gradient = gradient
         self.__name__ = getattr(gradient, "__name__", "reward")
 
-    def __call__(self, latents: NDArray[np.float32], prompts: Sequence[str], rows: Any) -> NDArray[np.float64]:
+    def __call__(
+        self, latents: NDArray[np.float32], prompts: Sequence[str], rows: Any
+    ) -> NDArray[np.float64]:
         """Return scores [B] of latents [B, ...]."""
         import torch
 

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from gcore_rollout import ImageSample, host_array, host_tensor
 
 
-def share_conditions(samples: Sequence[ImageSample], arrays: MutableMapping[bytes, NDArray[Any]]) -> list[ImageSample]:
+def share_conditions(
+    samples: Sequence[ImageSample], arrays: MutableMapping[bytes, NDArray[Any]]
+) -> list[ImageSample]:
     """Return images whose equal conditions are one array: the equal one of ``arrays``, by hash, if there is one."""
     by_id: dict[int, NDArray[Any]] = {}
 

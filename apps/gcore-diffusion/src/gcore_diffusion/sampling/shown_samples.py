@@ -11,7 +11,10 @@ from gcore_diffusion.sampling.image_sampling import ImageGroup
 
 
 def samples_to_show(
-    trained: Sequence[tuple[ImageGroup, Sequence[float] | None]], filtered: Sequence[ImageGroup], step: int, count: int
+    trained: Sequence[tuple[ImageGroup, Sequence[float] | None]],
+    filtered: Sequence[ImageGroup],
+    step: int,
+    count: int,
 ) -> list[tuple[int, dict[str, Any]]]:
     """Return ``count`` of a controller's images as rows of JSON, each with its number; see `Modality.samples`.
 
@@ -26,7 +29,9 @@ def samples_to_show(
                 number = hash((step, group.prompt_index, index))
                 candidates.append((number, index, group, advantages, is_filtered))
     rows: list[tuple[int, dict[str, Any]]] = []
-    for number, index, group, advantages, is_filtered in heapq.nsmallest(count, candidates, key=itemgetter(0)):
+    for number, index, group, advantages, is_filtered in heapq.nsmallest(
+        count, candidates, key=itemgetter(0)
+    ):
         row = {
             "prompt_index": group.prompt_index,
             "index": index,

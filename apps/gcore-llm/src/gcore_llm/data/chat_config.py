@@ -20,4 +20,8 @@ class ChatDataConfig(BaseDataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = self.chat_template_kwargs.keys()
-        self.require("chat_template_kwargs", not names & set(_OURS), f"none of {', '.join(_OURS)}, which gcore gives")
+        self.require(
+            "chat_template_kwargs",
+            not names & set(_OURS),
+            f"none of {', '.join(_OURS)}, which gcore gives",
+        )

@@ -47,7 +47,13 @@ class LargePrompts(LazySequence[Prompt]):
 
 
 def load_large(
-    rows: RowSource, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int, progress: Progress
+    rows: RowSource,
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    make: MakePrompts,
+    fits: int,
+    progress: Progress,
 ) -> LoadedPrompts:
     """Return the prompts of at most data.max_prompt_length tokens of rows that are not in memory.
 
@@ -60,8 +66,21 @@ def load_large(
     """
     backend = tokenizer.backend_tokenizer.to_str()
     kwargs = sorted(data.chat_template_kwargs.items())
-    settings = (data.prompt_key, data.image_key, data.apply_chat_template, kwargs, data.max_prompt_length, fits)
-    key = (rows.identity, settings, backend, tokenizer.chat_template, tokenizer.name_or_path * bool(data.image_key))
+    settings = (
+        data.prompt_key,
+        data.image_key,
+        data.apply_chat_template,
+        kwargs,
+        data.max_prompt_length,
+        fits,
+    )
+    key = (
+        rows.identity,
+        settings,
+        backend,
+        tokenizer.chat_template,
+        tokenizer.name_or_path * bool(data.image_key),
+    )
 
     def write(path: Path) -> None:
         left_out, lengths = _scan(rows, data, make, fits, progress)
@@ -72,7 +91,9 @@ def load_large(
         left_out = arrays["left_out"]
         longest, shortest = arrays["lengths"].tolist()
     prompts = LargePrompts(rows, make, left_out)
-    return LoadedPrompts(prompts=prompts, num_too_long=left_out.size, longest=longest, shortest=shortest)
+    return LoadedPrompts(
+        prompts=prompts, num_too_long=left_out.size, longest=longest, shortest=shortest
+    )
 
 
 def _scan(
@@ -130,7 +151,11 @@ def _overhead(key: str, make: MakePrompts) -> int:
     """
     overheads: list[int] = []
     for count in (1, 64):
-        rows = RowSource(name="probe", rows=[{key: character * count} for character in string.printable], folder=Path())
+        rows = RowSource(
+            name="probe",
+            rows=[{key: character * count} for character in string.printable],
+            folder=Path(),
+        )
         try:
             prompts = make(rows, range(len(rows.rows)))
         except UserError:

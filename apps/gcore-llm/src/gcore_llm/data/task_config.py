@@ -23,4 +23,6 @@ class TaskConfig(Checked, section="task"):
     def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
         """Raise `UserError` if there are files, too."""
         if train_files and self.name:
-            raise UserError(f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}")
+            raise UserError(
+                f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}"
+            )

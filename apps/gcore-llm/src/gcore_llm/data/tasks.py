@@ -46,7 +46,9 @@ def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) 
 def make_problems(task: TaskConfig, *, seed: int) -> tuple[list[Problem], list[Problem]]:
     """Generate a task's training and held-out problems, none among both; raises as `make_settings`."""
     held_out = {p.value: p for p in _problems(task, size=task.num_val, seed=_VAL_SEED)}
-    training = [p for p in _problems(task, size=task.num_train, seed=seed) if p.value not in held_out]
+    training = [
+        p for p in _problems(task, size=task.num_train, seed=seed) if p.value not in held_out
+    ]
     if not training:
         raise UserError(
             f"task.name is {task.name!r}: all of its training problems are held out, too; expected task.params that "
@@ -63,7 +65,9 @@ def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
         except Exception as error:
             # A generator raises whatever its settings lead it to.
             reason = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}") from error
+            raise UserError(
+                f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}"
+            ) from error
         # Without the sentence around a sum, which a tiny model would spend its time reading: 7+8-3=
         question = entry["question"]
         if task.name == "chain_sum":
@@ -92,7 +96,9 @@ def require_worked_examples(task: str, *, instead: str) -> None:
     """Raise a `UserError` if a task has no worked examples; it says what to do with such a task ``instead``."""
     if task not in WORKED_EXAMPLES:
         names = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({names}), {instead}")
+        raise UserError(
+            f"task.name is {task!r}; expected a task with worked examples ({names}), {instead}"
+        )
 
 
 def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
@@ -120,14 +126,18 @@ def _refusals(task: TaskConfig) -> Generator[None]:
         yield
     except Exception as error:
         reason = one_line(error) or type(error).__name__
-        raise UserError(f"task.name is {task.name!r} with task.params {task.params}: {reason}") from error
+        raise UserError(
+            f"task.name is {task.name!r} with task.params {task.params}: {reason}"
+        ) from error
 
 
 def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[str, Any]:
     """``params`` with the types that the task declares: tuples for lists, enumerations for text, and so on."""
     tasks = gym.factory.DATASETS
     if name not in tasks:
-        raise UserError(f"task.name is {name!r}; expected a task of reasoning-gym, {_name_nearest(name, tasks)}")
+        raise UserError(
+            f"task.name is {name!r}; expected a task of reasoning-gym, {_name_nearest(name, tasks)}"
+        )
     settings_class = tasks[name][1]
     hints = get_type_hints(settings_class)
     declared = {f.name: f for f in fields(settings_class) if f.name not in _SET_BY_GCORE}
@@ -136,7 +146,9 @@ def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[
         if key in _SET_BY_GCORE:
             raise UserError(f"{where}.{key} is {value!r}: {_SET_BY_GCORE[key]} set it")
         if key not in declared:
-            raise UserError(f"{where}.{key} is not a setting of {name!r}; expected {_name_nearest(key, declared)}")
+            raise UserError(
+                f"{where}.{key} is not a setting of {name!r}; expected {_name_nearest(key, declared)}"
+            )
         make = declared[key].default_factory
         default = declared[key].default if make is MISSING else make()
         converted_params[key] = _convert(f"{where}.{key}", value, hints[key], default=default)

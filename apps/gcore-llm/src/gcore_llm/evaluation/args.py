@@ -56,10 +56,18 @@ class EvalArgs(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("n", self.n is None or self.n >= 0, "0 or more")
-        self.require("temperature", self.temperature is None or self.temperature > 0, "a number above 0")
+        self.require(
+            "temperature", self.temperature is None or self.temperature > 0, "a number above 0"
+        )
         is_table = isinstance(self.template_kwargs, dict)
-        self.require("chat_template_kwargs", is_table, """a JSON object, such as '{"enable_thinking": false}'""")
-        self.require("num_processes", self.num_processes is None or self.num_processes >= 0, "0 or more")
+        self.require(
+            "chat_template_kwargs",
+            is_table,
+            """a JSON object, such as '{"enable_thinking": false}'""",
+        )
+        self.require(
+            "num_processes", self.num_processes is None or self.num_processes >= 0, "0 or more"
+        )
 
     @property
     def template_kwargs(self) -> Any:

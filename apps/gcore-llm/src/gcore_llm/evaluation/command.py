@@ -42,8 +42,14 @@ def run_eval(args: EvalArgs) -> None:
         folder, step, evaluation = asyncio.run(_evaluate(args, display))
     prefix = "" if step is None else f"step {step}: "
     display.console.print(f"{prefix}{evaluation.lines()[0]}", soft_wrap=True)
-    rows = [_row(name or "held out", estimates) for name, estimates in evaluation.by_set() if estimates]
-    print_table("mean ± standard error", ["set", "prompts", "n", "greedy", "avg@n", "pass@n", "maj@n"], [rows])
+    rows = [
+        _row(name or "held out", estimates) for name, estimates in evaluation.by_set() if estimates
+    ]
+    print_table(
+        "mean ± standard error",
+        ["set", "prompts", "n", "greedy", "avg@n", "pass@n", "maj@n"],
+        [rows],
+    )
     display.console.print(f"results:  {folder / 'results.json'}", soft_wrap=True)
 
 
@@ -69,7 +75,9 @@ async def _evaluate(args: EvalArgs, display: Display) -> tuple[Path, int | None,
             first = val_set.prompts[0]
             runner = val_set.reward or rewards.runner
             await runner.try_on(prompt=first.text, completion="", row=first.row)
-        engine, reached = await finished_policy(run, config, tokenizer, best=args.checkpoint == "best")
+        engine, reached = await finished_policy(
+            run, config, tokenizer, best=args.checkpoint == "best"
+        )
         try:
             step = None if run is None else reached
             identity = _identify(config, sets, step)
@@ -104,13 +112,21 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
         if not path.exists():
             runs = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml")))
             if runs:
-                raise UserError(f"model is {args.model!r}; expected one of the runs in {path.parent}: {runs}")
+                raise UserError(
+                    f"model is {args.model!r}; expected one of the runs in {path.parent}: {runs}"
+                )
             if path.parent.name == "runs" or not is_hub_model(args.model):
-                raise UserError(f"model is {args.model!r}; expected a run's folder, a model's, or its name on the Hub")
+                raise UserError(
+                    f"model is {args.model!r}; expected a run's folder, a model's, or its name on the Hub"
+                )
         if not args.on:
-            raise UserError(f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}")
+            raise UserError(
+                f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}"
+            )
         if args.checkpoint == "best":
-            raise UserError("checkpoint is 'best'; expected 'latest' with a model: only a run has several policies")
+            raise UserError(
+                "checkpoint is 'best'; expected 'latest' with a model: only a run has several policies"
+            )
         config = _replace_sets(TrainConfig(model=args.model), args.on)
         # The engine decides whether they may be quantized; see `finished_policy`.
         check_model(model_folder(config.model), may_be_quantized=True)
@@ -145,10 +161,14 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
         chat_template_kwargs=args.template_kwargs or config.data.chat_template_kwargs,
     )
     config = replace(config, data=data, rollout=rollout, reward=args.reward or config.reward)
-    has_reward = config.reward or config.reward_model.is_used or config.rollout.multi_turn.environment
+    has_reward = (
+        config.reward or config.reward_model.is_used or config.rollout.multi_turn.environment
+    )
     ungraded = [source.path for source in sources if source.name not in config.set_rewards]
     if ungraded and not has_reward and not config.task.name:
-        raise UserError(f"reward is not set; expected PATH.py:function, {', '.join(reward_names())} for {ungraded[0]}")
+        raise UserError(
+            f"reward is not set; expected PATH.py:function, {', '.join(reward_names())} for {ungraded[0]}"
+        )
     return run, config
 
 
@@ -170,7 +190,9 @@ def _prompts(args: EvalArgs, config: TrainConfig, tokenizer: Any) -> PromptSets:
     else:
         prompts = load_prompts(config, tokenizer)
     if args.limit:
-        val_by_name = {name: set_prompts[: args.limit] for name, set_prompts in prompts.val_by_name.items()}
+        val_by_name = {
+            name: set_prompts[: args.limit] for name, set_prompts in prompts.val_by_name.items()
+        }
         prompts = replace(prompts, val=prompts.val[: args.limit], val_by_name=val_by_name)
     if not prompts.num_held_out:
         reason = "it was trained with data.val_size=0 and no data.val_files"
@@ -192,7 +214,9 @@ def _set_lengths(config: TrainConfig, args: EvalArgs, longest: int) -> TrainConf
         raise UserError(f"max_tokens is {max_tokens}; expected 1 to {capacity}: {reason}")
     max_prompt_length = max(longest, config.data.max_prompt_length)
     data = replace(config.data, max_response_length=max_tokens, max_prompt_length=max_prompt_length)
-    actor = replace(config.actor, ppo_max_token_len=max(config.actor.ppo_max_token_len, data.max_length))
+    actor = replace(
+        config.actor, ppo_max_token_len=max(config.actor.ppo_max_token_len, data.max_length)
+    )
     return replace(config, data=data, actor=actor)
 
 
@@ -227,7 +251,9 @@ def _identify(config: TrainConfig, sets: Sequence[ValSet], step: int | None) -> 
     }
 
 
-def _folder(args: EvalArgs, run: RunFolder | None, step: int | None, identity: Mapping[str, Any]) -> Path:
+def _folder(
+    args: EvalArgs, run: RunFolder | None, step: int | None, identity: Mapping[str, Any]
+) -> Path:
     if args.out:
         return Path(args.out)
     digest = sha256(repr(identity).encode()).hexdigest()[:8]
@@ -239,7 +265,9 @@ def _folder(args: EvalArgs, run: RunFolder | None, step: int | None, identity: M
 class _Progress:
     """Shows how many responses are scored, and their mean score."""
 
-    def __init__(self, display: Display, sets: Sequence[ValSet], done: Mapping[EvaluationTask, Answered]) -> None:
+    def __init__(
+        self, display: Display, sets: Sequence[ValSet], done: Mapping[EvaluationTask, Answered]
+    ) -> None:
         self._display = display
         self._total = 0
         for val_set in sets:
@@ -255,7 +283,10 @@ class _Progress:
     def add(self, group: Group) -> None:
         """Count the responses to a prompt."""
         self._count(group.scores)
-        cells = [("mean score", f"{self._sum / self._num:.3f}"), ("left", f"{self._total - self._num:,}")]
+        cells = [
+            ("mean score", f"{self._sum / self._num:.3f}"),
+            ("left", f"{self._total - self._num:,}"),
+        ]
         self._display.show_progress(self._num, cells, unit="response")
 
     def _count(self, scores: Sequence[float]) -> None:

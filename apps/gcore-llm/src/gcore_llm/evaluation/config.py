@@ -5,9 +5,24 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from gcore_llm.evaluation.sets import val_sources
-from gcore_runs import Amount, Bound, Checked, FractionAbove0, NonNegative, UserError, at_least, converted
+from gcore_runs import (
+    Amount,
+    Bound,
+    Checked,
+    FractionAbove0,
+    NonNegative,
+    UserError,
+    at_least,
+    converted,
+)
 
-_SET_TYPES: dict[str, Any] = {"n": int, "temperature": float, "top_p": float, "top_k": int, "reward": str}
+_SET_TYPES: dict[str, Any] = {
+    "n": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "reward": str,
+}
 """Settings that a set may have of its own, and their types."""
 _FINITE = Bound(lambda score: abs(score) < float("inf"), "a finite number")
 
@@ -63,7 +78,11 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
 
     def check(self, val_files: Sequence[str], *, is_pairwise: bool) -> None:
         """Raise `UserError` for a set that data.val_files does not name, or more than two responses to be compared."""
-        names = [source.name for source in val_sources(val_files, setting="data.val_files") if source.name]
+        names = [
+            source.name
+            for source in val_sources(val_files, setting="data.val_files")
+            if source.name
+        ]
         unknown = self.sets.keys() - set(names)
         if unknown:
             accepted = ", ".join(names) or "none has a name"
@@ -71,4 +90,6 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
                 f"rollout.val_kwargs.sets has {min(unknown)!r}; expected a set of data.val_files: {accepted}"
             )
         for settings in map(self.of_set, ["", *names]):
-            settings.require("n", settings.n == 1 or not is_pairwise, "1 with reward_model.judge.pairwise")
+            settings.require(
+                "n", settings.n == 1 or not is_pairwise, "1 with reward_model.judge.pairwise"
+            )

@@ -16,7 +16,9 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     exact integers, rounded once. `ValueError` unless ``1 <= k <= num`` and ``0 <= num_right <= num``.
     """
     if not 1 <= k <= num or not 0 <= num_right <= num:
-        raise ValueError(f"k is {k} and num_right is {num_right}; expected 1 to num={num}, and 0 to num={num}")
+        raise ValueError(
+            f"k is {k} and num_right is {num_right}; expected 1 to num={num}, and 0 to num={num}"
+        )
     subsets = math.comb(num, k)
     return (subsets - math.comb(num - num_right, k)) / subsets
 
@@ -128,5 +130,7 @@ def estimates(answered: Sequence[Answered], *, right_from: float) -> dict[str, E
             shares.append(pass_at_k(n, num_right, k))
         by_name[f"pass@{k}"] = Estimate.of(shares)
         if has_answers:
-            by_name[f"maj@{k}"] = Estimate.of([maj_at_k(prompt.answers, prompt.scores, k) for prompt in answered])
+            by_name[f"maj@{k}"] = Estimate.of(
+                [maj_at_k(prompt.answers, prompt.scores, k) for prompt in answered]
+            )
     return by_name

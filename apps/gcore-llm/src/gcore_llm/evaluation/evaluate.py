@@ -57,7 +57,9 @@ class ValSet:
         return dict(sorted(prompts_of.items()))
 
 
-def val_sets(prompts: PromptSets, config: TrainConfig, graders: Mapping[str, RewardRunner]) -> list[ValSet]:
+def val_sets(
+    prompts: PromptSets, config: TrainConfig, graders: Mapping[str, RewardRunner]
+) -> list[ValSet]:
     """Return the held-out sets of a run, with their rewards by name in ``graders``; none of them is empty."""
     sampling = sampling_params(config)
     sets: list[ValSet] = []
@@ -165,12 +167,18 @@ class TextEvaluation:
         lines = [f"held-out score {self}"]
         for name, by_key in self.by_set():
             if name and by_key:
-                estimates_of_set = ", ".join(f"{key} {estimate}" for key, estimate in by_key.items())
+                estimates_of_set = ", ".join(
+                    f"{key} {estimate}" for key, estimate in by_key.items()
+                )
                 lines.append(f"{name}: {estimates_of_set}")
         return lines
 
     def _estimate_overall(self, way: Way) -> Estimate | None:
-        means = [math.fsum(p.scores) / len(p.scores) for task, p in self.answered.items() if task.way == way]
+        means = [
+            math.fsum(p.scores) / len(p.scores)
+            for task, p in self.answered.items()
+            if task.way == way
+        ]
         return Estimate.of(means) if means else None
 
     def _estimate(self, set_index: int, prompts: Sequence[int]) -> dict[str, Estimate]:
@@ -228,7 +236,9 @@ async def evaluate(
     try:
         async with asyncio.TaskGroup() as task_group:
             for (set_index, way), prompts in work.items():
-                generating = _generate(roles, sets[set_index], set_index, way, prompts, timer, finished)
+                generating = _generate(
+                    roles, sets[set_index], set_index, way, prompts, timer, finished
+                )
                 running[set_index, way] = task_group.create_task(generating)
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
@@ -244,7 +254,9 @@ async def evaluate(
     for set_index, prompt in indices[:_NUM_SHOWN]:
         greedy = groups.get(EvaluationTask(set_index, "greedy", prompt))
         if greedy is not None:
-            samples[set_index, prompt] = _sample(sets[set_index].prompts[prompt], greedy, roles.tokenizer)
+            samples[set_index, prompt] = _sample(
+                sets[set_index].prompts[prompt], greedy, roles.tokenizer
+            )
     answers: dict[EvaluationTask, Answered] = {}
     for task, responses in groups.items():
         group_answers = tuple(response.answer for response in responses.responses)
@@ -277,7 +289,9 @@ async def _generate(
 
     generation = Generation(
         roles=replace(roles, reward=val_set.reward or roles.reward),
-        sampling=val_set.sampling if way == "sampled" else replace(val_set.sampling, temperature=0.0),
+        sampling=val_set.sampling
+        if way == "sampled"
+        else replace(val_set.sampling, temperature=0.0),
         n=val_set.num_responses[way],
         seed=_SEED,
         timer=timer,

@@ -9,7 +9,14 @@ from typing import Any
 from gcore_llm.evaluation.estimators import Answered
 from gcore_llm.evaluation.evaluate import EvaluationTask, TextEvaluation, ValSet
 from gcore_rollout import Group
-from gcore_runs import UserError, append_json, json_object, read_jsonl, write_atomically, write_jsonl
+from gcore_runs import (
+    UserError,
+    append_json,
+    json_object,
+    read_jsonl,
+    write_atomically,
+    write_jsonl,
+)
 
 
 class Results:
@@ -22,7 +29,9 @@ class Results:
         tokenizer: decodes the responses.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], sets: Sequence[ValSet], tokenizer: Any) -> None:
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], sets: Sequence[ValSet], tokenizer: Any
+    ) -> None:
         self.folder = folder
         self._sets = sets
         self._tokenizer = tokenizer
@@ -32,8 +41,14 @@ class Results:
         if settings.is_file():
             before = json_object(settings.read_text(), str(settings))
             if before != identity:
-                changed = next(name for name in {**before, **identity} if before.get(name) != identity.get(name))
-                raise UserError(f"out is {folder}; expected another folder: its results are of another {changed}")
+                changed = next(
+                    name
+                    for name in {**before, **identity}
+                    if before.get(name) != identity.get(name)
+                )
+                raise UserError(
+                    f"out is {folder}; expected another folder: its results are of another {changed}"
+                )
         write_atomically(settings, lambda path: path.write_text(json.dumps(identity, indent=1)))
         names = [val_set.name for val_set in sets]
         rows = [row for row in read_jsonl(self._responses) if row["set"] in names]
@@ -75,4 +90,7 @@ class Results:
         for name, estimates in evaluation.by_set():
             sets[name] = {key: asdict(estimate) for key, estimate in estimates.items()}
         content = {"sets": sets, "metrics": evaluation.metrics()}
-        write_atomically(self.folder / "results.json", lambda path: path.write_text(json.dumps(content, indent=1)))
+        write_atomically(
+            self.folder / "results.json",
+            lambda path: path.write_text(json.dumps(content, indent=1)),
+        )

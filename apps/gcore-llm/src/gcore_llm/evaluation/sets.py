@@ -44,7 +44,9 @@ class PublishedSet:
 
 
 def _choices(row: Row) -> str:
-    options = "\n".join(f"{chr(code)}. {option}" for code, option in enumerate(row["options"], ord("A")))
+    options = "\n".join(
+        f"{chr(code)}. {option}" for code, option in enumerate(row["options"], ord("A"))
+    )
     ending = 'Reason step by step, and end with a line "Answer: X", where X is the letter of the right choice.'
     return f"{row['question']}\n\n{options}\n\n{ending}"
 
@@ -150,4 +152,6 @@ def val_sources(entries: Sequence[str], *, setting: str) -> list[ValSource]:
 
 def with_sources(entries: Sequence[str]) -> tuple[str, ...]:
     """Return entries of `data.val_files` with the sources of published sets written out, so that they can be pinned."""
-    return tuple(f"{entry}={PUBLISHED[entry].source}" if entry in PUBLISHED else entry for entry in entries)
+    return tuple(
+        f"{entry}={PUBLISHED[entry].source}" if entry in PUBLISHED else entry for entry in entries
+    )

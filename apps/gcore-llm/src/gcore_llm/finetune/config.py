@@ -25,7 +25,13 @@ from gcore_runs import (
     optimizer_settings,
 )
 from gcore_runs.settings.run_config import BaseRunConfig
-from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
+from gcore_trainer import (
+    DPOConfig,
+    LRSchedulerType,
+    OptimizerConfig,
+    OptimizerName,
+    RewardModelConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +72,16 @@ class OptimConfig(Checked, section="optim"):
 
     def build(self, *, total_training_steps: int) -> OptimizerConfig:
         """Return the trainer's settings for a run of this many steps."""
-        warmup_steps = self.lr_warmup_steps or round(self.lr_warmup_steps_ratio * total_training_steps)
+        warmup_steps = self.lr_warmup_steps or round(
+            self.lr_warmup_steps_ratio * total_training_steps
+        )
         values = dict(vars(self))
         del values["lr_warmup_steps_ratio"]
         values["lr_warmup_steps"] = warmup_steps
         # A warm-up longer than the run is cut short by its end.
-        return OptimizerConfig(**values, total_training_steps=max(total_training_steps, warmup_steps + 1))
+        return OptimizerConfig(
+            **values, total_training_steps=max(total_training_steps, warmup_steps + 1)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +150,9 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
         super().__post_init__()
         self.task.check_only_source(self.data.train_files, of="rows")
         is_plain = self.trainer.backend == "torch" or self.optim.name == "adamw"
-        self.require("optim.name", is_plain, f"'adamw' with trainer.backend {self.trainer.backend!r}")
+        self.require(
+            "optim.name", is_plain, f"'adamw' with trainer.backend {self.trainer.backend!r}"
+        )
         longest = self.data.max_length
         product = "data.max_length"
         if self.rows_are_pairs:
@@ -168,7 +180,8 @@ class PairsConfig(FineTuneConfig):
     read_with: ClassVar[tuple[ReadWith, ...]] = (
         *FineTuneConfig.read_with,
         ReadWith(
-            settings=("warmup_steps",), chosen_by={"model": Bound(lambda model: not model, "'' (the embedded one)")}
+            settings=("warmup_steps",),
+            chosen_by={"model": Bound(lambda model: not model, "'' (the embedded one)")},
         ),
     )
     rows_are_pairs: ClassVar[bool] = True
@@ -187,7 +200,11 @@ class RewardModelRunConfig(PairsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         backend = self.trainer.backend
-        self.require("lora_rank", backend == "torch" or not self.lora_rank, f"0 with trainer.backend {backend!r}")
+        self.require(
+            "lora_rank",
+            backend == "torch" or not self.lora_rank,
+            f"0 with trainer.backend {backend!r}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +213,9 @@ class DPORunConfig(PairsConfig):
 
     read_with: ClassVar[tuple[ReadWith, ...]] = (
         *PairsConfig.read_with,
-        ReadWith(settings=("loss.label_smoothing",), chosen_by={"loss.loss_type": one_of("sigmoid")}),
+        ReadWith(
+            settings=("loss.label_smoothing",), chosen_by={"loss.loss_type": one_of("sigmoid")}
+        ),
     )
     command: Annotated[Literal["dpo"], tyro.conf.Suppress] = "dpo"
     name: str = "dpo"

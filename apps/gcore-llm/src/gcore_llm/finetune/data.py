@@ -37,7 +37,9 @@ class ExampleSets:
     """Lines about rows that were left out, and about what is not learned of others."""
 
 
-def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
+def load_examples(
+    config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None
+) -> ExampleSets:
     """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's own of both."""
     data = config.data
     num_too_long = 0
@@ -47,7 +49,11 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
         nonlocal num_too_long, num_equal
         encoded: list[tuple[Tokens, ...]] = []
         for row, where in part:
-            sides = pair_tokens(encoder, row, where) if config.rows_are_pairs else (sft_tokens(encoder, row, where),)
+            sides = (
+                pair_tokens(encoder, row, where)
+                if config.rows_are_pairs
+                else (sft_tokens(encoder, row, where),)
+            )
             if max(side.ids.size for side in sides) > data.max_length:
                 num_too_long += 1
             elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
@@ -86,7 +92,9 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
 
 def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
     """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs."""
-    require_worked_examples(config.task.name, instead="or rows of your own: --data.train-files FILE")
+    require_worked_examples(
+        config.task.name, instead="or rows of your own: --data.train-files FILE"
+    )
     rng = np.random.default_rng(config.seed)
 
     def row(problem: Problem) -> Row:
@@ -159,7 +167,9 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
     def encode(key: str) -> Tokens:
         if num_shared:
             num_given = min(num_shared, len(chosen) - 1, len(rejected) - 1)
-            return encoder.conversation(columns[key], f"{where}, {key}", num_given=num_given, tools=tools)
+            return encoder.conversation(
+                columns[key], f"{where}, {key}", num_given=num_given, tools=tools
+            )
         if "prompt" not in columns:
             return encoder.text(_text(columns, key, where), f"{where}, {key}")
         return _encode_answer(encoder, columns, key, where, tools)
@@ -198,14 +208,18 @@ def _tools(row: Mapping[str, Any], where: str) -> Tools:
         except ValueError:
             tools = None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: tools is {value!r:.80}; expected a list of JSON schemas, or a JSON text of one")
+        raise UserError(
+            f"{where}: tools is {value!r:.80}; expected a list of JSON schemas, or a JSON text of one"
+        )
     try:
         return drop_none(tools, "tools")
     except RequestError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def _encode_answer(encoder: Encoder, row: Mapping[str, Any], key: str, where: str, tools: Tools) -> Tokens:
+def _encode_answer(
+    encoder: Encoder, row: Mapping[str, Any], key: str, where: str, tools: Tools
+) -> Tokens:
     """Encode the prompt with the answer in column ``key``, which is learned."""
     prompt = row["prompt"]
     answer = row[key]
@@ -227,13 +241,17 @@ def _encode_answer(encoder: Encoder, row: Mapping[str, Any], key: str, where: st
 def _messages(row: Mapping[str, Any], key: str, where: str) -> Messages:
     if not are_messages(row[key]):
         text = "" if key == "messages" else "text, or "
-        raise UserError(f"{where}: {key} is {row[key]!r:.80}; expected {text}a list of messages with role and content")
+        raise UserError(
+            f"{where}: {key} is {row[key]!r:.80}; expected {text}a list of messages with role and content"
+        )
     return row[key]
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(row[key], str):
-        accepted = "text" if key == "text" else "text after a prompt, or conversations with the same start"
+        accepted = (
+            "text" if key == "text" else "text after a prompt, or conversations with the same start"
+        )
         raise UserError(f"{where}: {key} is {row[key]!r:.80}; expected {accepted}")
     return row[key]
 
@@ -274,7 +292,11 @@ def _num_equal(sides: tuple[Tokens, ...]) -> int:
 
 
 def in_micro_batches(
-    examples: Sequence[Example], *, workload: TransformerWorkload, max_tokens: int, num_multiple: int = 1
+    examples: Sequence[Example],
+    *,
+    workload: TransformerWorkload,
+    max_tokens: int,
+    num_multiple: int = 1,
 ) -> list[MicroBatch]:
     """Divide whole examples into micro-batches of at most ``max_tokens`` computed tokens and about equal work.
 

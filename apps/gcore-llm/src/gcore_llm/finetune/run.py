@@ -73,7 +73,9 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     from gcore_runs import build_tokenizer, check_model, eos_token_ids
 
     if not config.task.name and not config.data.train_files:
-        raise UserError("data.train_files is not set; expected one or more files, or data sets on the Hub, with model")
+        raise UserError(
+            "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
+        )
     if not config.model and not config.task.name:
         raise UserError(
             "model is not set; expected a Hugging Face folder, or a model's name on its Hub, with data.train_files"
@@ -126,7 +128,9 @@ def _padding_token(tokenizer: Any, model: Path) -> str:
 class _Loop:
     """The steps of one run, with its model, checkpoints and evaluations."""
 
-    def __init__(self, config: FineTuneConfig, sets: ExampleSets, supervisor: Supervisor, tokenizer: Any) -> None:
+    def __init__(
+        self, config: FineTuneConfig, sets: ExampleSets, supervisor: Supervisor, tokenizer: Any
+    ) -> None:
         self._config = config
         self._sets = sets
         self._supervisor = supervisor
@@ -135,7 +139,9 @@ class _Loop:
         self._run_async = supervisor.run_async
         self._objective = objective_of(config)
         num_rows = math.ceil(config.trainer.total_epochs * len(sets.train))
-        self._total = config.trainer.total_training_steps or math.ceil(num_rows / config.data.train_batch_size)
+        self._total = config.trainer.total_training_steps or math.ceil(
+            num_rows / config.data.train_batch_size
+        )
         self._stop = Stop()
         self._held_out = "-"
 
@@ -153,7 +159,9 @@ class _Loop:
         self._workload = workload_of(model)
         trainer = replace(config.trainer, total_training_steps=self._total)
         config_with_length = replace(config, trainer=trainer)
-        self._learner = start_ranks(FineTuneWorker, config_with_length, trainer, model, run.checkpoints)
+        self._learner = start_ranks(
+            FineTuneWorker, config_with_length, trainer, model, run.checkpoints
+        )
         try:
             with self._stop.catch_interrupts():
                 sets = self._sets
@@ -161,7 +169,9 @@ class _Loop:
                     sets = self._add_reference(is_resumed=is_resumed)
                 self._val = self._micro_batches(sets.val)
                 train = self._mix(sets.train)
-                self._loader: PromptLoader[Example] = PromptLoader(train, seed=config.data.shuffle_seed)
+                self._loader: PromptLoader[Example] = PromptLoader(
+                    train, seed=config.data.shuffle_seed
+                )
                 if is_resumed:
                     self._loader.load_state(self._learner.load()["loader"])
                 with self._supervisor.metrics_writer(last_step=first_step) as writer:
@@ -224,16 +234,22 @@ class _Loop:
                     "data of a run cannot change; --resume never starts a new run"
                 )
         parts = iter(np.split(log_probs, np.cumsum(sizes)[:-1]))
-        examples = [[replace(s, ref_log_probs=next(parts)) for s in example] for example in examples]
+        examples = [
+            [replace(s, ref_log_probs=next(parts)) for s in example] for example in examples
+        ]
         num_train = len(self._sets.train)
         return replace(self._sets, train=examples[:num_train], val=examples[num_train:])
 
-    def _score(self, micro_batches: Sequence[MicroBatch]) -> Generator[tuple[MicroBatch, list[Any]]]:
+    def _score(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> Generator[tuple[MicroBatch, list[Any]]]:
         """Yield micro-batches and the scores [R] of their samples, by the present model."""
         count = self._learner.num_replicas
         for first in range(0, len(micro_batches), count):
             batches = micro_batches[first : first + count]
-            yield from zip(batches, self._run_async(self._learner.score("actor", batches)), strict=True)
+            yield from zip(
+                batches, self._run_async(self._learner.score("actor", batches)), strict=True
+            )
             self._stop.check()
 
     def _steps(self, first_step: int, writer: MetricsWriter) -> None:
@@ -253,7 +269,9 @@ class _Loop:
                 self._stop.check()
                 start_s = time.perf_counter()
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
-                metrics = self._run_async(self._learner.train_step("actor", self._micro_batches(batch)))
+                metrics = self._run_async(
+                    self._learner.train_step("actor", self._micro_batches(batch))
+                )
                 step += 1
                 num_tokens = sum(map(_num_tokens, chain(*batch)))
                 step_s = time.perf_counter() - start_s

@@ -98,7 +98,9 @@ class Encoder:
         ids, ends = self._encode(prompt + completion, add_special_tokens=adds)
         return self._add_ends(ids, ends > len(prompt))
 
-    def conversation(self, messages: Messages, where: str, *, num_given: int = 0, tools: Tools = ()) -> Tokens:
+    def conversation(
+        self, messages: Messages, where: str, *, num_given: int = 0, tools: Tools = ()
+    ) -> Tokens:
         """Encode messages, of which the assistant's after the first ``num_given`` are learned.
 
         The template announces the ``tools``. After each turn the token that ends a response is learned, too, be it the
@@ -109,7 +111,9 @@ class Encoder:
         the first token that ends a response, as in generation, or to the end of the message.
         """
         if self._tokenizer.chat_template is None:
-            raise UserError(f"{where} holds chat messages: the model's tokenizer has no chat template to render them")
+            raise UserError(
+                f"{where} holds chat messages: the model's tokenizer has no chat template to render them"
+            )
         template = self._tokenizer.chat_template
         if tools and "tools" not in str(template):
             raise UserError(
@@ -123,11 +127,15 @@ class Encoder:
         else:
             ids, mask = self._encode_by_prefixes(messages, turns, where, tools)
         if not mask.any():
-            raise UserError(f"{where} has no token of the assistant to learn from, as the chat template renders it")
+            raise UserError(
+                f"{where} has no token of the assistant to learn from, as the chat template renders it"
+            )
         self._count_left_out_thoughts(messages, turns, where, tools)
         return self._add_ends(ids, mask)
 
-    def _count_left_out_thoughts(self, messages: Messages, turns: Sequence[int], where: str, tools: Tools) -> None:
+    def _count_left_out_thoughts(
+        self, messages: Messages, turns: Sequence[int], where: str, tools: Tools
+    ) -> None:
         thoughts = list(chain.from_iterable(_find_thoughts(messages[i]) for i in turns))
         if thoughts:
             text: str = self._apply(messages, where, tools, tokenize=False)
@@ -150,7 +158,9 @@ class Encoder:
         text: str = self._apply(messages, where, tools, tokenize=False)
         starts: list[int] = []
         for i in turns:
-            opening: str = self._apply(messages[:i], where, tools, tokenize=False, add_generation_prompt=True)
+            opening: str = self._apply(
+                messages[:i], where, tools, tokenize=False, add_generation_prompt=True
+            )
             if not text.startswith(opening):
                 raise _unstable(where, i)
             starts.append(len(opening))
@@ -179,9 +189,13 @@ class Encoder:
         except RequestError as error:
             raise UserError(f"{where}: {error}") from None
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _encode(
+        self, text: str, *, add_special_tokens: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return token ids, and the end of each in the text; 0 for tokens that are not in the text."""
-        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        encoded = self._tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+        )
         offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], np.int64), offsets[:, 1]
 
@@ -206,7 +220,9 @@ class Encoder:
 def _find_thoughts(message: Mapping[str, Any]) -> list[str]:
     """Return the reasoning of a turn, in its content or in a field of its own."""
     thoughts: list[str] = _THOUGHT.findall(message["content"])
-    thoughts += [message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message]
+    thoughts += [
+        message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message
+    ]
     return list(filter(None, map(str.strip, thoughts)))
 
 

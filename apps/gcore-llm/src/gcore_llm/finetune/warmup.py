@@ -45,7 +45,9 @@ async def make_warm_model(
     samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     initial = _initial_model(run, config.seed)
     eos = eos_token_ids(tokenizer, initial)
-    policy = await start_policy(config, initial, eos_token_ids=eos, instrumentation=Instrumentation(logs=run.logs))
+    policy = await start_policy(
+        config, initial, eos_token_ids=eos, instrumentation=Instrumentation(logs=run.logs)
+    )
     roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
     held_out = [ValSet(prompts=prompts.val, sampling=sampling_params(config), n=1)]
 
@@ -58,10 +60,15 @@ async def make_warm_model(
         display.show_progress(step, cells, unit="warm-up")
         return accuracy >= warmup.target_accuracy
 
-    options: dict[str, Any] = {"temperature": config.rollout.temperature, "max_length": config.data.max_length}
+    options: dict[str, Any] = {
+        "temperature": config.rollout.temperature,
+        "max_length": config.data.max_length,
+    }
     try:
         trainer = _trainer(initial, warmup.lr, warmup_steps=50, device=config.device, **options)
-        await _train(trainer, samples, warmup, run, tokenizer, display, seed=config.seed, check=check)
+        await _train(
+            trainer, samples, warmup, run, tokenizer, display, seed=config.seed, check=check
+        )
     finally:
         await policy.close()
 
@@ -75,7 +82,10 @@ async def make_model(
         write_atomically(run.model, lambda path: make_tiny_model(path, seed=config.seed))
         return
     warmup = WarmupConfig(max_steps=steps, batch_size=64)
-    samples = [_worked_sample(tokenizer, tokenizer(row["prompt"])["input_ids"], row["chosen"]) for row, _ in rows]
+    samples = [
+        _worked_sample(tokenizer, tokenizer(row["prompt"])["input_ids"], row["chosen"])
+        for row, _ in rows
+    ]
 
     async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:
         del trainer
@@ -83,7 +93,9 @@ async def make_model(
         append_json(run.warmup, {"step": step, "sft/loss": loss})
         return False
 
-    trainer = _trainer(_initial_model(run, config.seed), warmup.lr, warmup_steps=20, device=config.device)
+    trainer = _trainer(
+        _initial_model(run, config.seed), warmup.lr, warmup_steps=20, device=config.device
+    )
     await _train(trainer, samples, warmup, run, tokenizer, display, seed=config.seed, check=check)
 
 

@@ -35,7 +35,9 @@ class FineTuneWorker(BaseTrainerWorker[MicroBatch]):
         self._scores = objective_of(config).scores
         self.trainers = {"actor": _build(config, model)}
 
-    def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
+    def score(
+        self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool
+    ) -> list[list[Any]]:
         """Return log-probabilities or values, [R] of each sample."""
         del with_routing
         trainer = self.trainers[role]
@@ -75,4 +77,6 @@ def _build(config: FineTuneConfig, model: Path) -> "gcore_trainer.Trainer":
         max_length=config.data.max_length,
         lora=config.lora,
     )
-    return gcore_trainer.TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
+    return gcore_trainer.TorchTrainer(
+        packed, optimizer=optimizer, objective=objective, parallel=parallel
+    )

@@ -10,7 +10,13 @@ from typing import cast
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job, slowest_judge
-from gcore_llm.learning.device_plan import check_fits, list_sizes, plan_memory, shape_of, training_layout
+from gcore_llm.learning.device_plan import (
+    check_fits,
+    list_sizes,
+    plan_memory,
+    shape_of,
+    training_layout,
+)
 from gcore_placement import (
     STRATEGIES,
     Cluster,
@@ -67,7 +73,9 @@ class ClusterPlan:
     @property
     def tightest(self) -> DevicePlan:
         """The plan of the GPU whose memory is fullest."""
-        return max(self.memory.values(), key=lambda plan: max(plan.peaks.values()) / plan.usable_bytes)
+        return max(
+            self.memory.values(), key=lambda plan: max(plan.peaks.values()) / plan.usable_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +87,9 @@ class ClusterSize:
     gpus_per_node: int = _GPUS_PER_NODE
 
 
-def plan_cluster(config: TrainConfig, model: Path, device: Device, size: ClusterSize = ClusterSize()) -> ClusterPlan:
+def plan_cluster(
+    config: TrainConfig, model: Path, device: Device, size: ClusterSize = ClusterSize()
+) -> ClusterPlan:
     """Plan a run on a cluster of these devices; `UserError` where its processes have no place."""
     config = replace(config, device="cuda")
     sizes = _role_sizes(config, model)
@@ -122,7 +132,9 @@ def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
     )
 
 
-def _map_devices(config: TrainConfig, sizes: RoleSizes, device: Device, size: ClusterSize) -> tuple[Cluster, DeviceMap]:
+def _map_devices(
+    config: TrainConfig, sizes: RoleSizes, device: Device, size: ClusterSize
+) -> tuple[Cluster, DeviceMap]:
     """Return the cluster of this size, or the smallest one of whole nodes that has enough devices, and the map."""
     per_node = size.gpus_per_node
     engines = sizes.num_engines * sizes.devices_per_engine
@@ -177,7 +189,9 @@ def _predict_step(
         _, read, written = job.engine_role("reward")
         judge_tokens = [plan.judge_kv_tokens for plan in plans]
         count = config.sizes.judges[slowest.role]
-        judge = engines(count, sizes.devices_per_judge, judge_tokens, read.longest + written.longest)
+        judge = engines(
+            count, sizes.devices_per_judge, judge_tokens, read.longest + written.longest
+        )
     policy_tokens = [plan.kv_tokens for plan in plans]
     num_engines = sizes.num_engines + sizes.num_lent
     policy = engines(num_engines, sizes.devices_per_engine, policy_tokens, job.longest_sequence)
@@ -193,7 +207,9 @@ def _predict_step(
     )
 
 
-def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device, size: ClusterSize) -> None:
+def dry_run_cluster(
+    name: str, config: TrainConfig, model: Path, device: Device, size: ClusterSize
+) -> None:
     """Print the map, the memory and the predicted step of a run on a cluster.
 
     ``name`` is the model's for users, ``model`` a folder with its shape.
@@ -210,10 +226,14 @@ def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device,
         print("fits", flush=True)
     else:
         print("does not fit", flush=True)
-        check_fits(name, model, plan.tightest, device, list(_find_larger(config, model, device, size)))
+        check_fits(
+            name, model, plan.tightest, device, list(_find_larger(config, model, device, size))
+        )
 
 
-def _find_larger(config: TrainConfig, model: Path, device: Device, size: ClusterSize) -> Iterator[str]:
+def _find_larger(
+    config: TrainConfig, model: Path, device: Device, size: ClusterSize
+) -> Iterator[str]:
     """Yield settings of more devices under which a run fits, the smallest of each kind."""
     rollout = config.rollout
     trainer = config.trainer
@@ -238,7 +258,9 @@ def _find_larger(config: TrainConfig, model: Path, device: Device, size: Cluster
             break
 
 
-def _peak_bytes(config: TrainConfig, model: Path, device: Device, size: ClusterSize) -> float | None:
+def _peak_bytes(
+    config: TrainConfig, model: Path, device: Device, size: ClusterSize
+) -> float | None:
     """Return the bytes of the fullest GPU at its peak; None where a run does not fit."""
     try:
         tightest = plan_cluster(config, model, device, size).tightest
@@ -260,16 +282,22 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
         for gpu in range(cluster.devices_per_node):
             on = device_map.on(Slot(node, gpu))
             cells = [str(on.get(role, "")) for role in names]
-            rows.append([str(node), str(gpu), *cells, _describe_rank(device_map, on.get("training rank"))])
+            rows.append(
+                [str(node), str(gpu), *cells, _describe_rank(device_map, on.get("training rank"))]
+            )
         sections.append(rows)
     columns = ["node", "GPU", *names, "place of the rank"]
     noun = "nodes" if len(sections) > 1 else "node"
     print(f"{len(sections)} {noun} of {cluster.devices_per_node} {device.name}: {sizes.training}")
     print_table("", columns, sections)
     if sizes.ranks_in_turns:
-        print("ranks and engines take turns on their GPUs (rollout.colocated): while one works, the other is asleep")
+        print(
+            "ranks and engines take turns on their GPUs (rollout.colocated): while one works, the other is asleep"
+        )
     elif sizes.lends_ranks:
-        print("ranks lend their GPUs to engines (placement.lend_ranks): while one works, the other is asleep")
+        print(
+            "ranks lend their GPUs to engines (placement.lend_ranks): while one works, the other is asleep"
+        )
     else:
         print("ranks and engines have GPUs of their own (rollout.colocated false)")
     if sizes.judges_in_turns:
@@ -295,7 +323,8 @@ def _print_memory(plan: ClusterPlan, device: Device) -> None:
     counts = _slots_by_roles(plan.device_map)
     for roles, memory in plan.memory.items():
         sections = [
-            [[role, f"{sum(items.values()) / _GB:.1f}", list_sizes(items)]] for role, items in memory.roles.items()
+            [[role, f"{sum(items.values()) / _GB:.1f}", list_sizes(items)]]
+            for role, items in memory.roles.items()
         ]
         print(f"{len(counts[roles])} GPUs with {' + '.join(roles)}, in GB")
         print_table("", ["role", "GB", "of which"], sections)
@@ -304,7 +333,9 @@ def _print_memory(plan: ClusterPlan, device: Device) -> None:
         print(f"peak of each stage: {peaks}; {usable}")
         if memory.kv_tokens:
             number = memory.kv_tokens // memory.longest_sequence
-            print(f"keys and values of {memory.kv_tokens:,} tokens: {number:,} of the longest sequences")
+            print(
+                f"keys and values of {memory.kv_tokens:,} tokens: {number:,} of the longest sequences"
+            )
         print(f"in the host's memory, for each such GPU: {memory.host_bytes / _GB:.1f}")
 
 

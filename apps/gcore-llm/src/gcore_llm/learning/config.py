@@ -73,7 +73,11 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
     def __post_init__(self) -> None:
         super().__post_init__()
         keeps = self.optim.name != "muon" or self.offload == "none"
-        self.require("offload", keeps, "'none' with actor.optim.name 'muon', whose updates take too long on a CPU")
+        self.require(
+            "offload",
+            keeps,
+            "'none' with actor.optim.name 'muon', whose updates take too long on a CPU",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,11 @@ class DistillationConfig(Checked, section="distillation"):
         super().__post_init__()
         for name in ("weights", "sources"):
             count = len(getattr(self, name))
-            self.require(name, count in (0, len(self.teachers)), f"none, or {len(self.teachers)}, one for each teacher")
+            self.require(
+                name,
+                count in (0, len(self.teachers)),
+                f"none, or {len(self.teachers)}, one for each teacher",
+            )
 
     def check_with(self, adv_estimator: str, filter_groups: bool, *, is_simulated: bool) -> None:
         """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
@@ -129,7 +137,9 @@ class DistillationConfig(Checked, section="distillation"):
         sources = self.sources or [ANY_SOURCE] * len(self.teachers)
         weights = self.weights or [1.0] * len(self.teachers)
         teachers = zip(self.roles, weights, sources, strict=True)
-        role_weights = {role: weight for role, weight, taught in teachers if taught in (ANY_SOURCE, source)}
+        role_weights = {
+            role: weight for role, weight, taught in teachers if taught in (ANY_SOURCE, source)
+        }
         total = sum(role_weights.values())
         return {role: weight / total for role, weight in role_weights.items()}
 
@@ -152,7 +162,9 @@ class CriticConfig(Checked, section="critic"):
     @property
     def loss(self) -> ValueLossConfig:
         """The loss of the values."""
-        return ValueLossConfig(cliprange_value=self.cliprange_value, loss_agg_mode=self.loss_agg_mode)
+        return ValueLossConfig(
+            cliprange_value=self.cliprange_value, loss_agg_mode=self.loss_agg_mode
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,5 +185,9 @@ class WarmupConfig(Checked, section="warmup"):
 
 def drop_other_export(export: Path, settings: AdapterConfig) -> None:
     """Remove a run's export if it is of the other form, so that it is made again."""
-    if export.is_dir() and settings.lora_rank and (export / _ADAPTER_FILE).is_file() != settings.exports_adapters:
+    if (
+        export.is_dir()
+        and settings.lora_rank
+        and (export / _ADAPTER_FILE).is_file() != settings.exports_adapters
+    ):
         shutil.rmtree(export)

@@ -16,7 +16,12 @@ def training_gpus(config: TrainConfig, count: int) -> set[int]:
 
 
 def engine_gpus(
-    count: int, num_engines: int, training: Collection[int], *, takes_turns: bool = False, first: int = 0
+    count: int,
+    num_engines: int,
+    training: Collection[int],
+    *,
+    takes_turns: bool = False,
+    first: int = 0,
 ) -> list[int]:
     """Return the number of the GPU of each of ``num_engines`` processes, of ``count``; see `engine_order`.
 

@@ -36,7 +36,11 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
 _AWAKE_IN_SYNC = ("weights", "gradients", "optimizer")
 """Items that are on the GPU while weights pass to the engine."""
-_MOMENTS: Mapping[str, Literal["float32", "8bit", "muon"]] = {"adamw": "float32", "adamw_8bit": "8bit", "muon": "muon"}
+_MOMENTS: Mapping[str, Literal["float32", "8bit", "muon"]] = {
+    "adamw": "float32",
+    "adamw_8bit": "8bit",
+    "muon": "muon",
+}
 _PARTS = 8
 """Gradient checkpointing that is auto is tried for so many parts of the layers."""
 
@@ -63,7 +67,9 @@ def plan_memory(
             num_parameters = count_parameters(Path(reward_model.path))
             further_roles["reward model"] = float(job.compute_bytes * num_parameters)
     else:
-        judge_takes_turns = config.judge[1] is not None and STRATEGIES[config.strategy].is_time_shared
+        judge_takes_turns = (
+            config.judge[1] is not None and STRATEGIES[config.strategy].is_time_shared
+        )
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
@@ -102,7 +108,9 @@ def _copied_weights(config: TrainConfig) -> Literal["none", "merged", "all"]:
     return "none"
 
 
-def choose_checkpointing(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
+def choose_checkpointing(
+    config: TrainConfig, model: Path, device: Device
+) -> tuple[TrainConfig, DevicePlan]:
     """Plan a run. Gradient checkpointing that is auto computes as few layers again as the memory allows.
 
     What is kept instead is no reason for trainer and engine to take turns, nor for fewer keys and values.
@@ -121,7 +129,9 @@ def choose_checkpointing(config: TrainConfig, model: Path, device: Device) -> tu
             share = 1.0
         elif count == num_layers:
             share = actor.checkpointed_layers
-        new_actor = replace(actor, enable_gradient_checkpointing=count > 0, checkpointed_layers=share)
+        new_actor = replace(
+            actor, enable_gradient_checkpointing=count > 0, checkpointed_layers=share
+        )
         new_config = replace(config, actor=new_actor)
         return new_config, plan_memory(new_config, model, device)
 
@@ -130,7 +140,11 @@ def choose_checkpointing(config: TrainConfig, model: Path, device: Device) -> tu
         return config, plan_memory(config, model, device)
     for count in sorted(counts):
         new_config, plan = plan_layers(count)
-        if plan.fits and plan.takes_turns == full_plan.takes_turns and plan.kv_tokens >= full_plan.kv_tokens:
+        if (
+            plan.fits
+            and plan.takes_turns == full_plan.takes_turns
+            and plan.kv_tokens >= full_plan.kv_tokens
+        ):
             return new_config, plan
     return full_config, full_plan
 
@@ -155,10 +169,16 @@ def plan_run(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
-    if "gpu_memory_utilization" in rollout.kind.own_options and rollout.gpu_memory_utilization is None:
+    if (
+        "gpu_memory_utilization" in rollout.kind.own_options
+        and rollout.gpu_memory_utilization is None
+    ):
         rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
     if "kv_cache_bytes" in rollout.kind.engine_options:
-        rollout = replace(rollout, engine_options={"kv_cache_bytes": plan.kv_cache_bytes, **rollout.engine_options})
+        rollout = replace(
+            rollout,
+            engine_options={"kv_cache_bytes": plan.kv_cache_bytes, **rollout.engine_options},
+        )
     return replace(config, rollout=rollout)
 
 
@@ -166,7 +186,11 @@ def _shares_gpu(config: TrainConfig) -> bool:
     """Return whether an engine of the policy is on a GPU of the trainer."""
     import torch
 
-    if config.runtime != "inline" or config.rollout.is_on_servers or not config.device.startswith("cuda"):
+    if (
+        config.runtime != "inline"
+        or config.rollout.is_on_servers
+        or not config.device.startswith("cuda")
+    ):
         return False
     if config.lends_ranks:
         return True
@@ -177,7 +201,9 @@ def _shares_gpu(config: TrainConfig) -> bool:
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
 
 
-def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger: Sequence[str] = ()) -> None:
+def check_fits(
+    name: str, model: Path, plan: DevicePlan, device: Device, larger: Sequence[str] = ()
+) -> None:
     """Raise `UserError` with the numbers, and what would fit, if a plan does not fit.
 
     ``larger`` are settings of more devices under which it would.
@@ -185,7 +211,9 @@ def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger:
     if plan.fits:
         return
     stage = plan.fullest
-    shares = "; ".join(f"{role}: {list_sizes(items)}" for role, items in _items_at(plan, stage).items())
+    shares = "; ".join(
+        f"{role}: {list_sizes(items)}" for role, items in _items_at(plan, stage).items()
+    )
     settings = {
         "turns": "rollout.colocated auto with trainer.schedule sync",
         "gradient checkpointing": "actor.enable_gradient_checkpointing true",
@@ -266,19 +294,25 @@ def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: floa
         host["engines"] = plan.host["engines"] * max(1, config.rollout.num_processes)
     if ranks > 1:
         # All ranks write them to one memory, from which engines copy.
-        host["new weights"] = plan.roles["policy engine"]["weights"] * config.rollout.tensor_parallel_size
+        host["new weights"] = (
+            plan.roles["policy engine"]["weights"] * config.rollout.tensor_parallel_size
+        )
     needed = sum(host.values())
     if needed <= available_bytes:
         return
     less = {
-        "optimizer states": "actor.offload none" if config.actor.offload != "none" else "rollout.colocated false",
+        "optimizer states": "actor.offload none"
+        if config.actor.offload != "none"
+        else "rollout.colocated false",
         "models": "rollout.colocated false" if plan.takes_turns else "actor.offload optimizer",
         "engines": "rollout.colocated false",
         "activations": "actor.activation_offload false",
         "checkpoint": "actor.lora_rank 16" if not config.actor.lora_rank else "",
         "new weights": "",
     }
-    advice = " or ".join(dict.fromkeys(less[item] for item, size in host.items() if size and less[item]))
+    advice = " or ".join(
+        dict.fromkeys(less[item] for item, size in host.items() if size and less[item])
+    )
     raise UserError(
         f"the run needs {needed / _GB:.1f} GB of the host's memory; expected at most {available_bytes / _GB:.1f} GB, "
         f"which are available (GB: {list_sizes(host)}); less is needed with {advice or 'a smaller model'}"

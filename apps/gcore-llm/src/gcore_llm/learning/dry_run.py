@@ -50,7 +50,9 @@ def dry_run(options: TrainArgs) -> None:
     model = Path(config.model)
     device = _choose_device(options)
     if str(model) != str(Path(name)):
-        print(f"there is no folder {name!r}: planned by the config.json of a model of this name that gcore-llm brings")
+        print(
+            f"there is no folder {name!r}: planned by the config.json of a model of this name that gcore-llm brings"
+        )
     if config.dtype == "auto":
         # As the run will have it on that GPU, whatever this machine has.
         config = replace(config, dtype="bfloat16")
@@ -86,8 +88,15 @@ def _print_tables(name: str, config: TrainConfig, plan: DevicePlan, device: Devi
         rows = rows or [["", "", "no more than the trainer, in its place", "0"]]
         rows[0][:2] = [role, where.get(role, trained)]
         sections.append(rows)
-    print_table(f"{name} in {config.dtype} on {device.name}", ["role", "where", "item", "bytes"], sections)
-    turns = {"generate": "engines", "prepare": "trainer", "train": "trainer", "sync": "trainer and engine's weights"}
+    print_table(
+        f"{name} in {config.dtype} on {device.name}", ["role", "where", "item", "bytes"], sections
+    )
+    turns = {
+        "generate": "engines",
+        "prepare": "trainer",
+        "train": "trainer",
+        "sync": "trainer and engine's weights",
+    }
     peaks: list[list[str]] = []
     for stage, size in plan.peaks.items():
         residents = turns[stage] if plan.takes_turns else "trainer and engines"
@@ -114,7 +123,9 @@ def _with_shapes(config: TrainConfig) -> TrainConfig:
         if count_parameters(folder):
             check_model(folder, setting=setting, may_be_quantized=setting != "model")
         elif not (folder / "config.json").is_file():
-            raise UserError(f"{setting} is {path!r}; expected a Hugging Face folder with config.json")
+            raise UserError(
+                f"{setting} is {path!r}; expected a Hugging Face folder with config.json"
+            )
         return str(folder)
 
     config = replace(config, model=find_folder("model", config.model))
@@ -131,7 +142,9 @@ def _choose_device(config: TrainArgs) -> Device:
 
     name = config.dry_run_device
     if not name:
-        return present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
+        return (
+            present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
+        )
     if name.replace(".", "", 1).isdecimal():
         return Device.of_memory(f"a GPU of {name} GB", float(name) * 1e9)
     try:

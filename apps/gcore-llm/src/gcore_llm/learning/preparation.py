@@ -50,7 +50,9 @@ def kl_controller(config: KLControlConfig) -> FixedKLController:
     """Return the controller of the weight of the KL penalty in the reward."""
     if config.type == "fixed":
         return FixedKLController(kl_coef=config.kl_coef)
-    return AdaptiveKLController(kl_coef=config.kl_coef, target_kl=config.target_kl, horizon=config.horizon)
+    return AdaptiveKLController(
+        kl_coef=config.kl_coef, target_kl=config.target_kl, horizon=config.horizon
+    )
 
 
 def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
@@ -97,7 +99,9 @@ async def prepare(
     Raises:
         BatchError: a log-probability or a value of a token that counts is not finite, or a score.
     """
-    check_finite_tokens(samples, *_READ, named=lambda g, i: f"response {i} to prompt {groups[g].prompt_index}")
+    check_finite_tokens(
+        samples, *_READ, named=lambda g, i: f"response {i} to prompt {groups[g].prompt_index}"
+    )
     rewards: list[list[NDArray[np.float64]]] = []
     for scored, group_samples in zip(groups, samples, strict=True):
         pairs = zip(scored.responses, group_samples, strict=True)
@@ -107,7 +111,9 @@ async def prepare(
         all_samples = list(chain.from_iterable(samples))
         divergence = await follow_divergence(all_samples, algorithm.kl_ctrl.kl_penalty, kl, group)
     settings = AdvantageConfig(
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, gamma=algorithm.gamma, lam=algorithm.lam
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
     )
     estimator = get_advantage_estimator(algorithm.adv_estimator)
     greedy_scores = [g.greedy_score for g in groups]
@@ -119,7 +125,11 @@ async def prepare(
 
 
 def _rewards(
-    response: Completion, sample: Sample, algorithm: AlgorithmConfig, kl_coef: float, max_response_length: int
+    response: Completion,
+    sample: Sample,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    max_response_length: int,
 ) -> NDArray[np.float64]:
     """Rewards of a response's tokens, [R]: its score on the last one that counts, and the KL penalty on all."""
     score = response.score
@@ -132,7 +142,9 @@ def _rewards(
         )
     if kl_coef and sample.mask.any():
         policy, reference = policy_and_reference(sample)
-        return kl_rewards(score, policy, reference, sample.mask, coef=kl_coef, kind=algorithm.kl_ctrl.kl_penalty)
+        return kl_rewards(
+            score, policy, reference, sample.mask, coef=kl_coef, kind=algorithm.kl_ctrl.kl_penalty
+        )
     rewards = np.zeros(sample.mask.shape, np.float64)
     last = -1
     if sample.mask.any():
@@ -152,7 +164,8 @@ def workload_of(model: Path) -> TransformerWorkload:
     active_experts: int = getattr(config, "num_experts_per_tok", None) or 1
     return TransformerWorkload(
         hidden_size=config.hidden_size,
-        intermediate_size=active_experts * (getattr(config, "moe_intermediate_size", None) or dense),
+        intermediate_size=active_experts
+        * (getattr(config, "moe_intermediate_size", None) or dense),
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -175,12 +188,21 @@ def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> fl
     """Return the simulated FLOPs of training on some samples; a prompt that several share is computed once."""
     lengths: dict[tuple[bytes, int], list[int]] = {}
     for sample in samples:
-        lengths.setdefault((sample.prompt_key, sample.prompt_ids.size), []).append(sample.response_ids.size)
-    return sum(float(workload.group_flops(prompt, np.array(sizes))) for (_, prompt), sizes in lengths.items())
+        lengths.setdefault((sample.prompt_key, sample.prompt_ids.size), []).append(
+            sample.response_ids.size
+        )
+    return sum(
+        float(workload.group_flops(prompt, np.array(sizes)))
+        for (_, prompt), sizes in lengths.items()
+    )
 
 
 def split_in_micro_batches(
-    groups: Sequence[Group], *, workload: TransformerWorkload, max_tokens: int, num_multiple: int = 1
+    groups: Sequence[Group],
+    *,
+    workload: TransformerWorkload,
+    max_tokens: int,
+    num_multiple: int = 1,
 ) -> list[list[tuple[int, int]]]:
     """Return micro-batches of (group index, response index) within ``max_tokens`` packed tokens, of about even work.
 
@@ -203,7 +225,11 @@ def split_in_micro_batches(
     if not units:
         return []
     batches = micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
-    return [list(chain.from_iterable(units[i] for i in np.sort(batch))) for batch in batches if batch.size]
+    return [
+        list(chain.from_iterable(units[i] for i in np.sort(batch)))
+        for batch in batches
+        if batch.size
+    ]
 
 
 def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDArray[np.bool_]:
@@ -219,7 +245,9 @@ def comparable(response: Completion, version: int, *, keeps_cache: bool) -> NDAr
     return is_present & (not keeps_cache or bool((is_present == written).all()))
 
 
-def choose(groups: Sequence[Group], version: int, *, keeps_cache: bool, seed: int) -> list[tuple[int, int]]:
+def choose(
+    groups: Sequence[Group], version: int, *, keeps_cache: bool, seed: int
+) -> list[tuple[int, int]]:
     """Choose responses to compare, as (group, place): about 2 % of all tokens, prompts included, and at least one."""
     candidates: list[tuple[int, int]] = []
     sizes: list[int] = []
@@ -247,7 +275,12 @@ def single_responses(groups: Sequence[Group], chosen: Sequence[tuple[int, int]])
 
 
 async def mismatch(
-    groups: Sequence[Group], log_probs: LogProbs, version: int, *, keeps_cache: bool, group: Collectives
+    groups: Sequence[Group],
+    log_probs: LogProbs,
+    version: int,
+    *,
+    keeps_cache: bool,
+    group: Collectives,
 ) -> dict[str, float]:
     """Return `gcore_trainer.rollout_mismatch` of all controllers' `comparable` tokens."""
     differences: list[NDArray[np.floating]] = []
@@ -258,7 +291,9 @@ async def mismatch(
     return await rollout_mismatch(differences, group)
 
 
-async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParams, *, seed: int) -> list[Group]:
+async def probe(
+    policy: Engine, groups: Sequence[Group], sampling: SamplingParams, *, seed: int
+) -> list[Group]:
     """Generate a short response to one of the prompts by the idle engine's present weights; return it as a group.
 
     It is needed where batches are always generated by older weights than the trainer's. Without a prompt of text alone
@@ -310,10 +345,15 @@ def samples_to_show(
     for group in filtered:
         add(group, [None] * len(group.responses))
     lowest = heapq.nsmallest(count, responses, key=itemgetter(0))
-    return [(number, _sample_to_show(group, i, sample, tokenizer)) for number, i, group, sample in lowest]
+    return [
+        (number, _sample_to_show(group, i, sample, tokenizer))
+        for number, i, group, sample in lowest
+    ]
 
 
-def _sample_to_show(group: Group, index: int, sample: Sample | None, tokenizer: Any) -> dict[str, Any]:
+def _sample_to_show(
+    group: Group, index: int, sample: Sample | None, tokenizer: Any
+) -> dict[str, Any]:
     response = group.responses[index]
     versions = response.sampled_versions
     advantage: float | None = None
@@ -364,7 +404,9 @@ def speed(flops: float, seconds: float, *, num_devices: int, device: str) -> dic
     # On Ray a controller may see no GPU.
     if torch.cuda.is_available():
         with suppress(PlacementError):
-            metrics["perf/mfu/actor"] = achieved / Device.matching(torch.cuda.get_device_name(device)).flops_per_s
+            metrics["perf/mfu/actor"] = (
+                achieved / Device.matching(torch.cuda.get_device_name(device)).flops_per_s
+            )
     return metrics
 
 

@@ -80,7 +80,9 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
     def models(self) -> dict[str, Any]:
         return {**self.trainers, **self._frozen}
 
-    def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
+    def score(
+        self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool
+    ) -> list[list[Any]]:
         """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
         self.use(role)
         if role in self._frozen:
@@ -100,7 +102,9 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         return metrics | memory(self._device)
 
 
-def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[MicroBatch]:
+def start_trainer(
+    config: TrainConfig, model: Path, checkpoints: Path
+) -> SharedTrainerGroup[MicroBatch]:
     """Load the models in training, in this process or on ranks in local processes."""
     return start_ranks(LLMTrainerWorker, config, config.trainer, model, checkpoints)
 
@@ -129,7 +133,9 @@ def join_ranks(ranks: RanksConfig, device: str) -> "gcore_trainer.TorchParallel 
     device_type = device.split(":")[0]
     parallel = ranks.parallel
     if ranks.backend == "megatron":
-        for name, value in gcore_trainer.MegatronConfig.environment(ranks.parallel, device_type).items():
+        for name, value in gcore_trainer.MegatronConfig.environment(
+            ranks.parallel, device_type
+        ).items():
             os.environ.setdefault(name, value)
         # The reference does not run on Megatron; there it is sharded over all ranks.
         parallel = gcore_trainer.ParallelConfig()
@@ -140,14 +146,18 @@ ray_trainer_spec = LLMTrainerWorker.spec
 """How the ranks are started on Ray, where they share the threads."""
 
 
-def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel | None") -> dict[str, Any]:
+def _model_options(
+    config: TrainConfig, parallel: "gcore_trainer.TorchParallel | None"
+) -> dict[str, Any]:
     import torch
 
     return {
         "device": config.device,
         "sharded": parallel is not None,
         "compute_dtype": getattr(torch, config.dtype),
-        "gradient_checkpointing": is_checkpointed(config.actor.enable_gradient_checkpointing, config.device),
+        "gradient_checkpointing": is_checkpointed(
+            config.actor.enable_gradient_checkpointing, config.device
+        ),
         "checkpointed_layers": config.actor.checkpointed_layers,
         "activation_offload": config.actor.activation_offload,
         "max_length": config.data.max_length,
@@ -173,7 +183,10 @@ def megatron_config(
 
 
 def _build(
-    config: TrainConfig, role: Literal["actor", "critic"], model: Path, parallel: "gcore_trainer.TorchParallel | None"
+    config: TrainConfig,
+    role: Literal["actor", "critic"],
+    model: Path,
+    parallel: "gcore_trainer.TorchParallel | None",
 ) -> "gcore_trainer.Trainer":
     """Make the trainer of the actor or the critic."""
     import torch
@@ -190,12 +203,16 @@ def _build(
         optimizer = config.critic_optimizer
         lora = None
         longest = config.data.max_response_length
-        objective = gcore_trainer.ValueObjective(replace(config.critic.loss, max_response_length=longest))
+        objective = gcore_trainer.ValueObjective(
+            replace(config.critic.loss, max_response_length=longest)
+        )
     temperature = config.rollout.temperature
     batch = config.data.train_batch_size
     if not optimizer.total_training_steps:
         updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
-        optimizer = replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
+        optimizer = replace(
+            optimizer, total_training_steps=config.trainer.total_training_steps * updates
+        )
     if config.trainer.backend == "megatron":
         return gcore_trainer.MegatronTrainer(
             model,
@@ -203,14 +220,18 @@ def _build(
             optimizer=optimizer,
             objective=objective,
             dtype=getattr(torch, config.dtype),
-            megatron=megatron_config(config.trainer, actor.enable_gradient_checkpointing, config.device),
+            megatron=megatron_config(
+                config.trainer, actor.enable_gradient_checkpointing, config.device
+            ),
             device=torch.device(config.device),
             temperature=temperature,
             lora=lora,
         )
     options = _model_options(config, parallel)
     if is_actor:
-        packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
+        packed = gcore_trainer.PackedModel.from_pretrained(
+            model, temperature=temperature, lora=lora, **options
+        )
     else:
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
     if actor.compile:

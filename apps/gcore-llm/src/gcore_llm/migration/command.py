@@ -79,7 +79,9 @@ def _write(conversion: Conversion, source: SourceConfig, args: FromVerlArgs) -> 
     table = toml.with_suffix(".md")
     for path in (toml, table):
         if path.exists() and not args.force:
-            raise UserError(f"out is {str(toml)!r} and {path} is there already; expected another file, or --force")
+            raise UserError(
+                f"out is {str(toml)!r} and {path} is there already; expected another file, or --force"
+            )
     lines = conversion.lines()
     toml.write_text(conversion.toml(source.origin))
     table.write_text(_markdown(lines, source))
@@ -92,7 +94,9 @@ def _write(conversion: Conversion, source: SourceConfig, args: FromVerlArgs) -> 
             print_table(f"{verdict} ({len(rows)})", ("key", "value", "here"), [rows])
     for caution in conversion.cautions:
         print(f"caution: {caution}")
-    print(f"settings: {toml}\nall keys: {table}\nnext: gcore-llm {conversion.command} --config {toml}")
+    print(
+        f"settings: {toml}\nall keys: {table}\nnext: gcore-llm {conversion.command} --config {toml}"
+    )
 
 
 def _markdown(lines: Sequence[Line], source: SourceConfig) -> str:

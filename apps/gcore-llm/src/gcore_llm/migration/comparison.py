@@ -22,9 +22,21 @@ from gcore_runs.command_line import print_table
 _EQUAL = 1e-5
 """Largest difference, relative to the largest entry, of what is called equal: ours is float32 in part."""
 _VERL_ACTOR = "actor_rollout_ref.actor."
-_TRL_LOSS = ("loss_type", "scale_rewards", "beta", "entropy_coef", "epsilon", "epsilon_high", "delta")
+_TRL_LOSS = (
+    "loss_type",
+    "scale_rewards",
+    "beta",
+    "entropy_coef",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+)
 """Options of TRL's loss that are taken from its own config."""
-_LOSS_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+_LOSS_TYPES = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +76,16 @@ def compare_with(args: Sequence[str], parse: Callable[[Sequence[str]], TrainConf
     rows: list[tuple[str, ...]] = []
     for name, here, there, gap in differences(ours, theirs):
         verdict = "equal" if gap <= _EQUAL else "differs"
-        rows.append((name, f"{np.abs(here).max():.6g}", f"{np.abs(there).max():.6g}", f"{gap:.1e}", verdict))
-    columns = ("of one batch", "largest here", f"largest in {parsed.library}", "largest difference", "")
+        rows.append(
+            (name, f"{np.abs(here).max():.6g}", f"{np.abs(there).max():.6g}", f"{gap:.1e}", verdict)
+        )
+    columns = (
+        "of one batch",
+        "largest here",
+        f"largest in {parsed.library}",
+        "largest difference",
+        "",
+    )
     print_table(f"{len(batch.lengths)} responses, {sum(batch.lengths)} tokens", columns, [rows])
 
 
@@ -101,7 +121,9 @@ def differences(ours: BatchResult, theirs: BatchResult) -> list[tuple[str, Any, 
     return rows
 
 
-def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> BatchResult:
+def computed_by_verl(
+    config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None
+) -> BatchResult:
     """Return what verl's own functions make of the batch, called as its trainer calls them.
 
     Values of the loss are those of ``original``, verl's own by dotted name, where it has them.
@@ -113,7 +135,9 @@ def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[s
     old = batch.pad(batch.old)
     reference = batch.pad(batch.reference)
     rewards = torch.zeros_like(mask)
-    rewards[range(len(batch.lengths)), [length - 1 for length in batch.lengths]] = torch.from_numpy(batch.scores)
+    rewards[range(len(batch.lengths)), [length - 1 for length in batch.lengths]] = torch.from_numpy(
+        batch.scores
+    )
     kl = config.algorithm.kl_ctrl
     if kl.kl_coef:
         rewards = rewards - kl.kl_coef * algos.kl_penalty(old, reference, kl.kl_penalty) * mask
@@ -139,18 +163,27 @@ def computed_by_verl(config: TrainConfig, batch: FixedBatch, original: Mapping[s
     policy = algos.get_policy_loss_fn(theirs.get("policy_loss.loss_mode", loss.loss_mode))
     total, _ = policy(old, current, advantages, mask, mode, actor, weights)
     divergence = algos.kl_penalty(current, reference, loss.kl_loss_type)
-    for weight, term in ((loss.kl_loss_coef, divergence), (-loss.entropy_coeff, batch.pad(batch.entropies))):
+    for weight, term in (
+        (loss.kl_loss_coef, divergence),
+        (-loss.entropy_coeff, batch.pad(batch.entropies)),
+    ):
         total = total + weight * algos.agg_loss(term, mask, mode, global_batch_size=count, **scale)
     (gradient,) = torch.autograd.grad(total, current)
-    return BatchResult(advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient))
+    return BatchResult(
+        advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient)
+    )
 
 
-def _verl_advantages(algos: Any, config: TrainConfig, batch: FixedBatch, rewards: torch.Tensor) -> torch.Tensor:
+def _verl_advantages(
+    algos: Any, config: TrainConfig, batch: FixedBatch, rewards: torch.Tensor
+) -> torch.Tensor:
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     if name == "gae":
         values = batch.pad(batch.values)
-        return algos.compute_gae_advantage_return(rewards, values, batch.mask, algorithm.gamma, algorithm.lam)[0]
+        return algos.compute_gae_advantage_return(
+            rewards, values, batch.mask, algorithm.gamma, algorithm.lam
+        )[0]
     arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": batch.mask}
     if name == "remax":
         arguments["reward_baselines"] = torch.from_numpy(np.repeat(batch.greedy_scores, batch.n))
@@ -162,7 +195,9 @@ def _verl_advantages(algos: Any, config: TrainConfig, batch: FixedBatch, rewards
         arguments["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo and name == "grpo"
         name = "grpo"
     if name not in algos.ADV_ESTIMATOR_REGISTRY:
-        raise UserError(f"algorithm.adv_estimator is {name!r}; expected an estimator that verl has, too")
+        raise UserError(
+            f"algorithm.adv_estimator is {name!r}; expected an estimator that verl has, too"
+        )
     return algos.get_adv_estimator_fn(name)(**arguments)[0]
 
 
@@ -174,23 +209,31 @@ def _verl_correction(
     def bounds(upper: float | None, lower: float | None) -> Any:
         return upper if lower is None else f"{lower}_{upper}"
 
-    correct: Any = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
+    correct: Any = import_module(
+        "verl.trainer.ppo.rollout_corr_helper"
+    ).compute_rollout_correction_and_rejection_mask
     weights, accepted_mask, _ = correct(
         old,
         rollout,
         mask,
         rollout_is=correction.rollout_is,
-        rollout_is_threshold=bounds(correction.rollout_is_threshold, correction.rollout_is_threshold_lower),
+        rollout_is_threshold=bounds(
+            correction.rollout_is_threshold, correction.rollout_is_threshold_lower
+        ),
         rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
         rollout_rs=correction.rollout_rs,
-        rollout_rs_threshold=bounds(correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower),
+        rollout_rs_threshold=bounds(
+            correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower
+        ),
     )
     if weights is not None:
         weights = weights.batch["rollout_is_weights"]
     return weights, accepted_mask
 
 
-def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None) -> BatchResult:
+def computed_by_trl(
+    config: TrainConfig, batch: FixedBatch, original: Mapping[str, Any] | None = None
+) -> BatchResult:
     """Return what TRL's `GRPOTrainer` makes of the batch: a real one on a tiny model, given the log-probabilities.
 
     Options of the loss are those of ``original``, TRL's own by name, where it has them.
@@ -209,7 +252,11 @@ def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[st
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         del prompts, trainer
         completions = [[2] * length for length in batch.lengths]
-        return {"prompt_ids": [[2]] * len(completions), "completion_ids": completions, "logprobs": None}
+        return {
+            "prompt_ids": [[2]] * len(completions),
+            "completion_ids": completions,
+            "logprobs": None,
+        }
 
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder) / "model", seed=0)
@@ -235,9 +282,15 @@ def computed_by_trl(config: TrainConfig, batch: FixedBatch, original: Mapping[st
         )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": "1"}] * len(batch.lengths))
+    inputs: dict[str, Any] = trainer._generate_and_score_completions(
+        [{"prompt": "1"}] * len(batch.lengths)
+    )
     current = batch.pad(batch.current).requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (current, batch.pad(batch.entropies), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        current,
+        batch.pad(batch.entropies),
+        None,
+    )
     inputs["old_per_token_logps"] = batch.pad(batch.old)
     inputs["ref_per_token_logps"] = batch.pad(batch.reference)
     loss = trainer._compute_loss(trainer.model, inputs)
@@ -262,14 +315,19 @@ def _trl_options(config: TrainConfig) -> dict[str, Any]:
     algorithm = config.algorithm
     loss = config.actor.loss
     unfit = {
-        f"algorithm.adv_estimator is {algorithm.adv_estimator!r}": algorithm.adv_estimator not in ("grpo", "dr_grpo"),
-        f"actor.loss.loss_agg_mode is {loss.loss_agg_mode!r}": loss.loss_agg_mode not in _LOSS_TYPES,
-        f"actor.loss.kl_loss_type is {loss.kl_loss_type!r}": loss.kl_loss_coef > 0 and loss.kl_loss_type != "k3",
+        f"algorithm.adv_estimator is {algorithm.adv_estimator!r}": algorithm.adv_estimator
+        not in ("grpo", "dr_grpo"),
+        f"actor.loss.loss_agg_mode is {loss.loss_agg_mode!r}": loss.loss_agg_mode
+        not in _LOSS_TYPES,
+        f"actor.loss.kl_loss_type is {loss.kl_loss_type!r}": loss.kl_loss_coef > 0
+        and loss.kl_loss_type != "k3",
         "algorithm.rollout_correction corrects": algorithm.rollout_correction.is_active,
     }
     for reason, is_unfit in unfit.items():
         if is_unfit:
-            raise UserError(f"{reason}; expected grpo, an aggregation of GRPO, DAPO or Dr. GRPO, k3 and no correction")
+            raise UserError(
+                f"{reason}; expected grpo, an aggregation of GRPO, DAPO or Dr. GRPO, k3 and no correction"
+            )
     is_normed = algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator == "grpo"
     options: dict[str, Any] = {
         "scale_rewards": "group" if is_normed else "none",
@@ -287,8 +345,13 @@ def _trl_options(config: TrainConfig) -> dict[str, Any]:
         case "cispo":
             options |= {"loss_type": "cispo", "epsilon_high": 1.0 + loss.clip_ratio_high}
         case "sapo":
-            temperatures = {"sapo_temperature_pos": loss.tau_pos, "sapo_temperature_neg": loss.tau_neg}
+            temperatures = {
+                "sapo_temperature_pos": loss.tau_pos,
+                "sapo_temperature_neg": loss.tau_neg,
+            }
             options |= {"loss_type": "sapo", **temperatures}
         case _:
-            raise UserError(f"actor.loss.loss_mode is {loss.loss_mode!r}; expected vanilla, gspo, cispo or sapo")
+            raise UserError(
+                f"actor.loss.loss_mode is {loss.loss_mode!r}; expected vanilla, gspo, cispo or sapo"
+            )
     return options

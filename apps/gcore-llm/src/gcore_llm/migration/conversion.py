@@ -110,7 +110,9 @@ class Conversion:
         if table:
             self.put(setting, table, *(prefix + name for name in table))
 
-    def one_of(self, name: str, choices: Mapping[Any, Any], instead: Any, expected: str = "") -> Any:
+    def one_of(
+        self, name: str, choices: Mapping[Any, Any], instead: Any, expected: str = ""
+    ) -> Any:
         """Return what is here for the value of a key, or ``instead``, where the value is missing here."""
         value = self.get(name)
         if value in choices:
@@ -123,14 +125,18 @@ class Conversion:
     def result(self) -> BaseRunConfig:
         """Return the settings as the command's own; `UserError` if it refuses them."""
         # The other library's scripts set, for all algorithms, what only some of them read.
-        return merge(self.config, nest(self.settings), source=f"converted from {self.library}", keep=())
+        return merge(
+            self.config, nest(self.settings), source=f"converted from {self.library}", keep=()
+        )
 
     def settings_to_write(self) -> dict[str, Any]:
         """Return the settings to write: those that were given, and defaults of the other library that differ."""
         result = self.result()
         written: dict[str, Any] = {}
         for setting, value in self.settings.items():
-            table = next((table for table in self.config.tables if setting.startswith(f"{table}.")), None)
+            table = next(
+                (table for table in self.config.tables if setting.startswith(f"{table}.")), None
+            )
             if table is not None:
                 # An entry is in place of a value that may be another setting's.
                 attribute = self.config.tables[table] + setting.removeprefix(table)
@@ -166,7 +172,9 @@ class Conversion:
             return "missing", self.missing[name]
         note = self.notes.get(name)
         texts = [
-            f"{setting} = {_format_value(value)}" for setting, value in written.items() if name in self.sources[setting]
+            f"{setting} = {_format_value(value)}"
+            for setting, value in written.items()
+            if name in self.sources[setting]
         ]
         if texts:
             text = ", ".join(texts)
@@ -178,7 +186,10 @@ class Conversion:
         if is_class or (key is None and value is None):
             return "no meaning", "not set, or a name of a class"
         if key is None:
-            return "unknown", f"no key of {self.library} that is known here: check whether it changes training"
+            return (
+                "unknown",
+                f"no key of {self.library} that is known here: check whether it changes training",
+            )
         if key.ours:
             return "no meaning", f"without effect with these settings; see {key.ours[0]}"
         if key.off is None:
@@ -197,7 +208,9 @@ class Conversion:
         text += [f"# caution: {_format_value(caution)}" for caution in self.cautions]
         for line in self.lines():
             if line.verdict in ("missing", "unknown"):
-                text.append(f"# {line.verdict} here: {line.key} = {_format_value(line.value)}: {line.text}")
+                text.append(
+                    f"# {line.verdict} here: {line.key} = {_format_value(line.value)}: {line.text}"
+                )
         sections: dict[str, list[str]] = {}
         for setting, value in sorted(self.settings_to_write().items(), key=_toml_position):
             if isinstance(value, Mapping):
@@ -284,5 +297,7 @@ def number_of(conversion: Conversion, name: str) -> float:
     """Return the number of a key; `UserError` if it is none."""
     value = conversion.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} is {value!r}; expected a number, such as by {name}=NUMBER after the config's name")
+        raise UserError(
+            f"{name} is {value!r}; expected a number, such as by {name}=NUMBER after the config's name"
+        )
     return value

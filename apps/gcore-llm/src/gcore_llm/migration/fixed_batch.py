@@ -94,7 +94,9 @@ class FixedBatch:
     def flat(self, padded: torch.Tensor) -> NDArray[np.float64]:
         """[N] of an array [B, R]."""
         rows = padded.detach().double().numpy()
-        return np.concatenate([row[:length] for row, length in zip(rows, self.lengths, strict=True)])
+        return np.concatenate(
+            [row[:length] for row, length in zip(rows, self.lengths, strict=True)]
+        )
 
     @cached_property
     def mask(self) -> torch.Tensor:
@@ -110,11 +112,15 @@ def computed_here(config: TrainConfig, batch: FixedBatch) -> BatchResult:
     objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
     log_probs = torch.from_numpy(batch.current).double().requires_grad_()
     scores = TokenScores(log_probs=log_probs, entropies=torch.from_numpy(batch.entropies).double())
-    loss, _ = objective.partial_loss(scores, samples, BatchTotals.of([sample.mask for sample in samples]))
+    loss, _ = objective.partial_loss(
+        scores, samples, BatchTotals.of([sample.mask for sample in samples])
+    )
     loss.backward()
     assert log_probs.grad is not None
     advantages = [np.asarray(sample.advantages, np.float64) for sample in samples]
-    return BatchResult(advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy())
+    return BatchResult(
+        advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy()
+    )
 
 
 def _prepare_samples(algorithm: Any, batch: FixedBatch) -> Any:
@@ -147,13 +153,20 @@ def _prepare_samples(algorithm: Any, batch: FixedBatch) -> Any:
                 score=float(batch.scores[index]),
             )
             responses.append(response)
-        group = Group(prompt_index=prompt, prompt_ids=prompt_ids, responses=responses, greedy_score=float(greedy_score))
+        group = Group(
+            prompt_index=prompt,
+            prompt_ids=prompt_ids,
+            responses=responses,
+            greedy_score=float(greedy_score),
+        )
         groups.append(group)
         samples.append(prompt_samples)
 
     async def program(context: Any) -> list[Sample]:
         kl = kl_controller(algorithm.kl_ctrl)
-        await prepare(groups, samples, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
+        await prepare(
+            groups, samples, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group
+        )
         return list(chain.from_iterable(samples))
 
     return program

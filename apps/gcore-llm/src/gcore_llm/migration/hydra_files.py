@@ -140,7 +140,10 @@ def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def _read_file(
-    file: Path, folders: Sequence[Path], config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
+    file: Path,
+    folders: Sequence[Path],
+    config: HydraConfig,
+    parse: Callable[[str, str], dict[str, Any]],
 ) -> None:
     """Put in the settings of a file, in the order of its ``defaults``."""
     values = parse(file.read_text(), str(file))
@@ -158,19 +161,28 @@ def _read_file(
 
 
 def _read_base(
-    name: str, file: Path, folders: Sequence[Path], config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
+    name: str,
+    file: Path,
+    folders: Sequence[Path],
+    config: HydraConfig,
+    parse: Callable[[str, str], dict[str, Any]],
 ) -> None:
     if _put_own_config(name, config):
         return
     base = _find_file(name, [file.parent, *folders])
     if base is None or base == file:
-        config.cautions.append(f"{file.name} is made of {name}, which was not found: its settings are missing here")
+        config.cautions.append(
+            f"{file.name} is made of {name}, which was not found: its settings are missing here"
+        )
     else:
         _read_file(base, folders, config, parse)
 
 
 def _read_group(
-    entry: Mapping[Any, Any], file: Path, config: HydraConfig, parse: Callable[[str, str], dict[str, Any]]
+    entry: Mapping[Any, Any],
+    file: Path,
+    config: HydraConfig,
+    parse: Callable[[str, str], dict[str, Any]],
 ) -> None:
     """Put in the settings of ``group@section: name``."""
     for target, name in entry.items():

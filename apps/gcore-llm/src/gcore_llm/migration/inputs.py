@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from gcore_llm.migration.conversion import flatten
-from gcore_llm.migration.hydra_files import TrainerCommand, is_trainer, read_command, read_hydra_config
+from gcore_llm.migration.hydra_files import (
+    TrainerCommand,
+    is_trainer,
+    read_command,
+    read_hydra_config,
+)
 from gcore_llm.migration.shell import ShellScript
 from gcore_runs import UserError
 
@@ -51,7 +56,9 @@ def read_config(path: str, words: Sequence[str], root: str = "") -> SourceConfig
         return _apply_overrides(_script(text, file, root), command.overrides)
     if file.suffix not in (".yaml", ".yml", ".json"):
         raise UserError(f"CONFIG is {path}; expected a file .yaml, .json or .sh")
-    return _apply_overrides(SourceConfig(values=_parse_yaml(text, path), origin=file.name), command.overrides)
+    return _apply_overrides(
+        SourceConfig(values=_parse_yaml(text, path), origin=file.name), command.overrides
+    )
 
 
 def _parse_yaml(text: str, path: str) -> dict[str, Any]:
@@ -73,7 +80,9 @@ def _script(text: str, file: Path, root: str) -> SourceConfig:
     try:
         commands = script.commands()
     except (ValueError, IndexError):
-        raise UserError(f"CONFIG is {file}; expected a shell script whose quotes and brackets are closed") from None
+        raise UserError(
+            f"CONFIG is {file}; expected a shell script whose quotes and brackets are closed"
+        ) from None
     trainers = _find_trainers(commands)
     is_skipped = not trainers
     if is_skipped:
@@ -86,7 +95,9 @@ def _script(text: str, file: Path, root: str) -> SourceConfig:
     source = _command(command, [Path(root), *parents], file.name)
     cautions = [*_script_cautions(script, trainers), *source.cautions]
     if is_skipped:
-        cautions.append("the trainer's command is in a branch that the script does not take with these values")
+        cautions.append(
+            "the trainer's command is in a branch that the script does not take with these values"
+        )
     return replace(source, cautions=tuple(cautions))
 
 
@@ -96,13 +107,20 @@ def _find_trainers(commands: Sequence[list[str]]) -> list[list[str]]:
 
 def _script_cautions(script: ShellScript, trainers: Sequence[Sequence[str]]) -> list[str]:
     cautions: list[str] = []
-    unset = [text for text in dict.fromkeys(script.unset) if any(text in word for word in trainers[0])]
+    unset = [
+        text for text in dict.fromkeys(script.unset) if any(text in word for word in trainers[0])
+    ]
     if unset:
-        cautions.append(f"the script does not set {', '.join(unset)}: replace it in the TOML, or give the key again")
+        cautions.append(
+            f"the script does not set {', '.join(unset)}: replace it in the TOML, or give the key again"
+        )
     if script.taken_as_empty:
         names = ", ".join(script.taken_as_empty)
         cautions.append(f"the script does not set {names}: conditions take it as empty")
-    cautions += [f"not decided, and taken as false: {condition}" for condition in dict.fromkeys(script.undecided)]
+    cautions += [
+        f"not decided, and taken as false: {condition}"
+        for condition in dict.fromkeys(script.undecided)
+    ]
     if script.exits:
         lines = ", ".join(map(str, dict.fromkeys(script.exits)))
         cautions.append(
@@ -164,7 +182,10 @@ def _resolve_references(config: Any, values: Any, name: str = "") -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(values, Mapping):
-        return {key: _resolve_references(config, value, f"{name}.{key}".lstrip(".")) for key, value in values.items()}
+        return {
+            key: _resolve_references(config, value, f"{name}.{key}".lstrip("."))
+            for key, value in values.items()
+        }
     if not (isinstance(values, str) and "${" in values):
         return values
     try:

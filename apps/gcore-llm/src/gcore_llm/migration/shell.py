@@ -28,7 +28,9 @@ class ShellScript:
     """
 
     def __init__(self, text: str, *, path: str = "", folder: str = "") -> None:
-        self._words = ShellWords(text, script=path, folder=folder or str(Path.cwd()), substitute=self._substitute)
+        self._words = ShellWords(
+            text, script=path, folder=folder or str(Path.cwd()), substitute=self._substitute
+        )
         self._status: int | None = 0
         self._commands: list[list[str]] = []
         self._functions: dict[str, int] = {}
@@ -145,7 +147,9 @@ class ShellScript:
             # Of a program that succeeds in `program && more`, more is what a reader expects to run.
             is_reported = condition and not is_and
             self._run_branch(
-                self._run_pipeline, is_taken=is_success == is_and, undecided=condition if is_reported else ""
+                self._run_pipeline,
+                is_taken=is_success == is_and,
+                undecided=condition if is_reported else "",
             )
             words.skip_blanks()
 
@@ -214,7 +218,11 @@ class ShellScript:
             is_true = not is_decided and self._status == 0
             undecided = "" if is_decided or self._status is not None else self._quote(start)
             self._read_keyword("then")
-            self._run_branch(lambda: self._run_list(("elif", "else", "fi")), is_taken=is_true, undecided=undecided)
+            self._run_branch(
+                lambda: self._run_list(("elif", "else", "fi")),
+                is_taken=is_true,
+                undecided=undecided,
+            )
             is_decided = is_decided or is_true
             self._skip_separators()
             keyword = self._peek()
@@ -235,9 +243,13 @@ class ShellScript:
         is_decided = False
         while self._peek() != "esac":
             patterns = self._read_patterns()
-            is_match = value is not None and any(fnmatchcase(value, pattern) for pattern in patterns)
+            is_match = value is not None and any(
+                fnmatchcase(value, pattern) for pattern in patterns
+            )
             self._run_branch(
-                lambda: self._run_list(("esac",)), is_taken=is_match and not is_decided, undecided=undecided
+                lambda: self._run_list(("esac",)),
+                is_taken=is_match and not is_decided,
+                undecided=undecided,
             )
             is_decided = is_decided or is_match
             if words.startswith(";;"):
@@ -313,7 +325,9 @@ class ShellScript:
             undecided = self._quote(start) if self._status is None else ""
             is_true = self._status is not None and (self._status == 0) == (keyword == "while")
             self._read_keyword("do")
-            self._run_branch(lambda: self._run_list(("done",)), is_taken=is_true, undecided=undecided)
+            self._run_branch(
+                lambda: self._run_list(("done",)), is_taken=is_true, undecided=undecided
+            )
             if not is_true:
                 break
         self._read_keyword("done")
@@ -348,7 +362,10 @@ class ShellScript:
         while self._peek() != "]]":
             if words.at >= len(words.text):
                 raise ValueError("[[")
-            sign = next((sign for sign in ("&&", "||", "(", ")", "<", ">", "\n") if words.startswith(sign)), "")
+            sign = next(
+                (sign for sign in ("&&", "||", "(", ")", "<", ">", "\n") if words.startswith(sign)),
+                "",
+            )
             if sign:
                 words.at += len(sign)
                 if sign != "\n":
@@ -448,7 +465,11 @@ class ShellScript:
             self._status = 0
         elif name == "exit":
             self.exits.append(self._line())
-        elif command[1:2] == ["-c"] and len(command) > 2 and (module := _IMPORT.fullmatch(command[2].strip())):
+        elif (
+            command[1:2] == ["-c"]
+            and len(command) > 2
+            and (module := _IMPORT.fullmatch(command[2].strip()))
+        ):
             self._status = int(find_spec(module[1]) is None)
         else:
             printed = _print(command, words.variables["PWD"][0])
@@ -488,7 +509,9 @@ class ShellScript:
         except (ValueError, IndexError):
             return None
         finally:
-            words.text, words.at, self._commands, self._printed, self._functions, self._status = outer
+            words.text, words.at, self._commands, self._printed, self._functions, self._status = (
+                outer
+            )
             words.variables = variables
 
 

@@ -134,7 +134,9 @@ def _compute(node: ast.expr, variables: Mapping[str, Sequence[str]]) -> int:
         case ast.BinOp(left=left, op=sign, right=right):
             return _ARITHMETIC[type(sign)](_compute(left, variables), _compute(right, variables))
         case ast.Compare(left=left, ops=[sign], comparators=[right]):
-            return int(_ARITHMETIC[type(sign)](_compute(left, variables), _compute(right, variables)))
+            return int(
+                _ARITHMETIC[type(sign)](_compute(left, variables), _compute(right, variables))
+            )
         case ast.BoolOp(op=sign, values=values):
             parts = [bool(_compute(value, variables)) for value in values]
             return int(all(parts) if isinstance(sign, ast.And) else any(parts))

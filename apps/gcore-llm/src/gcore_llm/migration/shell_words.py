@@ -20,7 +20,9 @@ class ShellWords:
     ``substitute`` returns what they print.
     """
 
-    def __init__(self, text: str, *, script: str, folder: str, substitute: Callable[[str], str | None]) -> None:
+    def __init__(
+        self, text: str, *, script: str, folder: str, substitute: Callable[[str], str | None]
+    ) -> None:
         self.text = text + "\n"
         self.at = 0
         self.arguments: list[str] = []
@@ -170,7 +172,9 @@ class ShellWords:
             return [self._leave(f"${{{inner}}}")]
         counts, name, subscript, change = match.groups()
         default = _DEFAULT.fullmatch(change)
-        is_set = name in self.variables or ((name in "@*#" or name.isdigit()) and bool(self._value(name)))
+        is_set = name in self.variables or (
+            (name in "@*#" or name.isdigit()) and bool(self._value(name))
+        )
         if default is not None:
             values = self._value(name, subscript) if is_set else []
             is_filled = is_set and (not change.startswith(":") or values not in ([], [""]))

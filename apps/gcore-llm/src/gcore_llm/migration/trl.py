@@ -68,12 +68,25 @@ _KEYS_OF_GRPO = """
 _KEYS_OF_METHOD: Mapping[str, Sequence[str]] = {
     "rloo": ("normalize_advantages", "reward_clip_range"),
     "grpo": _KEYS_OF_GRPO.split(),
-    "dpo": ("label_smoothing", "precompute_ref_log_probs", "f_divergence_type", "ld_alpha", "use_weighting"),
+    "dpo": (
+        "label_smoothing",
+        "precompute_ref_log_probs",
+        "f_divergence_type",
+        "ld_alpha",
+        "use_weighting",
+    ),
     "sft": ("packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"),
     "reward": ("center_rewards_coefficient",),
 }
 """Keys by which a trainer is recognised, the first one that has any."""
-_SAMPLING_KEYS = ("num_generations", "max_completion_length", "reward_funcs", "use_vllm", "num_iterations", "epsilon")
+_SAMPLING_KEYS = (
+    "num_generations",
+    "max_completion_length",
+    "reward_funcs",
+    "use_vllm",
+    "num_iterations",
+    "epsilon",
+)
 """Keys of both trainers that sample, GRPO and RLOO."""
 _SMALLEST = 1e-9
 """A lower bound of ratios that none reaches."""
@@ -138,14 +151,26 @@ def _recognise(values: Mapping[str, Any], origin: str) -> str:
 
 def run(c: Conversion) -> None:
     """Convert the model, the data, the run's name and where it computes."""
-    c.copy("model_name_or_path", "seed", "data_seed", "num_processes", "gradient_checkpointing", "chat_template_kwargs")
+    c.copy(
+        "model_name_or_path",
+        "seed",
+        "data_seed",
+        "num_processes",
+        "gradient_checkpointing",
+        "chat_template_kwargs",
+    )
     if c.has("dataset_name") or c.has("datasets"):
         data(c)
     if c.get("load_best_model_at_end") and "trainer.export" in c.known:
         c.put("trainer.export", "best", "load_best_model_at_end")
     revision = c.get("model_revision")
     if c.has("model_name_or_path") and revision != "main":
-        c.put("model", f"{c.get('model_name_or_path')}@{revision}", "model_name_or_path", "model_revision")
+        c.put(
+            "model",
+            f"{c.get('model_name_or_path')}@{revision}",
+            "model_name_or_path",
+            "model_revision",
+        )
     if c.has("output_dir"):
         folder = Path(str(c.get("output_dir")))
         c.put("name", folder_name(folder.name), "output_dir")
@@ -183,7 +208,12 @@ def data(c: Conversion) -> None:
     files = [f"{address}:{c.get('dataset_train_split')}"]
     c.put("data.train_files", files, "dataset_name", "dataset_config", "dataset_train_split")
     if c.get("eval_strategy") != "no":
-        c.put("data.val_files", [f"{address}:{c.get('dataset_test_split')}"], "dataset_test_split", "eval_strategy")
+        c.put(
+            "data.val_files",
+            [f"{address}:{c.get('dataset_test_split')}"],
+            "dataset_test_split",
+            "eval_strategy",
+        )
 
 
 def _source(dataset: Mapping[str, Any]) -> str:
@@ -237,15 +267,26 @@ def sampled_batches(c: Conversion) -> int:
         mini = 0
     c.put("actor.ppo_mini_batch_size", mini, device, "num_processes", steps)
     if per_update % group:
-        c.missing[steps] = f"an update of {per_update} completions; here an update has whole groups of {group}"
+        c.missing[steps] = (
+            f"an update of {per_update} completions; here an update has whole groups of {group}"
+        )
     c.copy("num_generations", "num_iterations", "max_prompt_length", "max_completion_length")
     longest = c.settings.get("data.max_prompt_length", TrainConfig().data.max_prompt_length)
     tokens = longest + c.settings["data.max_response_length"]
-    c.put("actor.ppo_max_token_len", max(tokens * int(number_of(c, device)), tokens), device, "max_completion_length")
+    c.put(
+        "actor.ppo_max_token_len",
+        max(tokens * int(number_of(c, device)), tokens),
+        device,
+        "max_completion_length",
+    )
     c.put("data.apply_chat_template", "never", "dataset_name")
     updates = math.ceil(per_wave / per_update) * int(number_of(c, "num_iterations"))
     if number_of(c, "max_steps") > 0:
-        c.put("trainer.total_training_steps", math.ceil(number_of(c, "max_steps") / updates), "max_steps")
+        c.put(
+            "trainer.total_training_steps",
+            math.ceil(number_of(c, "max_steps") / updates),
+            "max_steps",
+        )
         if updates > 1:
             c.notes["max_steps"] = f"TRL counts updates, of which a step here has {updates}"
         c.notes["num_train_epochs"] = "max_steps is set"
@@ -274,13 +315,21 @@ def rows(c: Conversion, method: str) -> None:
         if len(losses) == 1 and losses[0] in ("sigmoid", "ipo", "hinge"):
             c.put("loss.loss_type", losses[0], "loss_type")
         else:
-            c.missing["loss_type"] = "there are sigmoid, ipo and hinge, one of them; sigmoid is written"
+            c.missing["loss_type"] = (
+                "there are sigmoid, ipo and hinge, one of them; sigmoid is written"
+            )
     if method == "reward" and c.has("center_rewards_coefficient"):
         c.copy("center_rewards_coefficient")
     if method == "sft":
-        tokens = "of all the assistant's answers" if c.get("assistant_only_loss") else "of the whole conversation"
+        tokens = (
+            "of all the assistant's answers"
+            if c.get("assistant_only_loss")
+            else "of the whole conversation"
+        )
         masked = c.keys["assistant_only_loss"].why
-        c.missing["assistant_only_loss"] = f"with a column messages TRL trains on the tokens {tokens}; {masked}"
+        c.missing["assistant_only_loss"] = (
+            f"with a column messages TRL trains on the tokens {tokens}; {masked}"
+        )
     if method == "sft" and c.get("loss_type") != "nll":
         c.missing["loss_type"] = "the negative log-likelihood"
 
@@ -306,7 +355,12 @@ def rollout(c: Conversion) -> None:
         return
     sampling = "vllm_importance_sampling"
     level, _, way = str(c.get(f"{sampling}_mode")).partition("_")
-    c.put("algorithm.rollout_correction.rollout_is", level, f"{sampling}_mode", f"{sampling}_correction")
+    c.put(
+        "algorithm.rollout_correction.rollout_is",
+        level,
+        f"{sampling}_mode",
+        f"{sampling}_correction",
+    )
     c.copy(f"{sampling}_cap" if c.has(f"{sampling}_cap") else f"{sampling}_clip_max")
     lower = "algorithm.rollout_correction.rollout_is_threshold_lower"
     lowest = c.get(f"{sampling}_clip_min")
@@ -347,7 +401,9 @@ def policy_loss(c: Conversion, method: str) -> None:
     )
     loss = c.get("loss_type")
     has_own_ratio = loss in ("cispo", "sapo")
-    c.put("actor.loss.loss_agg_mode", c.one_of("loss_type", _AGGREGATIONS, "token-mean"), "loss_type")
+    c.put(
+        "actor.loss.loss_agg_mode", c.one_of("loss_type", _AGGREGATIONS, "token-mean"), "loss_type"
+    )
     if loss == "bnpo":
         c.notes["loss_type"] = "the mean over the tokens of an update, not of each device's pass"
     if has_own_ratio:
@@ -389,7 +445,9 @@ def reward(c: Conversion) -> None:
     for function, weight in zip(functions, weights, strict=False):
         module, _, name = str(function).rpartition(".")
         if not module:
-            c.missing["reward_funcs"] = f"{name} is TRL's own: give a file with `from trl.rewards import {name}`"
+            c.missing["reward_funcs"] = (
+                f"{name} is TRL's own: give a file with `from trl.rewards import {name}`"
+            )
             continue
         term = f"{module.replace('.', '/')}.py:{name}"
         if weight != 1.0:
@@ -411,9 +469,15 @@ def optimizer(c: Conversion) -> None:
     """Convert the optimizer, whose schedule counts updates in TRL and here."""
     section = "actor.optim" if c.command == "train" else "optim"
     c.copy("learning_rate", "weight_decay", "max_grad_norm")
-    c.put(f"{section}.betas", [c.get("adam_beta1"), c.get("adam_beta2")], "adam_beta1", "adam_beta2")
+    c.put(
+        f"{section}.betas", [c.get("adam_beta1"), c.get("adam_beta2")], "adam_beta1", "adam_beta2"
+    )
     c.put(f"{section}.name", c.one_of("optim", _OPTIMIZERS, "adamw"), "optim")
-    c.put(f"{section}.lr_scheduler_type", c.one_of("lr_scheduler_type", _SCHEDULES, "constant"), "lr_scheduler_type")
+    c.put(
+        f"{section}.lr_scheduler_type",
+        c.one_of("lr_scheduler_type", _SCHEDULES, "constant"),
+        "lr_scheduler_type",
+    )
     options: dict[str, Any] = dict(c.get("lr_scheduler_kwargs") or {})
     if "min_lr_rate" in options:
         c.put(f"{section}.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
@@ -427,9 +491,16 @@ def optimizer(c: Conversion) -> None:
     if share and f"{section}.lr_warmup_steps_ratio" in c.known:
         c.put(f"{section}.lr_warmup_steps_ratio", share, name)
     elif share and number_of(c, "max_steps") > 0:
-        c.put(f"{section}.lr_warmup_steps", math.ceil(share * number_of(c, "max_steps")), name, "max_steps")
+        c.put(
+            f"{section}.lr_warmup_steps",
+            math.ceil(share * number_of(c, "max_steps")),
+            name,
+            "max_steps",
+        )
     elif share:
-        c.missing[name] = "set actor.optim.lr_warmup_steps, in updates: the run's length follows from its data"
+        c.missing[name] = (
+            "set actor.optim.lr_warmup_steps, in updates: the run's length follows from its data"
+        )
     else:
         c.put(f"{section}.lr_warmup_steps", int(steps), "warmup_steps")
 

@@ -27,12 +27,28 @@ MODEL = "actor_rollout_ref.model"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _KL_IN_LOSS = _KL | {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
 _ESTIMATORS = {
-    **{name: name for name in ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
+    **{
+        name: name
+        for name in (
+            "grpo",
+            "gae",
+            "rloo",
+            "remax",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        )
+    },
     **{f"{name}_vectorized": name for name in ("grpo", "rloo")},
 }
 _LOSSES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo")}
 _AGGREGATIONS = {
-    name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    name: name
+    for name in (
+        "token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    )
 }
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 _OPTIMIZERS = {"AdamW": "adamw", "adam": "adamw", "adamw": "adamw", "AdamW8bit": "adamw_8bit"}
@@ -55,7 +71,9 @@ _BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a fil
 def convert_verl_config(source: SourceConfig) -> Conversion:
     """Return the conversion of a config of verl's PPO trainer."""
     values = flatten(source.values)
-    is_fully_async = "fully_async" in source.trainer or any(name.startswith(f"{_ASYNC}.") for name in values)
+    is_fully_async = "fully_async" in source.trainer or any(
+        name.startswith(f"{_ASYNC}.") for name in values
+    )
     conversion = Conversion(
         library="verl",
         command="train",
@@ -107,7 +125,11 @@ def data(c: Conversion) -> None:
         if files:
             c.put(name, [_expand_home(file) for file in files], name)
     c.copy(
-        "data.prompt_key", "data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.seed"
+        "data.prompt_key",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "data.train_batch_size",
+        "data.seed",
     )
     c.copy_section("data.apply_chat_template_kwargs", "data.chat_template_kwargs")
     if "data.image_key" in c.explicit:
@@ -153,7 +175,11 @@ def model(c: Conversion) -> None:
     path = f"{MODEL}.path"
     if c.has(path):
         c.put("model", _expand_home(c.get(path)), path)
-    c.copy(f"{MODEL}.lora_adapter_path", f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
+    c.copy(
+        f"{MODEL}.lora_adapter_path",
+        f"{MODEL}.enable_gradient_checkpointing",
+        f"{MODEL}.enable_activation_offload",
+    )
     section = f"{MODEL}.lora." if c.get(f"{MODEL}.lora.rank") else f"{MODEL}.lora_"
     if c.get(f"{section}rank"):
         c.copy(f"{section}rank", f"{section}alpha")
@@ -173,7 +199,13 @@ def layout(c: Conversion) -> None:
     if _world(c) > 1 or _is_fully_async(c):
         c.put("runtime", "ray", "trainer.nnodes", "trainer.n_gpus_per_node")
     if c.settings["trainer.backend"] == "megatron":
-        for dimension in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model"):
+        for dimension in (
+            "tensor_model",
+            "pipeline_model",
+            "virtual_pipeline_model",
+            "context",
+            "expert_model",
+        ):
             c.copy(f"{ACTOR}.megatron.{dimension}_parallel_size")
         is_split = number_of(c, f"{ACTOR}.megatron.tensor_model_parallel_size") > 1
         parallel = f"{ACTOR}.megatron.sequence_parallel"
@@ -206,12 +238,16 @@ def layout(c: Conversion) -> None:
 def _ulysses(c: Conversion) -> str:
     """Return the key of the sequence's ranks that counts: verl takes the older one where it is above 1."""
     older = f"{ACTOR}.ulysses_sequence_parallel_size"
-    return older if number_of(c, older) > 1 else f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+    return (
+        older if number_of(c, older) > 1 else f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+    )
 
 
 def rollout(c: Conversion) -> None:
     """Convert the engine's settings."""
-    engine = c.one_of(f"{ROLLOUT}.name", {"vllm": "vllm", "hf": "hf", "???": "vllm"}, "vllm", _ENGINES)
+    engine = c.one_of(
+        f"{ROLLOUT}.name", {"vllm": "vllm", "hf": "hf", "???": "vllm"}, "vllm", _ENGINES
+    )
     c.put("rollout.engine", engine, f"{ROLLOUT}.name")
     c.copy(f"{ROLLOUT}.n", f"{ROLLOUT}.temperature", f"{ROLLOUT}.max_num_seqs")
     tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -254,7 +290,9 @@ def schedule_fully_async(c: Conversion) -> None:
     if staleness > 0:
         c.put("trainer.schedule", "async", share)
         c.put("rollout.max_staleness", math.ceil(staleness), share)
-        c.notes[share] = "a share of the prompts between two updates of the engines in verl, and whole steps here"
+        c.notes[share] = (
+            "a share of the prompts between two updates of the engines in verl, and whole steps here"
+        )
     else:
         c.put("trainer.schedule", "sync", share)
         c.notes[f"{_ASYNC}.partial_rollout"] = "of a staleness_threshold above 0"
@@ -296,11 +334,22 @@ def algorithm(c: Conversion) -> None:
     c.copy("algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam")
     in_reward = "algorithm.use_kl_in_reward"
     if c.get(in_reward) and estimator in ("gae", "reinforce_plus_plus"):
-        c.put("algorithm.kl_ctrl.kl_coef", c.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef", in_reward)
-        c.put("algorithm.kl_ctrl.kl_penalty", c.one_of("algorithm.kl_penalty", _KL, "k1"), "algorithm.kl_penalty")
+        c.put(
+            "algorithm.kl_ctrl.kl_coef",
+            c.get("algorithm.kl_ctrl.kl_coef"),
+            "algorithm.kl_ctrl.kl_coef",
+            in_reward,
+        )
+        c.put(
+            "algorithm.kl_ctrl.kl_penalty",
+            c.one_of("algorithm.kl_penalty", _KL, "k1"),
+            "algorithm.kl_penalty",
+        )
         c.copy("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
     elif c.get(in_reward):
-        c.missing[in_reward] = f"not with {estimator}, which has no rewards of single tokens; see kl_loss_coef"
+        c.missing[in_reward] = (
+            f"not with {estimator}, which has no rewards of single tokens; see kl_loss_coef"
+        )
     filters = "algorithm.filter_groups"
     c.put(filters, bool(c.get(f"{filters}.enable")), f"{filters}.enable")
     if c.get(f"{filters}.enable"):
@@ -325,7 +374,9 @@ def correction(c: Conversion) -> None:
         if not c.get(rule):
             continue
         if c.settings["algorithm.old_log_probs"] == "rollout":
-            c.missing[rule] = "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
+            c.missing[rule] = (
+                "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
+            )
             continue
         if "," in str(c.get(rule)):
             c.missing[rule] = "one rule of rejection at a time"
@@ -350,7 +401,9 @@ def policy_loss(c: Conversion) -> None:
     low = f"{ACTOR}.clip_ratio_low"
     c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
     c.copy(f"{ACTOR}.clip_ratio_high")
-    c.notes[f"{ACTOR}.clip_ratio"] = "verl, too, takes clip_ratio_low and clip_ratio_high, which have defaults"
+    c.notes[f"{ACTOR}.clip_ratio"] = (
+        "verl, too, takes clip_ratio_low and clip_ratio_high, which have defaults"
+    )
     if loss == "vanilla":
         c.copy(f"{ACTOR}.clip_ratio_c")
     if loss == "sapo":
@@ -360,7 +413,11 @@ def policy_loss(c: Conversion) -> None:
         c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", mode)
     else:
         aggregation = f"{ACTOR}.loss_agg_mode"
-        c.put("actor.loss.loss_agg_mode", c.one_of(aggregation, _AGGREGATIONS, "token-mean"), aggregation)
+        c.put(
+            "actor.loss.loss_agg_mode",
+            c.one_of(aggregation, _AGGREGATIONS, "token-mean"),
+            aggregation,
+        )
     c.copy(f"{ACTOR}.loss_scale_factor")
     bonus = f"{ACTOR}.entropy_coeff"
     if number_of(c, bonus) < 0:
@@ -393,7 +450,9 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     c.put(f"{ours}.grad_clip", c.get(clip), clip)
     if c.has(f"{theirs}.eps"):
         c.copy(f"{theirs}.eps")
-    c.put(f"{ours}.name", c.one_of(f"{theirs}.optimizer", _OPTIMIZERS, "adamw"), f"{theirs}.optimizer")
+    c.put(
+        f"{ours}.name", c.one_of(f"{theirs}.optimizer", _OPTIMIZERS, "adamw"), f"{theirs}.optimizer"
+    )
     steps = f"{theirs}.lr_warmup_steps"
     share = f"{theirs}.lr_warmup_steps_ratio"
     total = c.get("trainer.total_training_steps")
@@ -401,9 +460,16 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
         c.put(f"{ours}.lr_warmup_steps", int(number_of(c, steps)) * updates, steps)
         c.notes[steps] = f"in updates, of which a step has {updates}"
     elif c.get(share) and total:
-        c.put(f"{ours}.lr_warmup_steps", int(c.get(share) * total) * updates, share, "trainer.total_training_steps")
+        c.put(
+            f"{ours}.lr_warmup_steps",
+            int(c.get(share) * total) * updates,
+            share,
+            "trainer.total_training_steps",
+        )
     elif c.get(share):
-        c.missing[share] = f"set {ours}.lr_warmup_steps, in updates: the run's length follows from its data"
+        c.missing[share] = (
+            f"set {ours}.lr_warmup_steps, in updates: the run's length follows from its data"
+        )
     schedule = f"{theirs}.lr_scheduler_type"
     for name in (f"{theirs}.warmup_style", f"{theirs}.lr_decay_style"):
         if c.has(name):
@@ -459,7 +525,11 @@ def reward(c: Conversion) -> None:
 
 def distillation(c: Conversion) -> None:
     """Convert teachers, whose reverse KL is here an advantage, as k1 with a policy gradient is in verl."""
-    paths = [name for name in c.values if name.startswith(f"{_TEACHERS}.") and name.endswith(".model_path")]
+    paths = [
+        name
+        for name in c.values
+        if name.startswith(f"{_TEACHERS}.") and name.endswith(".model_path")
+    ]
     default = f"{_TEACHERS}.teacher_model.model_path"
     if len(paths) > 1 and default in paths:
         # Where there are several, verl leaves out the teacher of its defaults.
@@ -467,7 +537,12 @@ def distillation(c: Conversion) -> None:
     paths = list(filter(c.has, paths))
     if not (c.get("distillation.enabled") and paths):
         return
-    c.put("distillation.teachers", [_expand_home(c.get(path)) for path in paths], *paths, "distillation.enabled")
+    c.put(
+        "distillation.teachers",
+        [_expand_home(c.get(path)) for path in paths],
+        *paths,
+        "distillation.enabled",
+    )
     if len(paths) > 1:
         sources = [path.removesuffix("model_path") + "key" for path in paths]
         c.put("distillation.sources", [str(c.get(source)) for source in sources], *sources)
@@ -477,14 +552,18 @@ def distillation(c: Conversion) -> None:
     if not c.get(f"{loss}.use_task_rewards"):
         c.put("algorithm.adv_estimator", "distillation", f"{loss}.use_task_rewards")
         c.missing.pop("custom_reward_function.path", None)
-    c.missing[f"{loss}.loss_mode"] = "the loss is the reverse KL at the policy's own tokens, as an advantage"
+    c.missing[f"{loss}.loss_mode"] = (
+        "the loss is the reverse KL at the policy's own tokens, as an advantage"
+    )
 
 
 def run(c: Conversion) -> None:
     """Convert the run's name, length, checkpoints and evaluations."""
     c.put("name", folder_name(c.get("trainer.experiment_name")), "trainer.experiment_name")
     if "trainer.logger" in c.values:
-        convert_trackers(c, "trainer.logger", "trainer.project_name", ("console", "tensorboard", "file"))
+        convert_trackers(
+            c, "trainer.logger", "trainer.project_name", ("console", "tensorboard", "file")
+        )
     c.notes["trainer.project_name"] = "of the trackers that trainer.logger names"
     c.notes.setdefault("trainer.logger", WRITTEN)
     steps = "trainer.total_training_steps"
@@ -492,7 +571,9 @@ def run(c: Conversion) -> None:
     if _is_fully_async(c):
         length = int(number_of(c, rollouts)) // c.settings["data.train_batch_size"]
         c.put(steps, max(1, length), rollouts)
-        c.notes["trainer.total_epochs"] = f"{rollouts} is set; verl ends after so many epochs, if these are fewer steps"
+        c.notes["trainer.total_epochs"] = (
+            f"{rollouts} is set; verl ends after so many epochs, if these are fewer steps"
+        )
     elif c.has(steps):
         c.copy(steps)
         c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"

@@ -6,7 +6,14 @@ have the columns `prompt` and `answer`.
 
 from collections.abc import Callable, Mapping
 
-from gcore_llm.config import AlgorithmConfig, DataConfig, OverlongConfig, RolloutConfig, TrainConfig, TrainerConfig
+from gcore_llm.config import (
+    AlgorithmConfig,
+    DataConfig,
+    OverlongConfig,
+    RolloutConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 from gcore_llm.learning.config import ActorConfig
 from gcore_trainer import OptimizerConfig, ParallelConfig, PolicyLossConfig
 
@@ -68,7 +75,9 @@ def qwen3_30b_a3b_gsm8k() -> TrainConfig:
         expert_model_parallel_size=4,
         sequence_parallel=True,
     )
-    trainer = TrainerConfig(backend="megatron", num_processes=32, parallel=parallel, total_training_steps=1700)
+    trainer = TrainerConfig(
+        backend="megatron", num_processes=32, parallel=parallel, total_training_steps=1700
+    )
     return TrainConfig(
         model="Qwen3-30B-A3B",
         runtime="ray",
@@ -102,7 +111,15 @@ def qwen2_5_vl_7b_geo3k() -> TrainConfig:
         max_response_length=2048,
     )
     actor = ActorConfig(loss=_grpo(0.01), ppo_mini_batch_size=128)
-    return _in_turns("Qwen2.5-VL-7B-Instruct", num_gpus=8, devices_per_engine=2, n=5, data=data, actor=actor, steps=60)
+    return _in_turns(
+        "Qwen2.5-VL-7B-Instruct",
+        num_gpus=8,
+        devices_per_engine=2,
+        n=5,
+        data=data,
+        actor=actor,
+        steps=60,
+    )
 
 
 def qwen2_5_7b_dapo() -> TrainConfig:
@@ -148,7 +165,9 @@ LARGE: Mapping[str, Callable[[], TrainConfig]] = {
 """All recipes of this file, by name."""
 
 
-def _gsm8k(*, train_batch_size: int, max_prompt_length: int, max_response_length: int) -> DataConfig:
+def _gsm8k(
+    *, train_batch_size: int, max_prompt_length: int, max_response_length: int
+) -> DataConfig:
     return DataConfig(
         train_files=("data/gsm8k/train.jsonl",),
         val_files=("data/gsm8k/test.jsonl",),

@@ -17,7 +17,10 @@ def cache_file(name: str, key: object, make: Callable[[Path], object]) -> Path:
     The key is whatever determines the content: its ``repr`` is hashed.
     """
     stem, dot, suffix = name.partition(".")
-    file = cache_folder() / f"{stem}-{blake2b(repr(key).encode(), digest_size=16).hexdigest()}{dot}{suffix}"
+    file = (
+        cache_folder()
+        / f"{stem}-{blake2b(repr(key).encode(), digest_size=16).hexdigest()}{dot}{suffix}"
+    )
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may make the same file: the last one to finish replaces it by an equal one.

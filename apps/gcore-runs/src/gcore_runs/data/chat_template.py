@@ -93,6 +93,12 @@ def _make_renderer() -> Callable[[str, Mapping[str, Any]], None]:
 
     def render(template: str, special_tokens: Mapping[str, Any]) -> None:
         program = environment.from_string(_GENERATION_TAG.sub("", template))
-        program.render(messages=_CONVERSATION, tools=None, documents=None, add_generation_prompt=True, **special_tokens)
+        program.render(
+            messages=_CONVERSATION,
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            **special_tokens,
+        )
 
     return render

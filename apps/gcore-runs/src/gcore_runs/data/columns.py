@@ -71,7 +71,14 @@ class MappedRows(LazySequence[Mapping[str, Any]]):
                 value = expression({"row": row, **row})
                 if isinstance(value, StrictUndefined):
                     str(value)
-            except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            except (
+                TemplateError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                LookupError,
+                ArithmeticError,
+            ) as error:
                 reason = f"{one_line(error)} (data.columns.{name} is {self._columns[name]!r})"
                 raise UserError(f"{self._name}: row {index + 1}: {reason}") from None
             extended[name] = value

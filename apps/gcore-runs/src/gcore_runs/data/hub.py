@@ -31,10 +31,14 @@ def download_model(name: str, *, setting: str, files: list[str] = _MODEL_FILES) 
     repo, _, revision = name.partition("@")
     try:
         folder = Path(
-            snapshot_download(repo, revision=revision or None, allow_patterns=files, ignore_patterns=_OTHER_FORMS)
+            snapshot_download(
+                repo, revision=revision or None, allow_patterns=files, ignore_patterns=_OTHER_FORMS
+            )
         )
         if files is _MODEL_FILES and not any(folder.rglob("*.safetensors")):
-            snapshot_download(repo, revision=folder.name, allow_patterns="*.bin", ignore_patterns=_OTHER_FORMS)
+            snapshot_download(
+                repo, revision=folder.name, allow_patterns="*.bin", ignore_patterns=_OTHER_FORMS
+            )
     except Exception as error:
         # Those of the network have types of their own in every version.
         raise UserError(
@@ -116,7 +120,9 @@ def _load(name: DatasetName) -> tuple[str, list[Path]]:
     from datasets.utils import disable_progress_bars
 
     disable_progress_bars()
-    loaded = load_dataset(name.repo, name.subset, split=name.split or "train", revision=name.revision)
+    loaded = load_dataset(
+        name.repo, name.subset, split=name.split or "train", revision=name.revision
+    )
     if not loaded.cache_files:
         raise ValueError("it has no rows in files")
     return str(name.revision), [Path(file["filename"]) for file in loaded.cache_files]
@@ -124,7 +130,11 @@ def _load(name: DatasetName) -> tuple[str, list[Path]]:
 
 def _memo(name: DatasetName) -> Path:
     """Return the file that says which commit and files a name stood for when it was last looked up."""
-    return cache_folder() / "hub" / (re.sub(r"[^\w.-]+", "--", str(name).removeprefix("hf://")) + ".json")
+    return (
+        cache_folder()
+        / "hub"
+        / (re.sub(r"[^\w.-]+", "--", str(name).removeprefix("hf://")) + ".json")
+    )
 
 
 def _read_memo(name: DatasetName) -> tuple[str, list[Path]] | None:
@@ -184,7 +194,9 @@ def pin_revisions(
             pins[setting] = _pin_model(names, earlier, setting, is_hub_model)
         else:
             by_repo = {str(name).partition("@")[0]: name for name in earlier or ()}
-            pins[setting] = tuple(_pin_model(name, by_repo.get(name), setting, is_hub_model) for name in names)
+            pins[setting] = tuple(
+                _pin_model(name, by_repo.get(name), setting, is_hub_model) for name in names
+            )
     for setting, names in sources.items():
         earlier = _value(before, setting) or []
         pins[setting] = tuple(_pin_source(source, earlier, setting) for source in names)
@@ -203,7 +215,9 @@ def _pin_model(name: str, before: Any, setting: str, is_hub_model: Callable[[str
 def _pin_source(source: str, before: Sequence[str], setting: str) -> str:
     label, mark, rest = source.partition("=hf://")
     if mark and label.isidentifier():
-        earlier = [name.removeprefix(f"{label}=") for name in before if name.startswith(f"{label}=")]
+        earlier = [
+            name.removeprefix(f"{label}=") for name in before if name.startswith(f"{label}=")
+        ]
         return f"{label}={_pin_source(f'hf://{rest}', earlier, setting)}"
     if not source.startswith("hf://"):
         return source

@@ -54,7 +54,9 @@ class ArrowRows(LazySequence[Mapping[str, Any]]):
     def values(self, key: str) -> Iterator[Any]:
         """Yield the values of one column, without reading the others; None where there is none."""
         for part in self._parts():
-            yield from part.column(key).to_pylist() if key in part.schema.names else [None] * part.num_rows
+            yield from (
+                part.column(key).to_pylist() if key in part.schema.names else [None] * part.num_rows
+            )
 
     def _parts(self) -> Iterator[pa.RecordBatch]:
         """Yield all rows, a few thousand at a time."""
@@ -92,7 +94,9 @@ class JsonRows(ArrowRows):
 
     def _decode(self, part: pa.RecordBatch) -> list[Any]:
         lines, numbers = (column.to_pylist() for column in part.columns)
-        return [json_object(line, f"{self._name}:{n}") for line, n in zip(lines, numbers, strict=True)]
+        return [
+            json_object(line, f"{self._name}:{n}") for line, n in zip(lines, numbers, strict=True)
+        ]
 
 
 def open_file(file: Path, *, is_large: bool) -> RowSource:
@@ -107,7 +111,9 @@ def open_file(file: Path, *, is_large: bool) -> RowSource:
         elif file.suffix == ".arrow":
             rows = ArrowRows([file])
         elif is_large:
-            rows = ArrowRows([cache_file("table.arrow", key, lambda target: _convert_table(file, target))])
+            rows = ArrowRows(
+                [cache_file("table.arrow", key, lambda target: _convert_table(file, target))]
+            )
         elif file.suffix == ".parquet":
             rows = pyarrow.parquet.read_table(file).to_pylist()
         else:

@@ -94,8 +94,12 @@ def check_gpus(machine: Readings) -> Iterator[Finding]:
         return
     models = Counter(f"{gpu.name} ({gpu.memory_bytes / _GB:.0f} GB)" for gpu in machine.gpus)
     observed = ", ".join(f"{count} x {model}" for model, count in models.items())
-    observed += f", driver {machine.driver} for CUDA up to {machine.driver_cuda or 'an unknown version'}"
-    observed += f", torch for CUDA {machine.torch_cuda}" if machine.torch_cuda else ", torch for CPU"
+    observed += (
+        f", driver {machine.driver} for CUDA up to {machine.driver_cuda or 'an unknown version'}"
+    )
+    observed += (
+        f", torch for CUDA {machine.torch_cuda}" if machine.torch_cuda else ", torch for CPU"
+    )
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if not machine.torch_cuda:
         yield finding("error", observed, f"torch is built for CPU; {CUDA_INSTALL}")
@@ -109,7 +113,11 @@ def check_gpus(machine: Readings) -> Iterator[Finding]:
     elif machine.torch_gpus < len(machine.gpus):
         observed += f"; torch can use {machine.torch_gpus}"
         if visible is None:
-            yield finding("warning", observed, "nvidia-smi shows the state of the others; a GPU may have failed")
+            yield finding(
+                "warning",
+                observed,
+                "nvidia-smi shows the state of the others; a GPU may have failed",
+            )
         else:
             yield finding("ok", f"{observed}, by CUDA_VISIBLE_DEVICES={visible}")
     elif len(models) > 1:
@@ -143,8 +151,12 @@ def check_nccl(machine: Readings) -> Iterator[Finding]:
     off = [name for name in switches if machine.environment.get(name) not in (None, "", "0")]
     advice = ""
     if off:
-        advice = f"{' and '.join(off)} makes collectives slow: unset it unless this machine needs it"
-    variables = [f"{name}={value}" for name, value in machine.environment.items() if name.startswith("NCCL_")]
+        advice = (
+            f"{' and '.join(off)} makes collectives slow: unset it unless this machine needs it"
+        )
+    variables = [
+        f"{name}={value}" for name, value in machine.environment.items() if name.startswith("NCCL_")
+    ]
     yield Finding(
         check="nccl",
         verdict="warning" if off or not machine.nccl else "ok",
@@ -155,7 +167,9 @@ def check_nccl(machine: Readings) -> Iterator[Finding]:
 
 def check_numa(machine: Readings) -> Iterator[Finding]:
     """Describe the NUMA nodes; pages must not be moved between them while GPUs copy."""
-    observed = f"{machine.cores} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes > 1)}"
+    observed = (
+        f"{machine.cores} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes > 1)}"
+    )
     gpus_by_node: dict[int, list[int]] = {}
     for number, gpu in enumerate(machine.gpus):
         gpus_by_node.setdefault(gpu.numa_node, []).append(number)
@@ -164,7 +178,12 @@ def check_numa(machine: Readings) -> Iterator[Finding]:
         observed += f"; GPUs {', '.join(parts)}"
     if machine.gpus and machine.numa_nodes > 1 and machine.numa_balancing:
         advice = "the kernel moves pages while GPUs copy them: sysctl kernel.numa_balancing=0"
-        yield Finding(check="numa", verdict="warning", found=f"{observed}, with automatic balancing", advice=advice)
+        yield Finding(
+            check="numa",
+            verdict="warning",
+            found=f"{observed}, with automatic balancing",
+            advice=advice,
+        )
     else:
         yield Finding(check="numa", verdict="ok", found=observed)
 
@@ -184,7 +203,9 @@ def check_shared_memory(machine: Readings) -> Iterator[Finding]:
 
 def check_open_files(machine: Readings) -> Iterator[Finding]:
     """Check the limit of file descriptors: Ray and engines keep a connection to each process."""
-    observed = f"{_limit(machine.open_files)} file descriptors, at most {_limit(machine.open_files_hard)}"
+    observed = (
+        f"{_limit(machine.open_files)} file descriptors, at most {_limit(machine.open_files_hard)}"
+    )
     verdict = "ok"
     advice = ""
     if machine.open_files_hard < _MIN_OPEN_FILES and machine.open_files < _MIN_OPEN_FILES:
@@ -203,7 +224,9 @@ def _limit(value: int) -> str:
 def check_memory(machine: Readings, *, parameters: int = 0) -> Iterator[Finding]:
     """Check the memory of the machine, or of the container that it is seen from."""
     memory = machine.memory
-    observed = f"{memory.available_bytes / _GB:.1f} GB available of {memory.total_bytes / _GB:.1f} GB"
+    observed = (
+        f"{memory.available_bytes / _GB:.1f} GB available of {memory.total_bytes / _GB:.1f} GB"
+    )
     if memory.limit_bytes is not None:
         observed = (
             f"{memory.available_bytes / _GB:.1f} GB available: the container is limited to "
@@ -245,7 +268,9 @@ def check_ports(machine: Readings) -> Iterator[Finding]:
     if machine.busy_ports:
         ports = ", ".join(f"{port} ({RAY_PORTS[port]})" for port in machine.busy_ports)
         advice = "if a cluster runs here, give --ray HOST:6379; else start the head with --port and its like"
-        yield Finding(check="ports", verdict="warning", found=f"something listens on {ports}", advice=advice)
+        yield Finding(
+            check="ports", verdict="warning", found=f"something listens on {ports}", advice=advice
+        )
     else:
         observed = f"{', '.join(map(str, RAY_PORTS))} are free for ray start --head"
         yield Finding(check="ports", verdict="ok", found=observed)
@@ -257,17 +282,27 @@ def check_token(machine: Readings) -> Iterator[Finding]:
 
     finding = partial(_make_finding, "ray token")
     if token.mode not in ("", "token"):
-        advice = "anyone who reaches the cluster's ports can run programs on it: unset RAY_AUTH_MODE"
+        advice = (
+            "anyone who reaches the cluster's ports can run programs on it: unset RAY_AUTH_MODE"
+        )
         yield finding("warning", f"RAY_AUTH_MODE is {token.mode!r}", advice)
     elif token.missing_file:
         advice = "write the token into it, or unset RAY_AUTH_TOKEN_PATH"
-        yield finding("error", f"RAY_AUTH_TOKEN_PATH is {token.missing_file!r}, which holds no token", advice)
+        yield finding(
+            "error", f"RAY_AUTH_TOKEN_PATH is {token.missing_file!r}, which holds no token", advice
+        )
     elif not token.source:
         advice = "(umask 077; ray get-auth-token --generate) on the head, then the same ~/.ray/auth_token on all nodes"
         verdict = "error" if token.mode else "warning"
-        yield finding(verdict, "there is none: a cluster from here accepts anyone who reaches its ports", advice)
+        yield finding(
+            verdict,
+            "there is none: a cluster from here accepts anyone who reaches its ports",
+            advice,
+        )
     elif token.readable_by_others:
-        yield finding("warning", f"{token.source} can be read by others", f"chmod 600 {token.source}")
+        yield finding(
+            "warning", f"{token.source} can be read by others", f"chmod 600 {token.source}"
+        )
     else:
         yield finding("ok", f"in {token.source}")
 

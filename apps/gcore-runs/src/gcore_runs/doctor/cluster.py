@@ -138,7 +138,9 @@ def _write_marker(folder: Path, stack: ExitStack) -> Path | None:
     return marker
 
 
-def _ask(probes: Mapping[str, Any], call_probe: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _ask(
+    probes: Mapping[str, Any], call_probe: Callable[[Any], Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the answers of all nodes, and the errors of those that did not answer."""
     calls = {name: call_probe(probe) for name, probe in probes.items()}
     done: Sequence[Any] = []

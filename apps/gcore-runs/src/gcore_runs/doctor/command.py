@@ -43,7 +43,9 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
     """Check machines and print a line for each check; exit code 1 if one of them is an error."""
     parsed = parse_arguments(DoctorArgs, args, prog=f"{app} doctor")
     values = read_toml(parsed.config) if parsed.config else {}
-    address = parsed.ray or values.get("ray", {}).get("address") or os.environ.get("RAY_ADDRESS", "")
+    address = (
+        parsed.ray or values.get("ray", {}).get("address") or os.environ.get("RAY_ADDRESS", "")
+    )
     model = parsed.model or values.get("model", "")
     folder = Path(parsed.runs_dir or values.get("runs_dir", "runs"))
     parameters = 0
@@ -54,7 +56,12 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
         parameters = count_parameters(Path(model))
     findings = list(_findings(address, folder, expected=parsed.nodes, parameters=parameters))
     if parsed.json:
-        print(json.dumps([{"node": node, **dataclasses.asdict(finding)} for node, finding in findings], indent=2))
+        print(
+            json.dumps(
+                [{"node": node, **dataclasses.asdict(finding)} for node, finding in findings],
+                indent=2,
+            )
+        )
     else:
         print("\n".join(lines(findings)), flush=True)
     if any(finding.verdict == "error" for _, finding in findings):
@@ -64,7 +71,11 @@ def doctor_command(app: str, args: Sequence[str]) -> None:
 def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> Iterable[Located]:
     if not address:
         machine = read_machine(folder)
-        for finding in chain(check_machine(machine, parameters=parameters), check_ports(machine), check_token(machine)):
+        for finding in chain(
+            check_machine(machine, parameters=parameters),
+            check_ports(machine),
+            check_token(machine),
+        ):
             yield "", finding
         return
     from gcore_controller import ClusterError, check_token as check_access
@@ -75,7 +86,9 @@ def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> 
 
         nodes = read_cluster(address, folder, expected=expected)
     except (ClusterError, ConnectionError) as error:
-        advice = "start the head (ray start --head), or give this process its token, or its versions"
+        advice = (
+            "start the head (ray start --head), or give this process its token, or its versions"
+        )
         yield "", Finding(check="cluster", verdict="error", found=one_line(error), advice=advice)
         for finding in check_machine(read_machine(folder), parameters=parameters):
             yield "", finding
@@ -108,5 +121,8 @@ def lines(findings: Sequence[Located]) -> list[str]:
             text += f"; to do: {finding.advice}"
         texts.append(text)
     counts = Counter(finding.verdict for _, finding in findings)
-    parts = [f"{counts[verdict] or 'no'} {verdict}{'s' * (counts[verdict] != 1)}" for verdict in ("error", "warning")]
+    parts = [
+        f"{counts[verdict] or 'no'} {verdict}{'s' * (counts[verdict] != 1)}"
+        for verdict in ("error", "warning")
+    ]
     return [*texts, ", ".join(parts)]

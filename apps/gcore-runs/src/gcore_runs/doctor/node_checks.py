@@ -36,7 +36,9 @@ class Node:
     """GPUs that Ray gives to processes there."""
 
 
-def check_nodes(nodes: Sequence[Node], *, expected: int = 0, parameters: int = 0, ours: str = "") -> list[Finding]:
+def check_nodes(
+    nodes: Sequence[Node], *, expected: int = 0, parameters: int = 0, ours: str = ""
+) -> list[Finding]:
     """Return the findings about all nodes: the ``expected`` number of them, with ``ours`` as the version of Python."""
     answering = [node for node in nodes if node.readings is not None]
     findings = chain(
@@ -62,11 +64,21 @@ def check_number(nodes: Sequence[Node], *, expected: int = 0) -> Iterator[Findin
     observed = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if len(nodes) < expected:
         advice = (
-            "ray start --address on each of the others; its output, and logs in /tmp/ray, say why one does not join"
+            "ray start --address on each of the others; "
+            "its output, and logs in /tmp/ray, say why one does not join"
         )
-        yield Finding(check="nodes", verdict="error", found=f"{observed} of {expected} have joined", advice=advice)
+        yield Finding(
+            check="nodes",
+            verdict="error",
+            found=f"{observed} of {expected} have joined",
+            advice=advice,
+        )
     else:
-        yield Finding(check="nodes", verdict="ok", found=f"{observed}: {', '.join(node.name for node in nodes)}")
+        yield Finding(
+            check="nodes",
+            verdict="ok",
+            found=f"{observed}: {', '.join(node.name for node in nodes)}",
+        )
 
 
 def check_alike(nodes: Sequence[Node], *, ours: str = "") -> Iterator[Finding]:
@@ -82,12 +94,20 @@ def check_alike(nodes: Sequence[Node], *, ours: str = "") -> Iterator[Finding]:
             nodes_by_version.setdefault(version, []).append(node.name)
         if len(nodes_by_version) > 1:
             different = True
-            text = "; ".join(f"{version} on {', '.join(where)}" for version, where in nodes_by_version.items())
+            text = "; ".join(
+                f"{version} on {', '.join(where)}" for version, where in nodes_by_version.items()
+            )
             advice = f"install the same {name} on all nodes: one image, or one environment on a shared file system"
-            yield Finding(check="same versions", verdict="error", found=f"{name} is {text}", advice=advice)
-    if ours and any(_versions(node)["Python"].split(".")[:2] != ours.split(".")[:2] for node in nodes):
+            yield Finding(
+                check="same versions", verdict="error", found=f"{name} is {text}", advice=advice
+            )
+    if ours and any(
+        _versions(node)["Python"].split(".")[:2] != ours.split(".")[:2] for node in nodes
+    ):
         advice = "start this command with the environment of the nodes"
-        yield Finding(check="same versions", verdict="error", found=f"Python is {ours} here", advice=advice)
+        yield Finding(
+            check="same versions", verdict="error", found=f"Python is {ours} here", advice=advice
+        )
     elif not different:
         yield Finding(check="same versions", verdict="ok", found="all nodes have the same")
 
@@ -103,7 +123,9 @@ def check_gpus_of_ray(nodes: Sequence[Node]) -> Iterator[Finding]:
             advice = "ray start there with --num-gpus, unless it is a head without work for them"
             yield Finding(check="gpus of ray", verdict="warning", found=observed, advice=advice)
     if has_gpus:
-        yield Finding(check="gpus of ray", verdict="ok", found=f"{sum(node.gpus for node in nodes):g}")
+        yield Finding(
+            check="gpus of ray", verdict="ok", found=f"{sum(node.gpus for node in nodes):g}"
+        )
 
 
 def check_object_stores(nodes: Sequence[Node], *, parameters: int = 0) -> Iterator[Finding]:
@@ -122,14 +144,22 @@ def check_object_stores(nodes: Sequence[Node], *, parameters: int = 0) -> Iterat
             yield Finding(check="object store", verdict="error", found=observed, advice=advice)
         elif size < needed_bytes:
             is_fine = False
-            what = f"the weights ({2 * parameters / _GB:.1f} GB in bfloat16) and samples" if parameters else "samples"
+            what = (
+                f"the weights ({2 * parameters / _GB:.1f} GB in bfloat16) and samples"
+                if parameters
+                else "samples"
+            )
             observed = f"{size / _GB:.1f} GB on {node.name}, {needed_bytes / _GB:.1f} GB are needed for {what}"
-            advice = f"ray start --object-store-memory {int(needed_bytes)}, with a /dev/shm of that size"
+            advice = (
+                f"ray start --object-store-memory {int(needed_bytes)}, with a /dev/shm of that size"
+            )
             verdict = "error" if parameters else "warning"
             yield Finding(check="object store", verdict=verdict, found=observed, advice=advice)
     if is_fine and nodes:
         least = min(node.object_store_bytes for node in nodes)
-        yield Finding(check="object store", verdict="ok", found=f"{least / _GB:.1f} GB or more on each node")
+        yield Finding(
+            check="object store", verdict="ok", found=f"{least / _GB:.1f} GB or more on each node"
+        )
 
 
 def check_clocks(nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -141,7 +171,11 @@ def check_clocks(nodes: Sequence[Node]) -> Iterator[Finding]:
         yield Finding(check="clocks", verdict="warning", found=observed, advice=advice)
     if nodes and not skewed:
         error_s = max(abs(node.skew_s) + node.skew_error_s for node in nodes)
-        yield Finding(check="clocks", verdict="ok", found=f"all within {max(error_s, 0.001):.3f} s of this one's")
+        yield Finding(
+            check="clocks",
+            verdict="ok",
+            found=f"all within {max(error_s, 0.001):.3f} s of this one's",
+        )
 
 
 def check_folders(nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -153,7 +187,9 @@ def check_folders(nodes: Sequence[Node]) -> Iterator[Finding]:
         advice = "mount one file system on all nodes under one path: models, data and runs are read by those paths"
         yield Finding(check="shared folder", verdict="error", found=observed, advice=advice)
     elif nodes:
-        yield Finding(check="shared folder", verdict="ok", found=f"{folder} is the same on all nodes")
+        yield Finding(
+            check="shared folder", verdict="ok", found=f"{folder} is the same on all nodes"
+        )
 
 
 def check_connections(nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -164,19 +200,29 @@ def check_connections(nodes: Sequence[Node]) -> Iterator[Finding]:
         advice = "a firewall must let all TCP ports pass between nodes, and nothing from elsewhere"
         yield Finding(check="connections", verdict="error", found=observed, advice=advice)
     if nodes and not broken:
-        yield Finding(check="connections", verdict="ok", found="every node reaches free ports of every other")
+        yield Finding(
+            check="connections", verdict="ok", found="every node reaches free ports of every other"
+        )
 
 
 def check_tokens(nodes: Sequence[Node]) -> Iterator[Finding]:
     """Check that the cluster requires a token, which its processes show by their mode."""
-    open_nodes = [node.name for node in nodes if node.readings and node.readings.token.mode != "token"]
+    open_nodes = [
+        node.name for node in nodes if node.readings and node.readings.token.mode != "token"
+    ]
     if open_nodes:
         observed = "the cluster requires none: anyone who reaches its ports can run programs on it"
         make = "(umask 077; ray get-auth-token --generate) on the head"
         advice = f"{make}, the same ~/.ray/auth_token on all nodes, ray start again"
         yield Finding(check="ray token", verdict="warning", found=observed, advice=advice)
         return
-    readable = sorted({n.readings.token.source for n in nodes if n.readings and n.readings.token.readable_by_others})
+    readable = sorted(
+        {
+            n.readings.token.source
+            for n in nodes
+            if n.readings and n.readings.token.readable_by_others
+        }
+    )
     if readable:
         observed = f"required; {', '.join(readable)} can be read by others"
         advice = f"chmod 600 {' '.join(readable)}"

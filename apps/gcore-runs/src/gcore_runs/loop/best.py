@@ -41,7 +41,9 @@ def compare_with_best(
     if name and score is not None:
         if name not in metrics and "maj@" not in name:
             names = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
-            raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {names}")
+            raise UserError(
+                f"trainer.best_metric is {name!r}; expected a metric of evaluations: {names}"
+            )
         score = metrics.get(name)
     best: float | None = None
     num_since = -1

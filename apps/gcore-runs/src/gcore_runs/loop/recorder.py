@@ -15,7 +15,14 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -53,7 +60,10 @@ _LARGE = 1e9  # numbers below this are written out on the screen
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
 
-_INTERRUPTS = signal.SIGINT, signal.SIGTERM  # a scheduler sends the second before it takes the machine
+_INTERRUPTS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # a scheduler sends the second before it takes the machine
 
 Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
@@ -67,13 +77,19 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
-        done = TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn()
+        done = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+        )
         times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
         self._progress = Progress(*done, *times, console=self.console, expand=True)
         self._task = self._progress.add_task("starting", total=None)
         self._table: RenderableType = ""
         self._stages: Callable[[], Sequence[str | None]] = tuple
-        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+        self._live = Live(
+            get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True
+        )
         self._last_line_s = 0.0
         self.latest: dict[str, float] = {}
         """Metrics of the last evaluation, which the steps after it show, too."""
@@ -106,7 +122,9 @@ class Display:
         self._task = self._progress.add_task(name, total=total, completed=done)
         self._table = ""
 
-    def show_progress(self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step") -> None:
+    def show_progress(
+        self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step"
+    ) -> None:
         """Advance the progress bar to ``step``, and show ``cells``, pairs of a name and a value."""
         self._progress.update(self._task, completed=step)
         if not cells:
@@ -212,7 +230,9 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
         """Return the program of the job, to be run by a runtime on every controller."""
         from gcore_controller import RLHFLoop
 
-        follows_load = self.config.runtime == "ray" and STRATEGIES[self.config.strategy].follows_load
+        follows_load = (
+            self.config.runtime == "ray" and STRATEGIES[self.config.strategy].follows_load
+        )
         loop = replace(self.config.loop, reports_waves=follows_load)
 
         async def run(ctx: Context[Any]) -> None:
@@ -253,7 +273,9 @@ class Stop:
     _is_held_back = False
     _act: Callable[[], object] | None = None
 
-    def catch_interrupts(self, act: Callable[[], object] | None = None) -> AbstractContextManager[None]:
+    def catch_interrupts(
+        self, act: Callable[[], object] | None = None
+    ) -> AbstractContextManager[None]:
         """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
         self._act = act
         return interrupted_by(self._request)
@@ -342,7 +364,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 metrics = dict(self.show_evaluation(step, evaluation))
                 trainer = self.job.config.trainer
                 self.display.latest |= metrics
-                metrics |= compare_with_best(self.run.metrics, metrics, self.score(metrics), trainer)
+                metrics |= compare_with_best(
+                    self.run.metrics, metrics, self.score(metrics), trainer
+                )
                 if trainer.export == "best" and is_best(metrics):
                     keep_best(self.run, step, metrics[BEST], self.learner.save_pretrained)
                 self.writer.write(step, metrics)
@@ -363,7 +387,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
     def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
         reason = f"no improvement in {metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
-        self.display.say(f"step {step}: {reason}: the run ends early (trainer.early_stopping_patience)")
+        self.display.say(
+            f"step {step}: {reason}: the run ends early (trainer.early_stopping_patience)"
+        )
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:
@@ -374,7 +400,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         step = event.step
         spans = event.spans
         devices = event.devices
-        intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
+        intervals = StepSpans(
+            step=step, start_s=0.0, controllers=spans, devices=devices
+        ).intervals()
         shares = Ledger.of([intervals]).shares()
         metrics = event.metrics | {f"ledger/{name}": share for name, share in shares.items()}
         metrics |= self.step_metrics(step, metrics)
@@ -382,7 +410,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.writer.write_samples(step, event.samples)
         self._spans.write(step, spans, devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
-        self.display.show_progress(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
+        self.display.show_progress(
+            step, shown_cells(self.cells, {**self.display.latest, **metrics})
+        )
         self._num_idle = 0 if metrics.get(SIGNAL, 1.0) else self._num_idle + 1
         if self._num_idle and self._num_idle % _PATIENCE == 0:
             message = f"the last {_PATIENCE} steps had nothing to learn from: {reason(metrics)}"

@@ -169,7 +169,9 @@ class Supervisor:
         self._stack.__exit__(error_type, error, traceback)
         if self._is_new and isinstance(error, _REFUSALS) and not isinstance(error, _LOSSES):
             run = self.run
-            if not any(file.exists() for file in (run.metrics, run.warmup, run.model, run.checkpoints)):
+            if not any(
+                file.exists() for file in (run.metrics, run.warmup, run.model, run.checkpoints)
+            ):
                 shutil.rmtree(run.path, ignore_errors=True)
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
@@ -259,12 +261,19 @@ class Supervisor:
         path = self.run.path
         config = read_toml(self.run.config)
         project = trainer.project_name
-        run = TrackedRun(project=project, name=path.name, run_id=run_id(path), folder=path, config=config)
+        run = TrackedRun(
+            project=project, name=path.name, run_id=run_id(path), folder=path, config=config
+        )
         for name in trainer.trackers:
-            self._trackers.append(self._stack.enter_context(start_tracker(name, run, self.display.say)))
+            self._trackers.append(
+                self._stack.enter_context(start_tracker(name, run, self.display.say))
+            )
 
     def train(
-        self, services: Backend[JobT, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
+        self,
+        services: Backend[JobT, Any],
+        job: JobT,
+        recorder: Callable[..., BaseRunRecorder[JobT, Any]],
     ) -> None:
         """Run a job to its end, and continue from where its models are whenever something that can be replaced is lost.
 
@@ -291,8 +300,12 @@ class Supervisor:
                 if num_losses > _MAX_LOSSES:
                     raise loss.error
                 try:
-                    recovery = self.run_async(services.recover(loss.error, keeps_models=loss.present is not None))
-                    job = self._resume_job(services, job, loss.present if recovery.keeps_models else None)
+                    recovery = self.run_async(
+                        services.recover(loss.error, keeps_models=loss.present is not None)
+                    )
+                    job = self._resume_job(
+                        services, job, loss.present if recovery.keeps_models else None
+                    )
                 except RankError as error:
                     if error is loss.error:
                         raise
@@ -316,7 +329,9 @@ class Supervisor:
             return None
         with self.metrics_writer(last_step=job.first_step) as writer:
             try:
-                recorder = make_recorder(job, self.run, services.learner, writer, spans, self.display)
+                recorder = make_recorder(
+                    job, self.run, services.learner, writer, spans, self.display
+                )
             except RankError as error:
                 return _Loss(error)
 
@@ -342,14 +357,18 @@ class Supervisor:
                     raise KeyboardInterrupt from None
                 if not isinstance(error, Exception):
                     raise
-                return _Loss(error, recorder.present(), has_progressed=recorder.last_step > job.first_step)
+                return _Loss(
+                    error, recorder.present(), has_progressed=recorder.last_step > job.first_step
+                )
         return None
 
     def _resume_job(self, services: Backend[JobT, Any], job: JobT, present: Present | None) -> JobT:
         """Return the job from where its models are: at the last finished step, or at the last checkpoint."""
         step, controllers = present or (0, None)
         # The ranks alone see what is on their machines.
-        may_be_saved = services.config.local_checkpoints.folder or Checkpointer(self.run.checkpoints).steps()
+        may_be_saved = (
+            services.config.local_checkpoints.folder or Checkpointer(self.run.checkpoints).steps()
+        )
         if present is None and may_be_saved:
             saved = services.learner.load()
             if saved:
@@ -367,7 +386,9 @@ class Supervisor:
     def metrics_writer(self, *, last_step: int) -> MetricsWriter:
         """Return a writer of the run's metrics, of the steps after ``last_step``."""
         has_board = self._config.trainer.tensorboard
-        return MetricsWriter(self.run, last_step=last_step, tensorboard=has_board, trackers=self._trackers)
+        return MetricsWriter(
+            self.run, last_step=last_step, tensorboard=has_board, trackers=self._trackers
+        )
 
     def is_evaluation_due(self, step: int, total: int) -> bool:
         """Return whether held-out data are evaluated after ``step`` of ``total``."""
@@ -437,7 +458,11 @@ class Supervisor:
 
     def _evaluations(self) -> list[dict[str, Any]]:
         """Return the metrics of all evaluations on held-out data."""
-        return [row for row in read_jsonl(self.run.metrics) if any(name.startswith("val/") for name in row)]
+        return [
+            row
+            for row in read_jsonl(self.run.metrics)
+            if any(name.startswith("val/") for name in row)
+        ]
 
 
 class _Loss(NamedTuple):
@@ -470,7 +495,12 @@ def inline_backend(
         world_size=config.controllers,
         learner=learner,
         program=lambda job, recorder: share_trainer(
-            learner, job.program(recorder), roles=roles, num_ranks=num_ranks, turns=turns, lending=lending_of(config)
+            learner,
+            job.program(recorder),
+            roles=roles,
+            num_ranks=num_ranks,
+            turns=turns,
+            lending=lending_of(config),
         ),
         close_services=close,
         turns=turns,

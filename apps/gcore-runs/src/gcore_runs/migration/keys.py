@@ -25,7 +25,9 @@ class Key:
 @cache
 def read_keys(source: Literal["verl", "trl", "removed"]) -> Mapping[str, Key]:
     """Return the settings of verl, of TRL or of earlier versions, by their dotted names."""
-    tables = tomllib.loads((files("gcore_runs.migration") / f"{source}.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(
+        (files("gcore_runs.migration") / f"{source}.toml").read_text(encoding="utf-8")
+    )
     keys: dict[str, Key] = {}
     for name, table in tables.items():
         if "to" in table or "why" in table:
@@ -36,8 +38,12 @@ def read_keys(source: Literal["verl", "trl", "removed"]) -> Mapping[str, Key]:
     return keys
 
 
-def _make_key(to: list[str] | None = None, default: Any = None, why: str = "", off: list[Any] | None = None) -> Key:
-    return Key(ours=tuple(to or ()), default=default, why=why, off=None if off is None else (None, *off))
+def _make_key(
+    to: list[str] | None = None, default: Any = None, why: str = "", off: list[Any] | None = None
+) -> Key:
+    return Key(
+        ours=tuple(to or ()), default=default, why=why, off=None if off is None else (None, *off)
+    )
 
 
 def find_key(keys: Mapping[str, Key], name: str) -> Key | None:

@@ -55,9 +55,13 @@ def read_gallery(samples: Path, notes: list[str]) -> Gallery | None:
             for row in read_jsonl(rows):
                 if row.keys() >= _KEYS:
                     # The file's name says which of several equal prompts it is.
-                    by_prompt.setdefault((row["file"], row["prompt"]), []).append(_sheet(step, folders[step], row))
+                    by_prompt.setdefault((row["file"], row["prompt"]), []).append(
+                        _sheet(step, folders[step], row)
+                    )
         except (UserError, OSError, TypeError, ValueError) as error:
-            notes.append(f"{rows.relative_to(samples.parent)} could not be read, and is left out ({error}).")
+            notes.append(
+                f"{rows.relative_to(samples.parent)} could not be read, and is left out ({error})."
+            )
     prompts: list[tuple[str, list[Row]]] = []
     num_bytes = 0
     for (_, prompt), sheets in by_prompt.items():
@@ -83,14 +87,18 @@ def _sheet(step: int, folder: Path, row: Row) -> Row:
     for index, values in enumerate(image_scores):
         row_index, column = divmod(index, columns)
         # As that of a background in CSS.
-        position = f"{100 * column / max(1, columns - 1):.4g}% {100 * row_index / max(1, rows - 1):.4g}%"
+        position = (
+            f"{100 * column / max(1, columns - 1):.4g}% {100 * row_index / max(1, rows - 1):.4g}%"
+        )
         images.append((position, list(map(amount, values))))
     return {
         "step": step,
         "size": len(content),
         "base64": base64.b64encode(content).decode(),
         "names": ", ".join(scores),
-        "means": ", ".join(f"{name} {amount(statistics.fmean(values))}" for name, values in scores.items()),
+        "means": ", ".join(
+            f"{name} {amount(statistics.fmean(values))}" for name, values in scores.items()
+        ),
         "images": images,
         "columns": columns,
         "rows": rows,

@@ -25,7 +25,11 @@ def set_panels(run: ReportedRun) -> list[Panel]:
     """Return a chart for each set, with the largest k of each metric; none if there is no evaluation of sets."""
     panels: list[Panel] = []
     for name, keys in _sets(run).items():
-        panel = Panel(title=name, unit="mean over prompts, with its standard error", y_axis={"rangemode": "tozero"})
+        panel = Panel(
+            title=name,
+            unit="mean over prompts, with its standard error",
+            y_axis={"rangemode": "tozero"},
+        )
         largest = {key.partition("@")[0]: key for key in keys}
         for prefix, color in _COLORS.items():
             if prefix not in largest:
@@ -35,7 +39,13 @@ def set_panels(run: ReportedRun) -> list[Panel]:
             steps, means = series(run.metrics, metric)
             errors = [row.get(f"{metric}/stderr", 0.0) for row in run.metrics if metric in row]
             line = {"color": color, "width": 2.25}
-            trace: Trace = {"name": key, "mode": "lines+markers", "line": line, "x": steps, "y": means}
+            trace: Trace = {
+                "name": key,
+                "mode": "lines+markers",
+                "line": line,
+                "x": steps,
+                "y": means,
+            }
             trace["marker"] = {"color": color, "size": 5}
             trace["error_y"] = {"array": errors, "color": color, "thickness": 1, "width": 2}
             panel.draw("bold", color, key, trace | {"hovertemplate": "%{y:.4~g}"})

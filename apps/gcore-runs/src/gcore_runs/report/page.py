@@ -58,9 +58,14 @@ def _render(run: ReportedRun) -> str:
     from plotly.offline import get_plotlyjs
 
     source = files("gcore_runs").joinpath("report/page.html.j2").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     samples = paired_samples(run)
-    signals = [signal_panel(run.metrics, *signal) for signal in (*run.kind.signals, *_parts_of_rewards(run))]
+    signals = [
+        signal_panel(run.metrics, *signal)
+        for signal in (*run.kind.signals, *_parts_of_rewards(run))
+    ]
     signals.append(load_panel(run))
     gallery = read_gallery(run.samples, run.notes) if run.kind.has_pictures else None
     return template.from_string(source).render(
@@ -70,7 +75,9 @@ def _render(run: ReportedRun) -> str:
         reward_seen=reward_seen(run),
         sets=set_panels(run),
         set_rows=set_rows(run),
-        warmup=signal_panel(run.warmup, "Warm-up loss", "sft/loss", "cross-entropy, nats per token"),
+        warmup=signal_panel(
+            run.warmup, "Warm-up loss", "sft/loss", "cross-entropy, nats per token"
+        ),
         warmup_seen=warmup_seen(run),
         stages=stage_panel(run),
         timeline=timeline(run.spans),
@@ -127,12 +134,16 @@ def tiles(run: ReportedRun) -> list[FigureTile]:
     if step_times:
         slowest = f"median; slowest {duration(max(step_times))}"
         step = FigureTile(step.label, duration(statistics.median(step_times)), slowest)
-        wall = FigureTile(wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps")
+        wall = FigureTile(
+            wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps"
+        )
     evaluations = [_evaluation_tile(run)]
     for key, label in run.kind.tiles.items():
         change = _change(run, key)
         if change:
-            evaluations.append(_change_tile(label, change, amount(change.first), amount(change.last)))
+            evaluations.append(
+                _change_tile(label, change, amount(change.first), amount(change.last))
+            )
     return [*evaluations, reward, speed, step, wall]
 
 
@@ -182,8 +193,12 @@ def _change_tile(label: str, change: _Change, first: str, last: str) -> FigureTi
     if change.num_evaluations == 1:
         return FigureTile(label, first, f"step {change.first_step}; not evaluated again yet")
     if change.first_step == change.last_step:
-        return FigureTile(label, first, f"step {change.first_step}, which is exported: none was better")
-    return FigureTile(label, f"{first} → {last}", f"step {change.first_step} → step {change.last_step}")
+        return FigureTile(
+            label, first, f"step {change.first_step}, which is exported: none was better"
+        )
+    return FigureTile(
+        label, f"{first} → {last}", f"step {change.first_step} → step {change.last_step}"
+    )
 
 
 def reward_seen(run: ReportedRun) -> str:

@@ -71,7 +71,11 @@ def amount(value: float) -> str:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.1e}".split("e")
     times_ten = "\N{MULTIPLICATION SIGN}10"
-    return mantissa + times_ten + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return (
+        mantissa
+        + times_ten
+        + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    )
 
 
 def duration(seconds: float) -> str:
@@ -125,13 +129,22 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
     raw: Trace = {"name": "raw", "hovertemplate": "%{y:.4~g}"} | _points(steps, values)
     bold = {"color": color, "width": 2.25}
     if window == 1:
-        return [raw | {"mode": "lines+markers", "line": bold, "marker": {"color": color, "size": 5}}]
-    mean = {"name": f"mean of {window} steps", "mode": "lines", "line": bold, "hovertemplate": "%{y:.4~g}"}
+        return [
+            raw | {"mode": "lines+markers", "line": bold, "marker": {"color": color, "size": 5}}
+        ]
+    mean = {
+        "name": f"mean of {window} steps",
+        "mode": "lines",
+        "line": bold,
+        "hovertemplate": "%{y:.4~g}",
+    }
     thin: Trace = {"mode": "lines", "line": {"color": color, "width": 1}, "opacity": 0.45}
     return [raw | thin, mean | _points(steps, _moving_mean(values))]
 
 
-def _bars(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str) -> Trace:
+def _bars(
+    name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str
+) -> Trace:
     """Return horizontal bars of one kind, each in its row, with what is shown at the pointer."""
     bars: Trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": lengths}
     marker = {"color": color, "line": {"width": 0}}
@@ -140,7 +153,12 @@ def _bars(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], 
 
 def _axis_of(rows: Sequence[str]) -> Row:
     """Return the y axis of bars, with the first row at the top."""
-    return {"categoryorder": "array", "categoryarray": rows[::-1], "fixedrange": True, "showgrid": False}
+    return {
+        "categoryorder": "array",
+        "categoryarray": rows[::-1],
+        "fixedrange": True,
+        "showgrid": False,
+    }
 
 
 def reward_panel(run: ReportedRun) -> Panel | None:
@@ -161,9 +179,16 @@ def reward_panel(run: ReportedRun) -> Panel | None:
             continue
         label = f"held-out, {way}" if way else "held-out"
         size, width = (9, 2) if len(steps) <= 40 else (5, 1)
-        marker = {"color": color, "symbol": symbol, "size": size, "line": {"width": width, "color": color}}
+        marker = {
+            "color": color,
+            "symbol": symbol,
+            "size": size,
+            "line": {"width": width, "color": color},
+        }
         trace: Trace = {"name": label, "mode": "markers", "marker": marker, "cliponaxis": False}
-        panel.draw(symbol, color, label, trace | {"hovertemplate": "%{y:.4~g}"} | _points(steps, scores))
+        panel.draw(
+            symbol, color, label, trace | {"hovertemplate": "%{y:.4~g}"} | _points(steps, scores)
+        )
         drawn += scores
     if not drawn:
         return None
@@ -232,7 +257,12 @@ def stage_panel(run: ReportedRun) -> Panel | None:
         trace |= {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds)
         panel.draw("box", color, f"{stage} {sum(seconds) / max(sum(step_times), 1e-12):.0%}", trace)
     line = {"color": "--ink", "width": 1}
-    step: Trace = {"name": "whole step", "mode": "lines", "line": line, "hovertemplate": "%{y:.3~s}s"}
+    step: Trace = {
+        "name": "whole step",
+        "mode": "lines",
+        "line": line,
+        "hovertemplate": "%{y:.3~s}s",
+    }
     panel.draw("bold", "--ink", "whole step", step | _points(steps, step_times))
     return panel
 
@@ -279,7 +309,9 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     controllers = [f"controller {rank}" for rank in range(num_controllers)]
     devices = sorted(set(chain.from_iterable(step.devices for step in steps)), key=kind_and_number)
     groups = [controllers]
-    groups.extend(list(names) for _, names in groupby(devices, key=lambda name: kind_and_number(name)[0]))
+    groups.extend(
+        list(names) for _, names in groupby(devices, key=lambda name: kind_and_number(name)[0])
+    )
     drawn: list[str] = []
     for names in groups:
         stride = max(1, -(-len(names) // MAX_ROWS))
@@ -297,7 +329,13 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
         range_s = [shown[-count].start_s - zero_s, end_s - zero_s]
         label = f"Last {count} steps" if count > 1 else "Last step"
         views.append({"label": label, "range_s": range_s, "is_first": count == first})
-    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted", "width": 1, "dash": "dot"}}
+    line = {
+        "type": "line",
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": "--muted", "width": 1, "dash": "dot"},
+    }
     panel = Panel(
         title="Timeline",
         unit="seconds since the first step shown; a dotted line is the start of a step; drag to zoom in",
@@ -307,7 +345,11 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
             "barmode": "overlay",
             "bargap": 0.3,
             "hovermode": "closest",
-            "xaxis": {"title": {}, "range": [shown[-first].start_s - zero_s, end_s - zero_s], "ticksuffix": " s"},
+            "xaxis": {
+                "title": {},
+                "range": [shown[-first].start_s - zero_s, end_s - zero_s],
+                "ticksuffix": " s",
+            },
             "shapes": [line | dict.fromkeys(("x0", "x1"), step.start_s - zero_s) for step in shown],
         },
     )
@@ -319,7 +361,11 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
         label = f"{stage} {sum(lengths_s) / max(total_s, 1e-9):.0%}"
         panel.draw("box", color, label, trace | {"base": starts_s, "customdata": hover_data})
     num_rows = len(controllers) + len(devices)
-    caption = f"Steps {shown[0].step:,} to {shown[-1].step:,}" if len(shown) > 1 else f"Step {shown[0].step:,}"
+    caption = (
+        f"Steps {shown[0].step:,} to {shown[-1].step:,}"
+        if len(shown) > 1
+        else f"Step {shown[0].step:,}"
+    )
     if len(drawn) < num_rows:
         caption += f"; {len(drawn)} of {num_rows:,} controllers and devices"
     caption += ". Light stretches are in no stage: a row waits there, or does what has no stage."
@@ -332,7 +378,9 @@ def kind_and_number(name: str) -> tuple[str, int]:
 
 
 def _by_row(step: StepSpans) -> dict[str, list[Span]]:
-    return {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)} | step.devices
+    return {
+        f"controller {rank}": spans for rank, spans in enumerate(step.controllers)
+    } | step.devices
 
 
 def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[StepSpans]:
@@ -359,7 +407,9 @@ def _bars_of_stages(
     def add(stage: str, name: str, step: StepSpans, start_s: float, stop_s: float) -> None:
         if stop_s > start_s:
             length_s = stop_s - start_s
-            bars[stage].append((name, length_s, round(start_s - zero_s, 4), [step.step, duration(length_s)]))
+            bars[stage].append(
+                (name, length_s, round(start_s - zero_s, 4), [step.step, duration(length_s)])
+            )
 
     for name in drawn:
         reached_s = zero_s

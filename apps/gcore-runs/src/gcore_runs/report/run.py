@@ -67,10 +67,14 @@ class ReportedRun:
         signs = (folder.config, folder.metrics, folder.warmup)
         if not any(path.is_file() for path in signs):
             names = ", ".join(path.name for path in signs)
-            raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {names} in it")
+            raise FileNotFoundError(
+                f"{run_dir} is not a run's folder: expected one of {names} in it"
+            )
         self.notes = notes = list[str]()
         self.name = run_dir.resolve().name
-        self.config, self.kind, self.total_steps, self._patience = _read_config(folder.config, kinds, notes)
+        self.config, self.kind, self.total_steps, self._patience = _read_config(
+            folder.config, kinds, notes
+        )
         spans = _by_step(_read_rows(folder.spans, "controllers", notes, last=MAX_SPAN_STEPS))
         self.spans = [StepSpans.from_row(row) for row in spans]
         self.metrics = _by_step(_read_rows(folder.metrics, "step", notes))
@@ -80,8 +84,12 @@ class ReportedRun:
         self.samples = folder.samples
         self.training_samples = _read_rows(folder.training_samples, "step", notes)
         self.best_step = _read_best_step(folder.best / "step.json", notes)
-        self.pictures = _read_pictures(folder.samples, self.best_step, notes) if self.kind.has_pictures else []
-        self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None
+        self.pictures = (
+            _read_pictures(folder.samples, self.best_step, notes) if self.kind.has_pictures else []
+        )
+        self.written = (
+            datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None
+        )
         notes += _warnings(_read_rows(folder.warnings, "message", notes))
 
     @property
@@ -96,7 +104,10 @@ class ReportedRun:
     @property
     def has_paired_samples(self) -> bool:
         """True if samples before and after answer the same prompts."""
-        return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
+        return all(
+            old["prompt"] == new["prompt"]
+            for old, new in zip(self.before, self.after, strict=False)
+        )
 
 
 def _warnings(rows: list[Row]) -> list[str]:
@@ -107,23 +118,31 @@ def _warnings(rows: list[Row]) -> list[str]:
         line = f"Step {warnings[0].get('step')}: {warnings[0]['message']}"
         times = sum(row.get("count", 1) for row in warnings)
         if times > 1:
-            line += f" ({times:,} times in {len(warnings):,} steps, to step {warnings[-1].get('step')})"
+            line += (
+                f" ({times:,} times in {len(warnings):,} steps, to step {warnings[-1].get('step')})"
+            )
         lines.append(f"{line}.")
     return lines
 
 
-def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None, int]:
+def _read_config(
+    path: Path, kinds: Mapping[str, Kind], notes: list[str]
+) -> tuple[str, Kind, int | None, int]:
     """Return the text of config.toml, the run's kind, its number of steps, and the patience of its early stopping."""
     values: Any = {}
     text = ""
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
     else:
-        notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
+        notes.append(
+            "config.toml is not there: the settings and the number of steps to go are unknown."
+        )
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
+        notes.append(
+            f"config.toml is not valid TOML ({error}): the number of steps to go is unknown."
+        )
     kind = kinds.get(str(values.get("command", "train")), kinds["train"])
     trainer: Any = values.get("trainer")
     if not isinstance(trainer, dict):
@@ -137,7 +156,9 @@ def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tup
     return text, kind, total, patience
 
 
-def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None = None) -> list[Row]:
+def _read_rows(
+    path: Path, required: str, notes: list[str], *, last: int | None = None
+) -> list[Row]:
     """Return the objects with the field `required` among the `last` lines of a jsonl file, which may be absent.
 
     The last line may be half written; any other unreadable one is noted.
@@ -160,7 +181,9 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
         numbers = ", ".join(map(str, unreadable[:5]))
         if len(unreadable) > 5:
             numbers += ", ..."
-        notes.append(f"{path.name}: {len(unreadable)} unreadable line(s) left out (line {numbers}).")
+        notes.append(
+            f"{path.name}: {len(unreadable)} unreadable line(s) left out (line {numbers})."
+        )
     return rows
 
 

@@ -36,7 +36,9 @@ def training_samples(run: ReportedRun) -> SampleViewer | None:
     steps = sorted(by_step)
     num_characters = sum(len(json.dumps(rows)) for rows in by_step.values())
     count = max(1, min(len(steps), int(len(steps) * MAX_BYTES / num_characters)))
-    chosen: list[int] = np.array(steps)[np.linspace(0, len(steps) - 1, count).round().astype(int)].tolist()
+    chosen: list[int] = np.array(steps)[
+        np.linspace(0, len(steps) - 1, count).round().astype(int)
+    ].tolist()
     seen = f"{len(run.training_samples):,} random samples of {len(steps):,} steps, filtered ones included"
     if count < len(steps):
         seen += f"; {count:,} of the steps are shown, the others are in samples.jsonl"
@@ -56,7 +58,12 @@ def _show(row: Row, *, verified: bool) -> Row:
     version = row.get("weight_version")
     oldest = row.get("oldest_version")
     if version is not None:
-        facts.append(("weights of step", f"{oldest}-{version}" if oldest not in (None, version) else str(version)))
+        facts.append(
+            (
+                "weights of step",
+                f"{oldest}-{version}" if oldest not in (None, version) else str(version),
+            )
+        )
     if "response_tokens" in row:
         facts.append(("tokens", f"{row.get('prompt_tokens')} + {row['response_tokens']}"))
     if "stop" in row:

@@ -10,7 +10,13 @@ from gcore_runs.report.panels import kind_and_number
 from gcore_runs.report.run import Row, number
 from gcore_runs.run_folder import RunFolder, StepSpans, read_jsonl, write_atomically
 
-COUNTERS = ("critic/score/mean", "response_length/mean", "perf/throughput", "sampling/acceptance", "placement/engines")
+COUNTERS = (
+    "critic/score/mean",
+    "response_length/mean",
+    "perf/throughput",
+    "sampling/acceptance",
+    "placement/engines",
+)
 """Metrics that have a track of their own."""
 _STEPS = "steps"
 _ALWAYS_BETWEEN = ("checkpoint", "failure")
@@ -24,7 +30,9 @@ def write_trace(run: RunFolder, *, last: int = 0) -> Path:
     Each role is a process, and each controller, engine, judge and training rank a thread of it. On a controller's row a
     step is a slice with its stages inside; a checkpoint, a move of engines or a recovery before it is one of its own.
     """
-    steps = list({row["step"]: StepSpans.from_row(row) for row in read_jsonl(run.spans)}.values())[-last:]
+    steps = list({row["step"]: StepSpans.from_row(row) for row in read_jsonl(run.spans)}.values())[
+        -last:
+    ]
     metrics: dict[int, Row] = {}
     for row in read_jsonl(run.metrics):
         metrics[row["step"]] = metrics.get(row["step"], {}) | row
@@ -35,8 +43,14 @@ def write_trace(run: RunFolder, *, last: int = 0) -> Path:
     ends_s = {step.step: step.end_s for step in steps}
     for row in read_jsonl(run.warnings):
         if row["step"] in ends_s:
-            trace.mark("warning", ends_s[row["step"]], {"message": row["message"], "count": row["count"]})
-    content = {"traceEvents": trace.events, "displayTimeUnit": "ms", "otherData": {"run": run.path.resolve().name}}
+            trace.mark(
+                "warning", ends_s[row["step"]], {"message": row["message"], "count": row["count"]}
+            )
+    content = {
+        "traceEvents": trace.events,
+        "displayTimeUnit": "ms",
+        "otherData": {"run": run.path.resolve().name},
+    }
     path = run.path / "trace.json"
     write_atomically(path, lambda partial: partial.write_text(json.dumps(content)))
     return path
@@ -53,17 +67,23 @@ class _Trace:
 
     def add(self, step: StepSpans, metrics: Row) -> None:
         """Add a step; its length is the one in its ``metrics``."""
-        rows: dict[str, Sequence[Span]] = {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)}
+        rows: dict[str, Sequence[Span]] = {
+            f"controller {rank}": spans for rank, spans in enumerate(step.controllers)
+        }
         slices: list[tuple[str, Span, Row]] = []
         for name, spans in rows.items():
             inside = spans[_num_before(spans, metrics.get("timing_s/step")) :]
             if inside:
-                span = Span(stage=f"step {step.step}", start_s=inside[0].start_s, end_s=inside[-1].end_s)
+                span = Span(
+                    stage=f"step {step.step}", start_s=inside[0].start_s, end_s=inside[-1].end_s
+                )
                 slices.append((name, span, {}))
         if slices:
             start_s = min(span.start_s for _, span, _ in slices)
             end_s = max(span.end_s for _, span, _ in slices)
-            slices.append((_STEPS, Span(stage=f"step {step.step}", start_s=start_s, end_s=end_s), metrics))
+            slices.append(
+                (_STEPS, Span(stage=f"step {step.step}", start_s=start_s, end_s=end_s), metrics)
+            )
             for name in set(COUNTERS) & metrics.keys():
                 self._event("C", name, _STEPS, step.start_s + start_s, {"value": metrics[name]})
         for name in sorted(step.devices, key=kind_and_number):
@@ -73,7 +93,9 @@ class _Trace:
         for name, span, args in slices:
             start_us = _microseconds(step.start_s + span.start_s)
             end_us = _microseconds(step.start_s + span.end_s)
-            self._event("X", span.stage, name, step.start_s + span.start_s, args, dur=end_us - start_us)
+            self._event(
+                "X", span.stage, name, step.start_s + span.start_s, args, dur=end_us - start_us
+            )
         evaluation = {name: value for name, value in metrics.items() if name.startswith("val/")}
         if evaluation:
             self.mark("evaluation", step.end_s, evaluation)
@@ -84,7 +106,14 @@ class _Trace:
 
     def _event(self, phase: str, name: str, row: str, at_s: float, args: Row, **more: Any) -> None:
         self.events.append(
-            {"ph": phase, "name": name, "ts": _microseconds(at_s), **more, **self._thread(row), "args": args}
+            {
+                "ph": phase,
+                "name": name,
+                "ts": _microseconds(at_s),
+                **more,
+                **self._thread(row),
+                "args": args,
+            }
         )
 
     def _thread(self, row: str) -> Row:
@@ -94,9 +123,13 @@ class _Trace:
             is_new = role not in self._processes
             thread = {"pid": self._processes.setdefault(role, len(self._processes)), "tid": tid}
             if is_new:
-                self.events.append({"ph": "M", "name": "process_name", **thread, "args": {"name": role}})
+                self.events.append(
+                    {"ph": "M", "name": "process_name", **thread, "args": {"name": role}}
+                )
                 order = {"sort_index": thread["pid"]}
-                self.events.append({"ph": "M", "name": "process_sort_index", **thread, "args": order})
+                self.events.append(
+                    {"ph": "M", "name": "process_sort_index", **thread, "args": order}
+                )
             self.events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": row}})
             self._threads[row] = thread
         return self._threads[row]

@@ -53,7 +53,9 @@ def adapter_settings(section: str, *further_names: str) -> ReadWith:
     )
 
 
-def with_adapter(settings: SettingsT, read: Callable[[str], LoRAConfig] = read_lora_config) -> SettingsT:
+def with_adapter(
+    settings: SettingsT, read: Callable[[str], LoRAConfig] = read_lora_config
+) -> SettingsT:
     """Return settings with rank, alpha, layers and scale of the adapters that they start from.
 
     Args:

@@ -42,14 +42,21 @@ def multiple_of(factor: int) -> Bound:
 
 Count: TypeAlias = Annotated[int, at_least(1)]
 NonNegative: TypeAlias = Annotated[int, at_least(0)]
-Amount: TypeAlias = Annotated[float, Bound(lambda value: 0 <= value < math.inf, "a finite number, 0 or more")]
-Positive: TypeAlias = Annotated[float, Bound(lambda value: 0 < value < math.inf, "a finite number above 0")]
+Amount: TypeAlias = Annotated[
+    float, Bound(lambda value: 0 <= value < math.inf, "a finite number, 0 or more")
+]
+Positive: TypeAlias = Annotated[
+    float, Bound(lambda value: 0 < value < math.inf, "a finite number above 0")
+]
 Fraction: TypeAlias = Annotated[float, Bound(lambda value: 0 <= value <= 1, "a number in [0, 1]")]
-FractionAbove0: TypeAlias = Annotated[float, Bound(lambda value: 0 < value <= 1, "a number in (0, 1]")]
+FractionAbove0: TypeAlias = Annotated[
+    float, Bound(lambda value: 0 < value <= 1, "a number in (0, 1]")
+]
 FractionBelow1: TypeAlias = Annotated[float, within(0, 1)]
 
 EXISTING_FOLDER = Bound(
-    lambda path: path in (None, "") or Path(path).absolute().parent.is_dir(), "a file in an existing folder"
+    lambda path: path in (None, "") or Path(path).absolute().parent.is_dir(),
+    "a file in an existing folder",
 )
 """Accept files that can be written, and none."""
 
@@ -77,7 +84,9 @@ class Checked:
         """Raise the error of a field, by its name or by a dotted one in a section, unless a condition holds."""
         if not holds:
             section = f"{self.section}.".lstrip(".")
-            raise self.error(f"{section}{name} is {format_value(attrgetter(name)(self))}; expected {expected}")
+            raise self.error(
+                f"{section}{name} is {format_value(attrgetter(name)(self))}; expected {expected}"
+            )
 
 
 def format_value(value: object) -> str:
@@ -118,7 +127,9 @@ def _bounds(settings_type: type) -> list[tuple[str, Bound, bool]]:
             is_of_entries = get_origin(hint) is tuple
             if is_of_entries:
                 hint = get_args(hint)[0]
-            declared = [bound for bound in getattr(hint, "__metadata__", ()) if isinstance(bound, Bound)]
+            declared = [
+                bound for bound in getattr(hint, "__metadata__", ()) if isinstance(bound, Bound)
+            ]
             if declared:
                 bounds.extend((field.name, bound, is_of_entries) for bound in declared)
                 break

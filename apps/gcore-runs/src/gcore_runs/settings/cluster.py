@@ -53,7 +53,9 @@ def read_variables(settings: RayConfig) -> dict[str, str]:
     """Return the variables of the environment that the processes of the cluster get; `UserError` if one is not set."""
     missing = [name for name in settings.env if name not in os.environ]
     if missing:
-        raise UserError(f"ray.env holds {missing[0]!r}; expected names of variables that are set for this command")
+        raise UserError(
+            f"ray.env holds {missing[0]!r}; expected names of variables that are set for this command"
+        )
     return {name: os.environ[name] for name in settings.env}
 
 
@@ -65,4 +67,6 @@ def translate_refusals(address: str) -> Generator[None]:
     except ClusterError as error:
         raise UserError(f"ray.address is {address!r}: {error}") from None
     except (ConnectionError, ValueError) as error:
-        raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
+        raise UserError(
+            f"ray.address is {address!r}: no Ray cluster answers there ({error})"
+        ) from error

@@ -74,7 +74,9 @@ def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = s
     for key in filter(None, map(other_names().get, _endings(name))):
         if not matches:
             # Of a table of settings, its entries have names, too.
-            matches = [ours for ours in key.ours if ours in settings or ours.rpartition(".")[0] in settings][:1]
+            matches = [
+                ours for ours in key.ours if ours in settings or ours.rpartition(".")[0] in settings
+            ][:1]
         if not matches and not key.ours:
             return _add_relatives(f"there is no such setting: {key.why}", name, settings, spelled)
     last = name.rpartition(".")[2]
@@ -91,7 +93,9 @@ def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = s
     return f"did you mean {' or '.join(map(spelled, matches))}?"
 
 
-def _add_relatives(reason: str, name: str, settings: Collection[str], spelled: Callable[[str], str]) -> str:
+def _add_relatives(
+    reason: str, name: str, settings: Collection[str], spelled: Callable[[str], str]
+) -> str:
     """Return ``reason`` with the settings of the section that the name is in."""
     parts = name.split(".")
     for depth in range(len(parts) - 1, -1, -1):

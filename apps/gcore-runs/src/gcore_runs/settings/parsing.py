@@ -39,7 +39,13 @@ _MAX_THREADS = 4096
 _HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[^\s:]+)?")
 
 
-def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
+def parse(
+    args: Sequence[str],
+    *,
+    prog: str,
+    recipes: Mapping[str, Callable[[], ConfigT]],
+    description: str,
+) -> ConfigT:
     """Return settings from a recipe, a TOML file and the command line, each over the one before; raises as `merge`.
 
     ``prog`` is the command as users type it, ``gcore-llm train``; ``own_data`` and ``embedded`` are among the recipes.
@@ -90,7 +96,9 @@ def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: 
     return _apply_options(base, options, args, prog=prog, description=description)
 
 
-def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = "") -> SettingsT:
+def parse_arguments(
+    kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = ""
+) -> SettingsT:
     """Return a dataclass, whose fields without a default are positional, from the command line."""
     _help_if_asked(args, kind, prog=prog, description=description)
     option_types = dict(setting_types(kind))
@@ -126,13 +134,22 @@ def _apply_options(
     return merge(base, over, keep=[name for name, _ in _flatten(over, setting_types(type(base)))])
 
 
-def _help_if_asked(args: Sequence[str], settings_type: type, *, prog: str, description: str, **default: Any) -> None:
+def _help_if_asked(
+    args: Sequence[str], settings_type: type, *, prog: str, description: str, **default: Any
+) -> None:
     """Print every option with its documentation and default, and exit, if ``args`` ask for help."""
     if any(argument in _HELP for argument in args):
         import tyro
 
         config = (tyro.conf.FlagConversionOff,)
-        tyro.cli(settings_type, args=["--help"], prog=prog, description=description or None, config=config, **default)
+        tyro.cli(
+            settings_type,
+            args=["--help"],
+            prog=prog,
+            description=description or None,
+            config=config,
+            **default,
+        )
 
 
 @cache
@@ -168,7 +185,9 @@ def _options(args: Sequence[str], settings_type: type, *, extra: Sequence[str]) 
     raise UserError(f"unexpected argument {positional[0]!r}; {expected}")
 
 
-def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read_arguments(
+    args: Sequence[str], types_by_name: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """Divide arguments into options, by dotted name, and positional ones.
 
     An option has one value, or all up to the next option where its type has several. ``--name=value`` is the same. A
@@ -176,7 +195,9 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
     """
     options: dict[str, Any] = {}
     positional: list[str] = []
-    tables = [name for name, setting_type in types_by_name.items() if get_origin(setting_type) is dict]
+    tables = [
+        name for name, setting_type in types_by_name.items() if get_origin(setting_type) is dict
+    ]
     rest = deque(args)
     while rest:
         argument = rest.popleft()
@@ -229,7 +250,9 @@ def _table_entries(name: str, pairs: Sequence[str]) -> dict[str, Any]:
             entries[key.replace("-", "_")] = _parse_value(value)
         else:
             option = as_option(name)
-            raise UserError(f"{name} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON")
+            raise UserError(
+                f"{name} is a table; expected {option}.NAME VALUE, {option} NAME=VALUE, or JSON"
+            )
     return entries
 
 
@@ -238,13 +261,19 @@ def _parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
-        raise UserError(f"a value is {text[:20]!r}...; expected fewer brackets in each other") from None
+        raise UserError(
+            f"a value is {text[:20]!r}...; expected fewer brackets in each other"
+        ) from None
     except tomllib.TOMLDecodeError:
         return {"True": True, "False": False}.get(text, text)
 
 
 def merge(
-    base: SettingsT, overrides: Mapping[str, Any], *, source: str = "", keep: Collection[str] | None = None
+    base: SettingsT,
+    overrides: Mapping[str, Any],
+    *,
+    source: str = "",
+    keep: Collection[str] | None = None,
 ) -> SettingsT:
     """Return ``base``, a dataclass, with ``overrides`` on top, nested as a TOML file has them, or by dotted names.
 
@@ -265,7 +294,11 @@ def merge(
                 raise UserError(f"{where}unknown field {name}; {hint(name, types)}")
             if value != {}:
                 raise UserError(f"{where}{name} is {value!r:.200}; expected a table")
-        elif isinstance(value, bool) and isinstance(values[name], int | float) and not isinstance(values[name], bool):
+        elif (
+            isinstance(value, bool)
+            and isinstance(values[name], int | float)
+            and not isinstance(values[name], bool)
+        ):
             raise UserError(f"{where}{name} is {value}; expected a number")
         elif isinstance(values[name], dict) and isinstance(value, Mapping):
             _check_entries(name, value, get_args(types[name])[-1], where)
@@ -285,7 +318,10 @@ def _reset_unread(settings_type: type, values: dict[str, Any], keep: Collection[
         if name in keep or values[name] == defaults[name]:
             continue
         try:
-            chosen = {chooser: converted(chooser, values[chooser], types[chooser]) for chooser in entry.chosen_by}
+            chosen = {
+                chooser: converted(chooser, values[chooser], types[chooser])
+                for chooser in entry.chosen_by
+            }
             is_read = entry.is_read(chosen)
         except (UserError, ConfigError):
             # The settings are refused for this value.
@@ -325,7 +361,9 @@ def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = s
     return other_names.hint(name, settings, spelled)
 
 
-def _flatten(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(
+    values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield every value by its dotted name; a mapping is a value if it is empty, or one of the ``leaves``."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and prefix + key not in leaves:
@@ -351,7 +389,9 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def _validate(settings_type: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
+def _validate(
+    settings_type: type[SettingsT], values: Mapping[str, Any], *, source: str = ""
+) -> SettingsT:
     """Make a dataclass from nested values, converted from text where a field has another type; raises as `merge`."""
     where = f"{source}: " if source else ""
     try:
@@ -374,7 +414,9 @@ def _describe_refusal(error: ValidationError) -> str:
     first = error.errors()[0]
     location = first["loc"]
     if first["type"] == "missing" and isinstance(location[-1], int):
-        return f"{'.'.join(map(str, location[:-1]))} is {first['input']!r:.200}; expected more values"
+        return (
+            f"{'.'.join(map(str, location[:-1]))} is {first['input']!r:.200}; expected more values"
+        )
     field = ".".join(map(str, location))
     if first["type"] == "value_error":
         # Raised by the section's own checks, with the name of its field.
@@ -394,7 +436,9 @@ def read_toml(path: Path | str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"config is {path}: not TOML: {error}") from None
     except RecursionError:
-        raise UserError(f"config is {path}: not TOML: more brackets in each other than can be read") from None
+        raise UserError(
+            f"config is {path}: not TOML: more brackets in each other than can be read"
+        ) from None
 
 
 def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -445,12 +489,17 @@ def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
     and its data type, whatever auto was when it began. `UserError` for a name that the Hub does not have.
     """
     if config.threads > _MAX_THREADS:
-        raise UserError(f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core")
+        raise UserError(
+            f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core"
+        )
     if isinstance(config, BaseRLConfig) and config.runtime == "ray":
         device = _resolve_device("auto") if is_local else _resolve_device_on_cluster(config)
     else:
         device = _resolve_device(config.device)
-    changes: dict[str, Any] = {"threads": config.threads or len(os.sched_getaffinity(0)), "device": device}
+    changes: dict[str, Any] = {
+        "threads": config.threads or len(os.sched_getaffinity(0)),
+        "device": device,
+    }
     if getattr(config, "dtype", "") == "auto":
         dtype = str(_read_resumed(config).get("dtype", "auto"))
         if dtype == "auto":
@@ -462,12 +511,16 @@ def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
     sources: dict[str, Sequence[str]] = {}
     if data:
         sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")}
-    model_names = chain.from_iterable([value] if isinstance(value, str) else value for value in models.values())
+    model_names = chain.from_iterable(
+        [value] if isinstance(value, str) else value for value in models.values()
+    )
     is_on_hub = any(map(is_hub_model, model_names))
     if is_on_hub or any("hf://" in source for source in chain.from_iterable(sources.values())):
         from gcore_runs.data.hub import pin_revisions
 
-        return merge(resolved, nest(pin_revisions(models, sources, _read_resumed(config), is_hub_model)))
+        return merge(
+            resolved, nest(pin_revisions(models, sources, _read_resumed(config), is_hub_model))
+        )
     return resolved
 
 

@@ -43,7 +43,9 @@ class ReadWith:
     @property
     def readers(self) -> str:
         """The others' values in words."""
-        return " or ".join(f"{name} {bound.expected}".strip() for name, bound in self.chosen_by.items())
+        return " or ".join(
+            f"{name} {bound.expected}".strip() for name, bound in self.chosen_by.items()
+        )
 
 
 def one_of(*values: str, own: bool = False) -> Bound:
@@ -85,7 +87,9 @@ def conditional_settings(config_type: type) -> list[tuple[str, ReadWith]]:
     settings: list[tuple[str, ReadWith]] = []
     entries: tuple[ReadWith, ...] = getattr(config_type, "read_with", ())
     for entry in entries:
-        settings.extend((name, entry) for name in default_settings(config_type) if entry.concerns(name))
+        settings.extend(
+            (name, entry) for name in default_settings(config_type) if entry.concerns(name)
+        )
     return settings
 
 
@@ -101,7 +105,9 @@ def check_read(config: object) -> None:
             raise UserError(_refusal(name, value, defaults[name], chosen, entry))
 
 
-def _refusal(name: str, value: Any, default: Any, chosen: Mapping[str, Any], entry: ReadWith) -> str:
+def _refusal(
+    name: str, value: Any, default: Any, chosen: Mapping[str, Any], entry: ReadWith
+) -> str:
     context = " and ".join(f"{chooser} {format_value(value)}" for chooser, value in chosen.items())
     expected = f"expected {format_value(default)} with {context}: it is read with {entry.readers}"
     if entry.hint:

@@ -24,7 +24,9 @@ def _is_address(address: str) -> bool:
     return not address or (port.isdecimal() and 1 <= int(port) <= 65_535)
 
 
-_FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
+_FOLDER_NAME = Bound(
+    lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name"
+)
 _ADDRESS = Bound(_is_address, "HOST:PORT or PORT, from 1 to 65535, or nothing")
 
 
@@ -130,7 +132,9 @@ class RanksConfig(BaseTrainerConfig):
                 self.parallel.check_torch()
             self.parallel.data_parallel_size(self.num_processes)
         except ConfigError as error:
-            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
+            raise UserError(
+                f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})"
+            ) from None
         try:
             self.megatron_config.check()
         except ConfigError as error:
@@ -268,8 +272,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         may_save = not (self.is_simulated and self.local_checkpoints.folder)
-        self.require("local_checkpoints.folder", may_save, "'' in a simulation, which has no models to save")
-        self.require("runtime", self.runtime == "inline" or not self.is_simulated, "'inline' in a simulation")
+        self.require(
+            "local_checkpoints.folder", may_save, "'' in a simulation, which has no models to save"
+        )
+        self.require(
+            "runtime", self.runtime == "inline" or not self.is_simulated, "'inline' in a simulation"
+        )
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
@@ -354,7 +362,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
         engines = self.num_engines
         is_free = self.loop.schedule == "sync" and not self.lends_ranks
         num_judges = sum(judge.num_processes or 1 for judge in self.judges.values())
-        can_move = is_free and num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges)
+        can_move = (
+            is_free
+            and num_judges > 0
+            and engines > 0
+            and engines + num_judges > 1 + len(self.judges)
+        )
         if self.placement.strategy:
             return self.placement.strategy
         return "dynamic" if can_move and self._is_on_cluster_gpus else "split"
@@ -415,7 +428,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
                 sections[section] = replace(model, judges={**model.judges, name: sized})
             else:
                 sections[section] = replace(model, judge=sized)
-        placement = replace(self.placement, strategy="colocated" if sizes.in_turns else self.strategy)
+        placement = replace(
+            self.placement, strategy="colocated" if sizes.in_turns else self.strategy
+        )
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
 
@@ -426,7 +441,10 @@ class BaseRLConfig(BaseRunConfig, ABC):
                 self.runtime == "ray",
                 f"runtime {self.runtime!r}; others need runtime 'ray', whose engines share devices",
             ),
-            (self.judges, f"no judge of the run's own in {section}; others divide devices between policy and judge"),
+            (
+                self.judges,
+                f"no judge of the run's own in {section}; others divide devices between policy and judge",
+            ),
             (self.num_engines > 0, "a policy on servers; others need engines of the run's own"),
         ):
             self.require("placement.strategy", holds, f"'split' with {reason}")
@@ -442,13 +460,27 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def _check_lending(self) -> None:
         strategy = self.placement.strategy
         schedule = self.loop.schedule
-        has_engines = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
+        has_engines = self.num_engines > 0 and (
+            self.runtime == "ray" or self.rollout.num_processes > 0
+        )
         for unfit, why in (
             (self.is_simulated, "a simulation, whose roles have devices of their own"),
-            (schedule != "sync", f"trainer.schedule {schedule!r}, whose ranks train while the policy samples"),
-            (self.rollout.colocated is True, "rollout.colocated true, where all engines share the devices of ranks"),
-            (strategy not in (None, "split"), f"placement.strategy {strategy!r}; 'split' or None take it"),
-            (not has_engines, "rollout.num_processes 0 or servers; 1 or more engines have devices of their own"),
+            (
+                schedule != "sync",
+                f"trainer.schedule {schedule!r}, whose ranks train while the policy samples",
+            ),
+            (
+                self.rollout.colocated is True,
+                "rollout.colocated true, where all engines share the devices of ranks",
+            ),
+            (
+                strategy not in (None, "split"),
+                f"placement.strategy {strategy!r}; 'split' or None take it",
+            ),
+            (
+                not has_engines,
+                "rollout.num_processes 0 or servers; 1 or more engines have devices of their own",
+            ),
             (not self.sizes.num_lent, "trainer.num_processes below rollout.tensor_parallel_size"),
         ):
             self.require("placement.lend_ranks", not unfit, f"false with {why}")

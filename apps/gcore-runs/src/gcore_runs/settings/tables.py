@@ -29,7 +29,9 @@ def override(base: ConfigT, table: Mapping[str, Any], section: str) -> ConfigT:
             from gcore_runs.settings.other_names import hint
 
             settings = [f"{section}.{field}" for field in types]
-            raise UserError(f"unknown field {section}.{name}; {hint(f'{section}.{name}', settings)}")
+            raise UserError(
+                f"unknown field {section}.{name}; {hint(f'{section}.{name}', settings)}"
+            )
         values[name] = converted(f"{section}.{name}", value, types[name])
     try:
         return replace(base, **values)  # pyright: ignore[reportArgumentType]  # a dataclass
@@ -42,7 +44,9 @@ def converted(field: str, value: object, kind: Any) -> Any:
     try:
         return cached_adapter(kind).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{field} is {value!r:.200}; {describe_expected(error.errors()[0])}") from None
+        raise UserError(
+            f"{field} is {value!r:.200}; {describe_expected(error.errors()[0])}"
+        ) from None
 
 
 def describe_expected(error: Mapping[str, Any]) -> str:

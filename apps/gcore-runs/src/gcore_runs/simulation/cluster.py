@@ -97,7 +97,9 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
     ) -> RunResult:
         """Run the job in a new run folder, as the command train does it: with its records, but without a model."""
         with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
-            supervisor.open_run(f"simulated: {self.sim.devices:,} devices, on which no model is trained")
+            supervisor.open_run(
+                f"simulated: {self.sim.devices:,} devices, on which no model is trained"
+            )
             size = config.controllers
             learner, program = self._program(LoadMeter(size), None)
             backend: InlineBackend[Any, Any, Any] = InlineBackend(
@@ -117,7 +119,10 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         size = config.controllers
         meter = LoadMeter(config.controllers)
         ledger = RunningLedger(
-            num_devices=config.devices, num_reward_devices=config.reward.devices, num_controllers=size, clock=now_s
+            num_devices=config.devices,
+            num_reward_devices=config.reward.devices,
+            num_controllers=size,
+            clock=now_s,
         )
         recorder = _FiguresRecorder(config, meter, ledger, report)
         _, program = self._program(meter, ledger)
@@ -138,7 +143,11 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
     ) -> tuple[ModelledLearner, Callable[[RunJob[Any], Recorder], Program[Any, None]]]:
         """Return the trainer, and what makes a job's program; the ledger counts work, or timers do."""
         state = SharedState(
-            config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
+            config=self.sim,
+            modality=self.modality,
+            seed=self.job.config.seed,
+            meter=meter,
+            ledger=ledger,
         )
         learner = ModelledLearner(state)
         devices = DeviceTimers(now_s, wall_clock=now_s)
@@ -147,21 +156,30 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         for rank, (engine, slots) in enumerate(self._engines(state)):
             name = f"engine {rank}"
             policy = engine if ledger else InstrumentedEngine(engine, name=name, timers=devices)
-            own_roles.append(self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices))
+            own_roles.append(
+                self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices)
+            )
         num_ranks = 0 if ledger else learner.num_replicas
 
         def program(job: RunJob[Any], recorder: Recorder) -> Program[Any, None]:
-            run = share_trainer(learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks)
+            run = share_trainer(
+                learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks
+            )
 
             async def run_own(ctx: Context[Any]) -> None:
                 timer = _LedgerTimer(ctx.rank, ledger) if ledger else ctx.timer
-                await meter.run(ctx.rank, run(replace(ctx, roles=own_roles[ctx.rank], timer=timer, wall_clock=now_s)))
+                await meter.run(
+                    ctx.rank,
+                    run(replace(ctx, roles=own_roles[ctx.rank], timer=timer, wall_clock=now_s)),
+                )
 
             return run_own
 
         return learner, program
 
-    def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[ModelledEngine[Any, Any], int | None]]:
+    def _engines(
+        self, state: SharedState[RequestT, SampleT]
+    ) -> list[tuple[ModelledEngine[Any, Any], int | None]]:
         """Return the engine of each controller, and the samples that it generates at once if it is its own."""
         size = self.job.config.controllers
         num_replicas = self.sim.num_engine_replicas
@@ -177,7 +195,11 @@ class _FiguresRecorder:
     """Records the figures of steps, and nothing else."""
 
     def __init__(
-        self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepSummary], None]
+        self,
+        config: SimulateConfig,
+        meter: LoadMeter,
+        ledger: RunningLedger,
+        report: Callable[[StepSummary], None],
     ) -> None:
         self.steps: list[StepSummary] = []
         self._config = config
@@ -196,7 +218,9 @@ class _FiguresRecorder:
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
                 device_s=self._ledger.cut(),
-                controller_load=[busy_s / step_s if step_s > 0 else 0.0 for busy_s in self._meter.cut()],
+                controller_load=[
+                    busy_s / step_s if step_s > 0 else 0.0 for busy_s in self._meter.cut()
+                ],
                 metrics=metrics,
             )
             self.steps.append(figures)

@@ -95,5 +95,9 @@ def training_collectives(
             gradients_s=gather_s(_FLOAT32 * parameters, num_devices, count=layers),
             update_s=update_s,
         )
-    moved_s = gather_s((_FLOAT32 + _BFLOAT16) * own_parameters, num_sharing, span=num_devices, count=2)
-    return TrainingCollectives(token_pass_s=token_pass_s, update_s=update_s + moved_s, pipeline_stages=pp)
+    moved_s = gather_s(
+        (_FLOAT32 + _BFLOAT16) * own_parameters, num_sharing, span=num_devices, count=2
+    )
+    return TrainingCollectives(
+        token_pass_s=token_pass_s, update_s=update_s + moved_s, pipeline_stages=pp
+    )

@@ -65,7 +65,9 @@ def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
     return parse_over(SimulateConfig(), args, prog=prog, description=_SIMULATE)
 
 
-def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepSummary], None]], Simulation]") -> None:
+def run_simulation(
+    config: SimulateConfig, simulate: "Callable[[Callable[[StepSummary], None]], Simulation]"
+) -> None:
     """Simulate with a display, print the table of results, and write the figures.
 
     ``simulate`` calls its argument after every step.
@@ -94,12 +96,17 @@ def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepSu
     for name in columns:
         share = sum(step.device_s[name] for step in result.steps) / (config.devices * total_s)
         rows.append((_COLUMNS[name], f"{share:.1%}"))
-    rows += [("busiest controller's load", f"{loads.max():.3%} of a core"), ("real seconds", f"{result.wall_s:,.1f} s")]
+    rows += [
+        ("busiest controller's load", f"{loads.max():.3%} of a core"),
+        ("real seconds", f"{result.wall_s:,.1f} s"),
+    ]
     title = f"{config.devices:,} simulated devices, {config.controllers:,} controllers, {config.steps:,} steps"
     last = ("tokens a second", _COLUMNS["sync"], _COLUMNS[columns[-1]])
     display.console.print(_table(title, rows, last=last))
     if config.token_unit > 1:
-        display.say(f"lengths are rounded to {config.token_unit} tokens, and the work scaled (--token-unit)")
+        display.say(
+            f"lengths are rounded to {config.token_unit} tokens, and the work scaled (--token-unit)"
+        )
     if config.json:
         Path(config.json).write_text(json.dumps(asdict(result), indent=1) + "\n")
         display.say(f"figures: {config.json}")
@@ -131,7 +138,9 @@ def parse_calibrate(args: Sequence[str], *, prog: str) -> CalibrateConfig:
     return config
 
 
-def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredRun]", *, prog: str) -> bool:
+def run_calibrate(
+    args: Sequence[str], read_run: "Callable[[str, int], MeasuredRun]", *, prog: str
+) -> bool:
     """Fit the simulated services to runs, print how well they agree, and write the settings of ``prog``.
 
     ``read_run`` reads the last steps of a run's folder, at most so many. False: the command line has no --calibrate.
@@ -145,7 +154,9 @@ def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredR
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"
     _check_writable("out", out)
     fitted_runs = runs[: len(config.calibrate)]
-    steps = [_steps(run, config, is_fitted=index < len(fitted_runs)) for index, run in enumerate(runs)]
+    steps = [
+        _steps(run, config, is_fitted=index < len(fitted_runs)) for index, run in enumerate(runs)
+    ]
     with Display() as display:
         display.phase("calibrating", total=num_simulations(fitted_runs) + len(runs))
         done = count(1)
@@ -156,19 +167,25 @@ def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredR
         result = fit(fitted_runs, [used for used, _ in steps[: len(fitted_runs)]], advance)
         seconds: list[NDArray[np.float64]] = []
         for run in runs:
-            seconds.append(np.stack([run.measured_seconds(), run.simulate_seconds(result.parameters)]))
+            seconds.append(
+                np.stack([run.measured_seconds(), run.simulate_seconds(result.parameters)])
+            )
             advance()
     rows: list[Sequence[str]] = []
     for name, fitted in FITTED.items():
         if name in result.errors:
             value = fitted.factor * getattr(result.parameters, name)
             error = fitted.factor * result.errors[name]
-            rows.append((fitted.label, f"{value:,.4g} {fitted.unit}", f"{error:,.4g} {fitted.unit}"))
+            rows.append(
+                (fitted.label, f"{value:,.4g} {fitted.unit}", f"{error:,.4g} {fitted.unit}")
+            )
     display.console.print(_table("fitted", rows, ("", "value", "standard error")))
     for run, pair, (used, held_out) in zip(runs, seconds, steps, strict=True):
         for name, mask in (("fitted to", used), ("held out", held_out)):
             if mask.any():
-                display.console.print(_stage_table(f"{run.name}: {mask.sum()} steps {name}", pair[:, mask]))
+                display.console.print(
+                    _stage_table(f"{run.name}: {mask.sum()} steps {name}", pair[:, mask])
+                )
     out.write_text(tomli_w.dumps(asdict(result.parameters.apply(runs[0].config, runs[0].workload))))
     display.say(f"settings: {out}, for {prog} --config {out}")
     return True
@@ -196,7 +213,9 @@ def _stage_table(title: str, seconds: NDArray[np.float64]) -> "Table":
     pairs = seconds.mean(axis=1)
     step_s = float(pairs[0].sum())
     rows: list[Sequence[str]] = []
-    for name, (measured_s, simulated_s) in zip((*_STAGE_NAMES, "step"), [*pairs.T, pairs.sum(axis=1)], strict=True):
+    for name, (measured_s, simulated_s) in zip(
+        (*_STAGE_NAMES, "step"), [*pairs.T, pairs.sum(axis=1)], strict=True
+    ):
         error = f"{simulated_s / measured_s - 1:+.1%}" if measured_s > 0 else ""
         share = f"{(simulated_s - measured_s) / step_s:+.1%}" if step_s > 0 else ""
         rows.append((name, f"{measured_s:.4g}", f"{simulated_s:.4g}", error, share))
@@ -205,7 +224,11 @@ def _stage_table(title: str, seconds: NDArray[np.float64]) -> "Table":
 
 
 def _table(
-    title: str, rows: Iterable[Sequence[str]], columns: Sequence[str] = (), *, last: Sequence[str] = ()
+    title: str,
+    rows: Iterable[Sequence[str]],
+    columns: Sequence[str] = (),
+    *,
+    last: Sequence[str] = (),
 ) -> "Table":
     """Return a table; ``last`` are the labels of rows that end a section."""
     from rich.table import Table

@@ -182,15 +182,26 @@ class BaseSimConfig:
         name = f"{section}reward.devices"
         total = reward.devices
         if total and not reward.latency_s:
-            raise UserError(f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})")
+            raise UserError(
+                f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})"
+            )
         if total >= self.devices:
-            raise UserError(f"{name} is {total}; expected fewer than {section}devices ({self.devices})")
+            raise UserError(
+                f"{name} is {total}; expected fewer than {section}devices ({self.devices})"
+            )
         for model, per_replica, total_name, devices in (
             ("reward", reward.devices_per_replica, name, total),
-            ("engine", engine.devices_per_replica, "the devices that generate", self.devices - total),
+            (
+                "engine",
+                engine.devices_per_replica,
+                "the devices that generate",
+                self.devices - total,
+            ),
             ("learner", learner.devices_per_replica, f"{section}devices", self.devices),
         ):
-            _check_divides(f"{section}{model}.devices_per_replica", per_replica, total_name, devices)
+            _check_divides(
+                f"{section}{model}.devices_per_replica", per_replica, total_name, devices
+            )
         if engine.prompts != "shared" and self.num_engine_replicas < controllers:
             raise UserError(
                 f"controllers is {controllers}; expected at most the replicas of the engine "
@@ -246,7 +257,12 @@ class SimConfig(BaseSimConfig):
 class SimulateConfig(SimConfig):
     """The program of `train` on simulated devices. Lengths are in tokens."""
 
-    lengths: ClassVar = ("max_prompt_length", "max_response_length", "short_response_length", "ppo_max_token_len")
+    lengths: ClassVar = (
+        "max_prompt_length",
+        "max_response_length",
+        "short_response_length",
+        "ppo_max_token_len",
+    )
     """The settings that are whole units of ``token_unit``."""
 
     controllers: Count = 8

@@ -51,7 +51,9 @@ class _TimedReplica(SimulatedReplica[_Sample[RequestT, SampleT]]):
         if (self.num_running > 0) != self._is_busy:
             self._is_busy = not self._is_busy
             if self._ledger:
-                self._ledger.change("generation", self._devices if self._is_busy else -self._devices)
+                self._ledger.change(
+                    "generation", self._devices if self._is_busy else -self._devices
+                )
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -100,7 +102,9 @@ class ModelledEngine(Generic[RequestT, SampleT]):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ids = None if request_ids is None else frozenset(request_ids)
         with self._state.meter.exclude():
-            for sample, num_steps in self._withdraw(lambda s: ids is None or s.request.request_id in ids):
+            for sample, num_steps in self._withdraw(
+                lambda s: ids is None or s.request.request_id in ids
+            ):
                 self._hand_over(sample, num_steps, is_aborted=True)
 
     async def pause(self) -> None:
@@ -115,15 +119,23 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         self._hold(self._holds | {"sleep", "weights"})
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        self._hold(self._holds - ({"weights"} if weights else set()) - ({"sleep"} if cache else set()))
+        self._hold(
+            self._holds - ({"weights"} if weights else set()) - ({"sleep"} if cache else set())
+        )
 
-    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+    async def update_weights(
+        self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int
+    ) -> None:
         """Change the version after the seconds of a sync; only between samples, because all devices take part."""
         del weights
         if "weights" in self._holds:
-            raise RolloutError("the engine is asleep; expected it to be awake: call wake before update_weights")
+            raise RolloutError(
+                "the engine is asleep; expected it to be awake: call wake before update_weights"
+            )
         if version <= self._state.version:
-            raise ValueError(f"version is {version}; expected above the present {self._state.version}")
+            raise ValueError(
+                f"version is {version}; expected above the present {self._state.version}"
+            )
         self._check_idle("update_weights")
         config = self._state.config
         await asyncio.sleep(config.overhead_s)
@@ -147,7 +159,9 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         """Divide requests over replicas; the part of one that a replica takes is at most its fair share of all."""
         new: dict[int, list[_Sample[RequestT, SampleT]]] = {}
         outstanding = int(self._loads.sum())
-        for request, indices in fair_parts(requests, outstanding=outstanding, num_replicas=len(self._replicas)):
+        for request, indices in fair_parts(
+            requests, outstanding=outstanding, num_replicas=len(self._replicas)
+        ):
             replica = int(self._loads.argmin())
             self._loads[replica] += len(indices) * request.work_per_sample
             new.setdefault(replica, []).extend(self._samples(request, indices, call, replica))
@@ -192,15 +206,23 @@ class ModelledEngine(Generic[RequestT, SampleT]):
             self._loads[sample.replica] -= sample.request.work_per_sample
         return withdrawn
 
-    def _hand_over(self, sample: _Sample[RequestT, SampleT], num_steps: float, *, is_aborted: bool = False) -> None:
+    def _hand_over(
+        self, sample: _Sample[RequestT, SampleT], num_steps: float, *, is_aborted: bool = False
+    ) -> None:
         content = self._state.modality.sample(
-            sample.request, sample.index, num_steps, version=self._state.version, is_aborted=is_aborted
+            sample.request,
+            sample.index,
+            num_steps,
+            version=self._state.version,
+            is_aborted=is_aborted,
         )
         self._num_completion_tokens += num_steps
         sample.call.finished.put_nowait(content)
 
     def _check_idle(self, call: str) -> None:
-        num_unfinished = sum(replica.num_running + replica.num_waiting for replica in self._replicas)
+        num_unfinished = sum(
+            replica.num_running + replica.num_waiting for replica in self._replicas
+        )
         if num_unfinished:
             raise RolloutError(
                 f"{num_unfinished} samples are unfinished; expected none before {call}: abort or finish them"

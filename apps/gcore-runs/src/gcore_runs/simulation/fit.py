@@ -18,7 +18,13 @@ from gcore_placement import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import read_jsonl
 from gcore_runs.simulation.cluster import Simulation
-from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthModel, RewardModel, SimulateConfig
+from gcore_runs.simulation.config import (
+    EngineModel,
+    LearnerModel,
+    LengthModel,
+    RewardModel,
+    SimulateConfig,
+)
 from gcore_runs.simulation.tokens import CoarseWorkload, Replay
 
 STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
@@ -62,9 +68,19 @@ class MeasuredRun:
         num_kept: list[int] = []
         for row, lengths in zip(self.rows, self.sampled, strict=True):
             num_kept.append(round(row["sampling/acceptance"] * lengths.number / n))
-        mean = float(np.mean([row["prompt_length/mean"] for row in self.rows if "prompt_length/mean" in row]))
-        replay = Replay(self.sampled, num_kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
-        config = replace(self.config, prompt_length=LengthModel(median=mean, sigma=0.0), steps=len(self.rows))
+        mean = float(
+            np.mean([row["prompt_length/mean"] for row in self.rows if "prompt_length/mean" in row])
+        )
+        replay = Replay(
+            self.sampled,
+            num_kept,
+            n=n,
+            sigma=self.config.response_length.sigma,
+            seed=self.config.seed,
+        )
+        config = replace(
+            self.config, prompt_length=LengthModel(median=mean, sigma=0.0), steps=len(self.rows)
+        )
         simulation = self.simulate(parameters.apply(config, self.workload), replay=replay)
         seconds = self._seconds(step.metrics for step in simulation.steps)
         # The program meets the overhead where it waits for new weights.
@@ -111,7 +127,9 @@ def measured_run(
     sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
     numbers = [lengths.number for lengths in sampled]
     if not any(numbers):
-        raise UserError(f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train")
+        raise UserError(
+            f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train"
+        )
     acceptance = float(np.average([row["sampling/acceptance"] for row in rows], weights=numbers))
     median, sigma = fit_lengths(sampled)
     devices = math.lcm(num_ranks, num_engines)
@@ -126,10 +144,14 @@ def measured_run(
         reward=RewardModel(acceptance=max(acceptance, 1e-3), latency_sigma=0.0, **reward),
         learner=LearnerModel(devices_per_replica=devices // num_replicas),
     )
-    return MeasuredRun(name=name, config=config, workload=workload, rows=rows, sampled=sampled, simulate=simulate)
+    return MeasuredRun(
+        name=name, config=config, workload=workload, rows=rows, sampled=sampled, simulate=simulate
+    )
 
 
-def _prompt_length(rows: list[dict[str, Any]], sampled: list[SampledLengths], n: int) -> LengthModel:
+def _prompt_length(
+    rows: list[dict[str, Any]], sampled: list[SampledLengths], n: int
+) -> LengthModel:
     """Return log-normal lengths with the mean of all prompts, and a variance from that of the steps' means."""
     pairs: list[tuple[float, float]] = []
     for row, lengths in zip(rows, sampled, strict=True):
@@ -203,7 +225,9 @@ class Parameters:
             sync_gb_per_s=1 / max(self.sync_s / (workload.weights_bytes / 1e9), _LEAST),
         )
         reward = replace(config.reward, latency_s=self.latency_s)
-        return replace(config, overhead_s=self.overhead_s, engine=engine, reward=reward, learner=learner)
+        return replace(
+            config, overhead_s=self.overhead_s, engine=engine, reward=reward, learner=learner
+        )
 
     def move(self, probe: int) -> "Parameters":
         """Return the parameters with those of a probe changed for a derivative."""
@@ -224,7 +248,9 @@ class CostFit:
     """Standard error of each parameter, but for those that no step depends on: these keep their values."""
 
 
-def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance: Callable[[], None]) -> CostFit:
+def fit(
+    runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance: Callable[[], None]
+) -> CostFit:
     """Fit all parameters to some steps of one or more runs.
 
     Each stage is fitted by itself, weighted by the inverse of its simulated time: that is, the variance grows with the
@@ -246,7 +272,9 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance:
             advance()
         return np.concatenate(parts)
 
-    measured = np.concatenate([run.measured_seconds()[chosen] for run, chosen in zip(runs, used, strict=True)])
+    measured = np.concatenate(
+        [run.measured_seconds()[chosen] for run, chosen in zip(runs, used, strict=True)]
+    )
     parameters = Parameters()
     errors = dict[str, float]()
     for number in range(_ROUNDS):
@@ -256,12 +284,19 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], advance:
         values = asdict(parameters)
         for column, stage in enumerate(STAGES):
             names = [name for name, fitted in FITTED.items() if fitted.stage == stage]
-            changes = [(moved[FITTED[name].probe] - now)[:, column] / parameters.change(name) for name in names]
+            changes = [
+                (moved[FITTED[name].probe] - now)[:, column] / parameters.change(name)
+                for name in names
+            ]
             slopes = np.stack(changes, axis=1)
             constant = now[:, column] - slopes @ [values[name] for name in names]
             expected = [prior.get(name) for name in names]
-            coefficients, deviations = _least_squares(slopes, measured[:, column] - constant, expected)
-            for name, slope, value, error in zip(names, slopes.T, coefficients, deviations, strict=True):
+            coefficients, deviations = _least_squares(
+                slopes, measured[:, column] - constant, expected
+            )
+            for name, slope, value, error in zip(
+                names, slopes.T, coefficients, deviations, strict=True
+            ):
                 if slope.any():
                     values[name] = float(value)
                     errors[name] = float(error)
@@ -276,7 +311,9 @@ def num_simulations(runs: Sequence[MeasuredRun]) -> int:
 
 def _prior(parameters: Parameters, run: MeasuredRun) -> dict[str, float]:
     # A token's forward pass at the rate of training, on the devices of an engine replica.
-    token_s = run.workload.flops_per_token / 3 * parameters.flop_s / run.config.engine.devices_per_replica
+    token_s = (
+        run.workload.flops_per_token / 3 * parameters.flop_s / run.config.engine.devices_per_replica
+    )
     return {"per_sample_s": token_s, "prefill_s": token_s, "micro_batch_s": 3 * parameters.base_s}
 
 
@@ -315,7 +352,9 @@ def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.
     best = np.zeros(a.shape[1])
     least = float(b @ b)
     present = [int(k) for k in np.flatnonzero(scale)]
-    subsets = chain.from_iterable(combinations(present, size) for size in range(1, len(present) + 1))
+    subsets = chain.from_iterable(
+        combinations(present, size) for size in range(1, len(present) + 1)
+    )
     for chosen in map(list, subsets):
         part, _, rank, _ = np.linalg.lstsq(a[:, chosen] / scale[chosen], b)
         loss = float(np.sum((a[:, chosen] @ (part / scale[chosen]) - b) ** 2))

@@ -35,7 +35,13 @@ _MOST = 1e6
 
 
 def forecast_job(
-    config: BaseRLConfig, job: Job, path: Path, *, num_engines: int, num_judges: int, most_num_seqs: int
+    config: BaseRLConfig,
+    job: Job,
+    path: Path,
+    *,
+    num_engines: int,
+    num_judges: int,
+    most_num_seqs: int,
 ) -> Forecast:
     """Return the forecast of a job with ``num_engines`` engines, each of which generates at most ``most_num_seqs``.
 
@@ -50,7 +56,9 @@ def forecast_job(
     num_ranks = config.trainer.num_processes
     num_serving = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
     num_devices = max(num_serving, num_ranks)
-    cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
+    cluster = Cluster(
+        num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices
+    )
     costs = plan(cluster, job, most_num_seqs=most_num_seqs, engine_devices=1).costs
     # Ranks may be fewer than engines.
     share = num_devices / num_ranks
@@ -81,5 +89,7 @@ def _device(name: str) -> Device:
     import torch
 
     if not torch.cuda.is_available():
-        raise PlacementError("the GPUs are those of a cluster's nodes; this machine has none to read their name from")
+        raise PlacementError(
+            "the GPUs are those of a cluster's nodes; this machine has none to read their name from"
+        )
     return replace(Device.matching(torch.cuda.get_device_name()), memory_bytes=1e12)

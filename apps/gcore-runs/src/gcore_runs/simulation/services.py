@@ -60,7 +60,9 @@ class SimulatedModality(ABC, Generic[RequestT, SampleT]):
         """Return the steps of a sample, those of them that an aborted one has made, and the tokens of its prompt."""
 
     @abstractmethod
-    def sample(self, request: RequestT, index: int, num_steps: float, *, version: int, is_aborted: bool) -> SampleT:
+    def sample(
+        self, request: RequestT, index: int, num_steps: float, *, version: int, is_aborted: bool
+    ) -> SampleT:
         """Return the sample after ``num_steps`` further steps."""
 
     @abstractmethod
@@ -108,7 +110,9 @@ class LoadMeter:
         self._busy_s = [0.0] * len(self._busy_s)
         return busy_s
 
-    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any
+    ) -> "asyncio.Task[Any]":
         rank = _RANK.get(None)
         if rank is not None:
             work = self._meter(rank, work)
@@ -168,7 +172,9 @@ class ModelledReward:
         has_signal: returns whether the scores of the group with a key differ, in place of draws.
     """
 
-    def __init__(self, state: SharedState[Any, Any], n: int, has_signal: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self, state: SharedState[Any, Any], n: int, has_signal: Callable[[int], bool] | None = None
+    ) -> None:
         self._state = state
         self._n = n
         self._has_signal = has_signal
@@ -180,8 +186,13 @@ class ModelledReward:
         """Return the service that makes the calls, as many at once as the replicas take."""
         max_concurrency = len(self._loads) * self._model.max_concurrency
         if not self._model.latency_s:
-            return RewardRunner(self.rule, RewardRunnerConfig(max_concurrency=max_concurrency, sync_in_threads=False))
-        return RewardRunner(self.judge, RewardRunnerConfig(max_concurrency=max_concurrency, timeout_s=math.inf))
+            return RewardRunner(
+                self.rule,
+                RewardRunnerConfig(max_concurrency=max_concurrency, sync_in_threads=False),
+            )
+        return RewardRunner(
+            self.judge, RewardRunnerConfig(max_concurrency=max_concurrency, timeout_s=math.inf)
+        )
 
     def rule(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Return the score at once."""
@@ -233,7 +244,9 @@ class ModelledLearner:
         self._model = state.config.learner
         self._flops_per_s = self._model.device_flops_per_s * self._model.devices_per_replica
         modality = state.modality
-        self._collectives = training_collectives(state.config, modality.weights_bytes, modality.workload)
+        self._collectives = training_collectives(
+            state.config, modality.weights_bytes, modality.workload
+        )
         self._turn = asyncio.Lock()
 
     async def score(
@@ -246,12 +259,16 @@ class ModelledLearner:
         for batch in micro_batches:
             outputs = list(map(self._state.modality.outputs, batch))
             if with_routing:
-                routes = [np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in batch]
+                routes = [
+                    np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in batch
+                ]
                 outputs = list(zip(outputs, routes, strict=True))
             scores.append(outputs)
         return scores
 
-    async def train_step(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> dict[str, float]:
+    async def train_step(
+        self, role: str, micro_batches: Sequence[Sequence[Any]]
+    ) -> dict[str, float]:
         del role
         await self._work("training", micro_batches, share=1.0)
         self.num_updates += 1
@@ -280,7 +297,11 @@ class ModelledLearner:
         """Do nothing."""
 
     async def _work(
-        self, work: Literal["preparation", "training"], micro_batches: Sequence[Sequence[Any]], *, share: float
+        self,
+        work: Literal["preparation", "training"],
+        micro_batches: Sequence[Sequence[Any]],
+        *,
+        share: float,
     ) -> None:
         modality = self._state.modality
         is_training = work == "training"
@@ -291,8 +312,12 @@ class ModelledLearner:
             products_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)
             each_s = self._collectives.seconds(products_s, tokens, is_training=is_training)
             parts = deal(flops.tolist(), self.num_replicas)
-            seconds = update_s + np.array([self._collectives.replica_s(each_s[part]) for part in parts])
+            seconds = update_s + np.array(
+                [self._collectives.replica_s(each_s[part]) for part in parts]
+            )
         longest_s = float(seconds.max())
         async with self._turn:
-            with self._state.count_whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):
+            with self._state.count_whole(
+                work, float(seconds.mean()) / longest_s if longest_s else 1.0
+            ):
                 await asyncio.sleep(longest_s)

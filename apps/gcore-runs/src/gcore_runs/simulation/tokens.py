@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement import SampledLengths, TransformerWorkload, blend, log_normal, step_lengths, uniform
+from gcore_placement import (
+    SampledLengths,
+    TransformerWorkload,
+    blend,
+    log_normal,
+    step_lengths,
+    uniform,
+)
 from gcore_rollout import Completion, Prompt, Request
 from gcore_runs.errors import UserError
 from gcore_runs.inputs import model_folder
@@ -59,7 +66,9 @@ class CoarseWorkload(TransformerWorkload):
         return 2 * (self.flops_per_token / self.token_unit / 6 + self.hidden_size * self.vocab_size)
 
 
-def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWorkload]) -> CoarseWorkload:
+def coarse_workload(
+    model: str, unit: int, read: Callable[[Path], TransformerWorkload]
+) -> CoarseWorkload:
     """Return the work of a model's sequences in units of ``unit`` tokens.
 
     ``model`` is a folder whose config.json ``read`` reads, or `UserError`; empty: a model of 7.6 billion parameters.
@@ -72,7 +81,9 @@ def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWor
     try:
         return CoarseWorkload(**vars(read(folder)), token_unit=unit)
     except (ValueError, OSError) as error:
-        raise UserError(f"model is {model!r}; expected a config.json that loads ({error})") from None
+        raise UserError(
+            f"model is {model!r}; expected a config.json that loads ({error})"
+        ) from None
 
 
 def _draw_length(u: float, config: LengthModel, unit: int) -> int:
@@ -120,11 +131,22 @@ class Replay:
     """
 
     def __init__(
-        self, steps: Sequence[SampledLengths], num_kept: Sequence[int], *, n: int, sigma: float, seed: int
+        self,
+        steps: Sequence[SampledLengths],
+        num_kept: Sequence[int],
+        *,
+        n: int,
+        sigma: float,
+        seed: int,
     ) -> None:
         random = np.random.default_rng(seed)
-        lengths = [random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps]
-        signals = [random.permutation(np.arange(len(step)) < num) for step, num in zip(lengths, num_kept, strict=True)]
+        lengths = [
+            random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps
+        ]
+        signals = [
+            random.permutation(np.arange(len(step)) < num)
+            for step, num in zip(lengths, num_kept, strict=True)
+        ]
         self._lengths = np.concatenate(lengths)
         self._signals = np.concatenate(signals)
         if not len(self._lengths):
@@ -175,7 +197,9 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         num_before = 0 if prefix is None else prefix.token_ids.size
         return length * unit, num_before * unit, len(request.prompt_token_ids) * unit
 
-    def sample(self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool) -> Completion:
+    def sample(
+        self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool
+    ) -> Completion:
         unit = self._config.token_unit
         prefix = _prefix(request, index)
         num_tokens, num_before, _ = self.size(request, index)
@@ -192,7 +216,9 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         return Completion(
             request_id=request.request_id,
             index=index,
-            token_ids=extend(prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))),
+            token_ids=extend(
+                prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))
+            ),
             log_probs=extend(prefix and prefix.log_probs, np.float32(-1.0)),
             weight_versions=extend(prefix and prefix.weight_versions, np.int32(version)),
             finish_reason=finish_reason,
@@ -203,7 +229,9 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
 
     def num_tokens(self, micro_batch: Sequence[Sample]) -> float:
         prompts = {(sample.prompt_key, sample.prompt_ids.size) for sample in micro_batch}
-        num_entries = sum(size for _, size in prompts) + sum(sample.response_ids.size for sample in micro_batch)
+        num_entries = sum(size for _, size in prompts) + sum(
+            sample.response_ids.size for sample in micro_batch
+        )
         return float(num_entries * self._config.token_unit)
 
     def outputs(self, sample: Sample) -> NDArray[np.float32]:

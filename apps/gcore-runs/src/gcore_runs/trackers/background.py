@@ -65,7 +65,9 @@ class Background(Tracker):
         limit_s = _CLOSE_FAILED_S if self._has_failed else _CLOSE_S
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            self._say(f"warning: {self._name} has not taken everything in {limit_s:g} s; metrics.jsonl has it")
+            self._say(
+                f"warning: {self._name} has not taken everything in {limit_s:g} s; metrics.jsonl has it"
+            )
         else:
             # Where it was started: some libraries restore the handlers of signals.
             self._try(partial(self._tracker.__exit__, *error))

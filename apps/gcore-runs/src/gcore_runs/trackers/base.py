@@ -84,7 +84,11 @@ class TensorBoard(Tracker):
 
 def images_of(samples: Rows) -> Images:
     """Return the images that samples have, as encoded files in base64."""
-    encoded = {f"samples/{index}": sample["image"] for index, sample in enumerate(samples) if "image" in sample}
+    encoded = {
+        f"samples/{index}": sample["image"]
+        for index, sample in enumerate(samples)
+        if "image" in sample
+    }
     if not encoded:
         return {}
     from PIL import Image

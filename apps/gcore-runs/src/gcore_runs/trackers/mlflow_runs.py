@@ -26,7 +26,9 @@ class MLflow(Tracker):
         self._client: Any = MlflowClient()
         self._metric: Any = Metric
         experiment = self._client.get_experiment_by_name(run.project)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
         earlier = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{run.run_id}'")
         if earlier:
             self._run_id: str = earlier[0].info.run_id
@@ -34,13 +36,17 @@ class MLflow(Tracker):
             return
         created = self._client.create_run(experiment_id, run_name=run.name, tags={_TAG: run.run_id})
         self._run_id = created.info.run_id
-        params = [Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _flatten(run.config)]
+        params = [
+            Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _flatten(run.config)
+        ]
         for batch in _batches(params):
             self._client.log_batch(self._run_id, params=batch)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        values = [self._metric(_name(name), float(value), now_ms, step) for name, value in metrics.items()]
+        values = [
+            self._metric(_name(name), float(value), now_ms, step) for name, value in metrics.items()
+        ]
         for batch in _batches(values):
             self._client.log_batch(self._run_id, metrics=batch)
 
@@ -50,7 +56,9 @@ class MLflow(Tracker):
 
     def write_samples(self, step: int, samples: Rows) -> None:
         columns, data = as_table(samples)
-        self._client.log_dict(self._run_id, {"columns": columns, "data": data}, f"samples/step-{step:06}.json")
+        self._client.log_dict(
+            self._run_id, {"columns": columns, "data": data}, f"samples/step-{step:06}.json"
+        )
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         status = "FINISHED"

@@ -22,13 +22,17 @@ class PrometheusExporter(Tracker):
 
     keeps_history = False
 
-    def __init__(self, *, run: str, port: int, host: str = "127.0.0.1", app: str = "gcore-runs") -> None:
+    def __init__(
+        self, *, run: str, port: int, host: str = "127.0.0.1", app: str = "gcore-runs"
+    ) -> None:
         self._registry = CollectorRegistry()
         info = Info("gcore", "The run, and its app's version.", registry=self._registry)
         info.info({"run": run, "version": version(app)})
         self._step = Gauge("gcore_step", "The last step that is done.", registry=self._registry)
         about = "Seconds of a step, since this process started."
-        self._step_seconds = Histogram("gcore_step_seconds", about, buckets=_STEP_BUCKETS_S, registry=self._registry)
+        self._step_seconds = Histogram(
+            "gcore_step_seconds", about, buckets=_STEP_BUCKETS_S, registry=self._registry
+        )
         self._gauges: dict[str, Gauge] = {}
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
@@ -56,7 +60,9 @@ class PrometheusExporter(Tracker):
         while True:
             try:
                 return Gauge(name, metric, registry=self._registry)
-            except ValueError:  # another metric has this name, such as one that differs in a slash alone
+            except (
+                ValueError
+            ):  # another metric has this name, such as one that differs in a slash alone
                 name += "_"
 
     def __exit__(self, *error: object) -> None:

@@ -23,14 +23,25 @@ class _Adapter(NamedTuple):
 
 _ADAPTERS = {
     "wandb": _Adapter(
-        "wandb", "weights_and_biases", "WandB", "a login (wandb login, or WANDB_API_KEY), or WANDB_MODE=offline"
+        "wandb",
+        "weights_and_biases",
+        "WandB",
+        "a login (wandb login, or WANDB_API_KEY), or WANDB_MODE=offline",
     ),
-    "trackio": _Adapter("trackio", "trackio_runs", "Trackio", "a folder TRACKIO_DIR that can be written"),
+    "trackio": _Adapter(
+        "trackio", "trackio_runs", "Trackio", "a folder TRACKIO_DIR that can be written"
+    ),
     "mlflow": _Adapter(
-        "mlflow", "mlflow_runs", "MLflow", "MLFLOW_TRACKING_URI of a server, or the package mlflow for a database"
+        "mlflow",
+        "mlflow_runs",
+        "MLflow",
+        "MLFLOW_TRACKING_URI of a server, or the package mlflow for a database",
     ),
     "swanlab": _Adapter(
-        "swanlab", "swanlab_runs", "SwanLab", "a login (swanlab login, or SWANLAB_API_KEY), or SWANLAB_MODE=offline"
+        "swanlab",
+        "swanlab_runs",
+        "SwanLab",
+        "a login (swanlab login, or SWANLAB_API_KEY), or SWANLAB_MODE=offline",
     ),
 }
 
@@ -51,7 +62,9 @@ def start_tracker(name: str, run: TrackedRun, say: Callable[[str], None]) -> Tra
     """
     adapter = _ADAPTERS[name]
     try:
-        tracker: Tracker = getattr(import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name)(run)
+        tracker: Tracker = getattr(
+            import_module(f"gcore_runs.trackers.{adapter.module}"), adapter.class_name
+        )(run)
     except Exception as error:
         raise UserError(
             f"trainer.trackers has {name!r}, which does not start: {one_line(error) or type(error).__name__}; "

@@ -14,7 +14,9 @@ class SwanLab(Tracker):
 
         # What the processes print is in the run's logs, and a run cannot be asked questions.
         settings_type: Any = swanlab.Settings
-        settings = settings_type(interactive=False, terminal=settings_type.Terminal(proxy_type="none"))
+        settings = settings_type(
+            interactive=False, terminal=settings_type.Terminal(proxy_type="none")
+        )
         with logged_output():
             self._run: Any = swanlab.init(
                 project=run.project,
@@ -37,7 +39,9 @@ class SwanLab(Tracker):
     def write_samples(self, step: int, samples: Rows) -> None:
         self._run.log({"samples": [self._text(as_text(sample)) for sample in samples]}, step=step)
 
-    def __exit__(self, error_type: type[BaseException] | None, error: object, *traceback: object) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: object, *traceback: object
+    ) -> None:
         with logged_output():
             if error_type is None:
                 self._run.finish(state="success")

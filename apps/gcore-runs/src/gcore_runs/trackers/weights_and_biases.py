@@ -34,7 +34,9 @@ class WandB(Tracker):
         self._run.log({"step": step, **metrics})
 
     def write_images(self, step: int, images: Images) -> None:
-        self._run.log({"step": step, **{name: self._image(image) for name, image in images.items()}})
+        self._run.log(
+            {"step": step, **{name: self._image(image) for name, image in images.items()}}
+        )
 
     def write_samples(self, step: int, samples: Rows) -> None:
         columns, data = as_table(samples)

@@ -15,7 +15,9 @@ from typing import NamedTuple, Self, TypeAlias
 
 import xxhash
 
-_quoted = json.encoder.encode_basestring_ascii  # what `json.dumps` does to a string, without its overhead
+_quoted = (
+    json.encoder.encode_basestring_ascii
+)  # what `json.dumps` does to a string, without its overhead
 
 BLOCK_BYTES = 4 << 20
 """Size of the blocks of a shard that have a checksum each, so that a part can be read and checked."""
@@ -136,9 +138,13 @@ class Box(NamedTuple):
             dim = next(dim for dim, extent in enumerate(self.shape) if extent > 1)
             step = math.prod(shape[dim + 1 :])
             size = end - begin - (self.shape[dim] - 1) * step  # of the span of each row
-            rows = range(max(0, -((begin + size - 1 - first) // step)), min(self.shape[dim], -((begin - last) // step)))
+            rows = range(
+                max(0, -((begin + size - 1 - first) // step)),
+                min(self.shape[dim], -((begin - last) // step)),
+            )
             full_rows = range(
-                max(0, -((begin - first) // step)), min(self.shape[dim], (last - size - begin) // step + 1)
+                max(0, -((begin - first) // step)),
+                min(self.shape[dim], (last - size - begin) // step + 1),
             )
             for row in rows:
                 if row not in full_rows:
@@ -170,7 +176,11 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     ordered = sorted((box for box in boxes if box.size), key=lambda box: box.start)
     open_boxes: list[Box] = []
     for box in ordered:
-        open_boxes = [open_box for open_box in open_boxes if not open_box.stop or open_box.stop[0] > box.start[0]]
+        open_boxes = [
+            open_box
+            for open_box in open_boxes
+            if not open_box.stop or open_box.stop[0] > box.start[0]
+        ]
         for open_box in open_boxes:
             if box.intersect(open_box) is not None:
                 return open_box, box
@@ -187,7 +197,9 @@ class HeldBox(NamedTuple):
     box: Box
 
     @classmethod
-    def from_json(cls, name: str, dtype: str, shape: Sequence[int], box: Sequence[Sequence[int]]) -> Self:
+    def from_json(
+        cls, name: str, dtype: str, shape: Sequence[int], box: Sequence[Sequence[int]]
+    ) -> Self:
         """Return the box whose fields went through JSON, which makes lists of tuples."""
         start, extent = box
         return cls(name, dtype, tuple(shape), Box(tuple(start), tuple(extent)))
@@ -249,9 +261,15 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """
-    dtypes = sorted({box.dtype for box in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype))
+    dtypes = sorted(
+        {box.dtype for box in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype)
+    )
     rank_of = {dtype: rank for rank, dtype in enumerate(dtypes)}
-    numbers = sorted(boxes, key=lambda number: rank_of[boxes[number].dtype]) if len(dtypes) > 1 else [*boxes]
+    numbers = (
+        sorted(boxes, key=lambda number: rank_of[boxes[number].dtype])
+        if len(dtypes) > 1
+        else [*boxes]
+    )
     parts = [boxes[number] for number in numbers]
     sizes = _sizes(_types_of(parts))
     full_bytes = max(_FILE_BYTES, sum(sizes) // _MAX_FILES)
@@ -284,7 +302,9 @@ def _cut(held_box: HeldBox, max_bytes: int) -> Iterator[HeldBox]:
         yield held_box._replace(box=box)
 
 
-_BoxType: TypeAlias = tuple[str, tuple[int, ...]]  # element type and shape, of which many boxes have the same
+_BoxType: TypeAlias = tuple[
+    str, tuple[int, ...]
+]  # element type and shape, of which many boxes have the same
 
 
 def _types_of(boxes: Iterable[HeldBox]) -> list[_BoxType]:
@@ -293,7 +313,9 @@ def _types_of(boxes: Iterable[HeldBox]) -> list[_BoxType]:
 
 def _sizes(types: Sequence[_BoxType]) -> list[int]:
     """Return the sizes of boxes in bytes."""
-    size_of = {(dtype, shape): math.prod(shape) * DTYPES[dtype].size_bytes for dtype, shape in {*types}}
+    size_of = {
+        (dtype, shape): math.prod(shape) * DTYPES[dtype].size_bytes for dtype, shape in {*types}
+    }
     return [size_of[box_type] for box_type in types]
 
 
@@ -307,13 +329,17 @@ def lay_out_file(numbers: Sequence[int], boxes: Sequence[HeldBox]) -> FileLayout
     joint_bytes = 0
     for i, ((box_dtype, _), size_bytes) in enumerate(zip(types, sizes, strict=True)):
         joint_bytes += size_bytes
-        if i > start and not (box_dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
+        if i > start and not (
+            box_dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES
+        ):
             runs.append(range(start, i))
             start = i
             dtype = box_dtype
             joint_bytes = size_bytes
     runs.append(range(start, len(boxes)))
-    return FileLayout(numbers, boxes, [*accumulate(sizes, initial=_header_bytes(boxes, types, sum(sizes)))], runs)
+    return FileLayout(
+        numbers, boxes, [*accumulate(sizes, initial=_header_bytes(boxes, types, sum(sizes)))], runs
+    )
 
 
 _HEADER = '{"__metadata__":{"format":"pt"}'
@@ -342,7 +368,9 @@ def _header_bytes(boxes: Sequence[HeldBox], types: Sequence[_BoxType], data_byte
     """Return an upper bound of the length of a header, as if all offsets had as many digits as the last one."""
     names = _names(boxes)
     fixed = len(_ENTRY % ('""', "", data_bytes, data_bytes)) * len(names)
-    types_bytes = sum(len(_safetensors_type(*box_type)) * count for box_type, count in Counter(types).items())
+    types_bytes = sum(
+        len(_safetensors_type(*box_type)) * count for box_type, count in Counter(types).items()
+    )
     return _align(8 + len(_HEADER) + fixed + types_bytes + len(_quoted("".join(names))) - 2 + 1)
 
 

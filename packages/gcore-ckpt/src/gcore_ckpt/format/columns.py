@@ -57,7 +57,11 @@ def encode_columns(index: Index) -> dict[str, Any]:
     for columns in files.values():
         columns["checksums"] = "".join(columns["checksums"])
     names = [[row, name] for name, row in rows.items() if paths.get(row) != name]
-    return {"tree": tree, "tensors": {"types": [*types], "type": type_of, "names": names}, "files": files}
+    return {
+        "tree": tree,
+        "tensors": {"types": [*types], "type": type_of, "names": names},
+        "files": files,
+    }
 
 
 def decode_columns(
@@ -115,7 +119,9 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
     rows = validation.numbers(columns["tensors"], "tensors", len(tensors))
     offsets = validation.numbers(columns["offsets_bytes"], "offsets_bytes", file.size_bytes + 1)
     if len(rows) != len(offsets):
-        raise ValueError(f"{name} has {len(rows)} tensors and {len(offsets)} offsets_bytes; expected one for each")
+        raise ValueError(
+            f"{name} has {len(rows)} tensors and {len(offsets)} offsets_bytes; expected one for each"
+        )
     parts: dict[int, Box] = {}
     for entry in validation.member(columns, "parts", list):
         number, start, extent = validation.members(entry, 3, "part")
@@ -138,7 +144,9 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
         tensors.add_shard(row, name, offset_bytes, box, checksums[start:digits])
         spans.append((offset_bytes, size_bytes, tensors.names[row]))
     if digits != len(checksums):
-        raise ValueError(f"{name} has {len(checksums)} digits of checksums; expected {digits} for what it holds")
+        raise ValueError(
+            f"{name} has {len(checksums)} digits of checksums; expected {digits} for what it holds"
+        )
     check_places(name, spans)
 
 
@@ -173,7 +181,9 @@ class Tensors(Mapping[str, StoredTensor]):
         tensor_type = self._types.get((dtype, shape))
         if tensor_type is None:
             full_box = Box.of_shape(shape)
-            tensor_type = self._types[dtype, shape] = _Type(dtype, full_box, full_box.size * DTYPES[dtype].size_bytes)
+            tensor_type = self._types[dtype, shape] = _Type(
+                dtype, full_box, full_box.size * DTYPES[dtype].size_bytes
+            )
         row = self._rows[name] = len(self.names)
         self.names.append(name)
         self._type_of.append(tensor_type)
@@ -212,7 +222,9 @@ class Tensors(Mapping[str, StoredTensor]):
         file = self._files[row]
         if file is None:
             return StoredTensor(dtype, full_box.shape, tuple(self._shards.get(row, ())))
-        shard = StoredShard(file, self._offsets[row], size_bytes, full_box, self.block_bytes, self._checksums[row])
+        shard = StoredShard(
+            file, self._offsets[row], size_bytes, full_box, self.block_bytes, self._checksums[row]
+        )
         return StoredTensor(dtype, full_box.shape, (shard,))
 
     def __contains__(self, name: object) -> bool:
@@ -225,7 +237,9 @@ class Tensors(Mapping[str, StoredTensor]):
         return len(self.names)
 
 
-def _map_references(node: Node, change: Callable[[object, str | None], str | int], path: str | None) -> Node:
+def _map_references(
+    node: Node, change: Callable[[object, str | None], str | int], path: str | None
+) -> Node:
     """Return a tree in which `change` has replaced each reference to a tensor, given the reference and its dotted path.
 
     The path is None where it is long. What is no container of references is left as it is.
@@ -245,10 +259,21 @@ def _map_references(node: Node, change: Callable[[object, str | None], str | int
         case "dict" | "per_rank", dict():
             prefix = "" if tag == "dict" else "rank "
             fields = cast("dict[str, Node]", value)
-            return {tag: {k: _map_references(child, change, _join(path, prefix + k)) for k, child in fields.items()}}
-        case "items", list() if all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
+            return {
+                tag: {
+                    k: _map_references(child, change, _join(path, prefix + k))
+                    for k, child in fields.items()
+                }
+            }
+        case "items", list() if all(
+            isinstance(item, list | tuple) and len(item) == 2 for item in value
+        ):
             pairs = cast("list[tuple[Node, Node]]", value)
-            return {tag: [[key, _map_references(child, change, _join(path, key))] for key, child in pairs]}
+            return {
+                tag: [
+                    [key, _map_references(child, change, _join(path, key))] for key, child in pairs
+                ]
+            }
         case "tuple", list():
             return {tag: _map_references(value, change, path)}
         case _:

@@ -37,7 +37,10 @@ def encode_index(index: Index) -> bytes:
     content["checksum_block_bytes"] = BLOCK_BYTES
     content |= encode_columns(index)
     body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
-    return f'{{"format":"{FORMAT}","version":{VERSION},"checksum":"{checksum(body)}",\n'.encode() + body
+    return (
+        f'{{"format":"{FORMAT}","version":{VERSION},"checksum":"{checksum(body)}",\n'.encode()
+        + body
+    )
 
 
 def decode_index(data: bytes, where: str) -> Index:
@@ -45,13 +48,19 @@ def decode_index(data: bytes, where: str) -> Index:
     with validation.reading(where, KeyError, RecursionError):
         content = validation.expect(dict, json.loads(data), "index")
         version = _check_first_line(content, data)
-        block_bytes = validation.size(content["checksum_block_bytes"], "checksum_block_bytes") if version > 1 else None
+        block_bytes = (
+            validation.size(content["checksum_block_bytes"], "checksum_block_bytes")
+            if version > 1
+            else None
+        )
         listed = validation.member(content, "files", dict)
         files = {validation.plain_name(name): _data_file(file) for name, file in listed.items()}
         if version < 3:
             entries = validation.member(content, "tensors", dict)
             tree = content["tree"]
-            tensors = {name: _tensor(name, fields, files, block_bytes) for name, fields in entries.items()}
+            tensors = {
+                name: _tensor(name, fields, files, block_bytes) for name, fields in entries.items()
+            }
             _check_places(tensors)
         else:
             tree, tensors = decode_columns(content, files, block_bytes or 0)
@@ -79,7 +88,9 @@ def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
         raise ValueError(f"format is {content.get('format')!r}; expected {FORMAT!r}")
     version = validation.member(content, "version", int)
     if version > VERSION:
-        raise ValueError(f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}")
+        raise ValueError(
+            f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}"
+        )
     if version < 1:
         raise ValueError(f"unknown format version {version}; expected 1 to {VERSION}")
     actual = checksum(data.partition(b"\n")[2])
@@ -107,7 +118,9 @@ def _check_places(tensors: Mapping[str, StoredTensor]) -> None:
         check_places(file, file_spans)
 
 
-def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
+def _tensor(
+    name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None
+) -> StoredTensor:
     """Read and check a tensor of version 2, or of version 1, where `block_bytes` is None."""
     with naming(name):
         fields = validation.expect(dict, entry, "entry")
@@ -119,19 +132,27 @@ def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes
 
 
 def _shard(
-    shard: object, dtype: str, shape: tuple[int, ...], files: Mapping[str, DataFile], block_bytes: int | None
+    shard: object,
+    dtype: str,
+    shape: tuple[int, ...],
+    files: Mapping[str, DataFile],
+    block_bytes: int | None,
 ) -> StoredShard:
     fields = validation.expect(dict, shard, "shard")
     name = validation.plain_name(validation.member(fields, "file", str))
     offset_bytes = validation.size(fields["offset_bytes"], "offset_bytes")
     box = checked_box(fields["start"], fields["shape"], shape)
     if name not in files:
-        raise ValueError(f"shard is in {name!r}, which is not one of the step's files {sorted(files)}")
+        raise ValueError(
+            f"shard is in {name!r}, which is not one of the step's files {sorted(files)}"
+        )
     size_bytes = box.size * DTYPES[dtype].size_bytes
     check_inside(name, files[name], offset_bytes, size_bytes)
     if block_bytes is None:  # version 1 has one checksum for a shard
         block_bytes = max(1, size_bytes)
-        checksums = validation.member(fields, "checksum", str).removeprefix(PREFIX) if size_bytes else ""
+        checksums = (
+            validation.member(fields, "checksum", str).removeprefix(PREFIX) if size_bytes else ""
+        )
     else:
         checksums = validation.member(fields, "checksums", str)
     if block_bytes < 1 or len(checksums) != DIGITS * block_count(size_bytes, block_bytes):

@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, cast
 
-from gcore_ckpt.format.tree import Node, StatePath, View, describe, fields_of, items_of, ranks_of, split_tag, view_of
+from gcore_ckpt.format.tree import (
+    Node,
+    StatePath,
+    View,
+    describe,
+    fields_of,
+    items_of,
+    ranks_of,
+    split_tag,
+    view_of,
+)
 
 
 class Replaced(NamedTuple):
@@ -24,7 +34,11 @@ def merge(nodes: Sequence[Node], replaced: list[Replaced]) -> Node:
 
     Where something is a view on one rank and a tensor on another, it is the tensor; the view is added to `replaced`.
     """
-    return nodes[0] if all(node == nodes[0] for node in nodes) else _merge(list(enumerate(nodes)), (), replaced)
+    return (
+        nodes[0]
+        if all(node == nodes[0] for node in nodes)
+        else _merge(list(enumerate(nodes)), (), replaced)
+    )
 
 
 def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replaced]) -> Node:
@@ -34,11 +48,22 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replac
         dicts = cast("list[dict[str | int, Node]]", fields)
         merged: dict[str | int, Node] = {}
         for key in dict.fromkeys(chain.from_iterable(dicts)):
-            children = [(r, entries[key]) for (r, _), entries in zip(nodes, dicts, strict=True) if key in entries]
+            children = [
+                (r, entries[key])
+                for (r, _), entries in zip(nodes, dicts, strict=True)
+                if key in entries
+            ]
             merged[key] = _merge(children, (*path, key), replaced)
-        return {"dict": merged} if all(isinstance(key, str) for key in merged) else {"items": list(merged.items())}
+        return (
+            {"dict": merged}
+            if all(isinstance(key, str) for key in merged)
+            else {"items": list(merged.items())}
+        )
     lists = [items_of(node) for _, node in nodes]
-    if all(items is not None and lists[0] is not None and len(items) == len(lists[0]) for items in lists):
+    if all(
+        items is not None and lists[0] is not None and len(items) == len(lists[0])
+        for items in lists
+    ):
         ranks = [r for r, _ in nodes]
         merged_items: list[Node] = []
         for i, column in enumerate(zip(*cast("list[list[Node]]", lists), strict=True)):

@@ -66,13 +66,17 @@ class Index:
     metric: float | None = None
 
 
-def checked_tensor(name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[StoredShard]) -> StoredTensor:
+def checked_tensor(
+    name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[StoredShard]
+) -> StoredTensor:
     """Return a tensor whose shards hold each element once: a reader returns memory that they fill."""
     if len(shards) != 1 or shards[0].box.shape != shape:
         num_held = sum(shard.box.size for shard in shards)
         expected = Box.of_shape(shape).size
         if num_held != expected:
-            raise ValueError(f"tensor {name!r}: its shards hold {num_held} elements, its shape {shape} has {expected}")
+            raise ValueError(
+                f"tensor {name!r}: its shards hold {num_held} elements, its shape {shape} has {expected}"
+            )
         if len(shards) > 1 and overlap([shard.box for shard in shards]) is not None:
             raise ValueError(f"tensor {name!r}: its shards overlap")
     return StoredTensor(dtype, shape, tuple(shards))
@@ -87,7 +91,9 @@ def check_places(file: str, spans: list[tuple[int, int, str]]) -> None:
     before = ""
     for start, size_bytes, name in sorted(spans):
         if size_bytes and start < end:
-            raise ValueError(f"tensors {before!r} and {name!r} share bytes of {file}, from byte {start} on")
+            raise ValueError(
+                f"tensors {before!r} and {name!r} share bytes of {file}, from byte {start} on"
+            )
         if size_bytes:
             end = start + size_bytes
             before = name
@@ -121,5 +127,7 @@ def checked_dtype(value: object) -> str:
 def checked_box(start: object, extent: object, shape: tuple[int, ...]) -> Box:
     box = Box(validation.sizes(start, "start"), validation.sizes(extent, "shape"))
     if not box.inside(shape):
-        raise ValueError(f"shard of shape {box.shape} at {box.start} is not inside the tensor's shape {shape}")
+        raise ValueError(
+            f"shard of shape {box.shape} at {box.start} is not inside the tensor's shape {shape}"
+        )
     return box

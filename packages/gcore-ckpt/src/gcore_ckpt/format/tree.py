@@ -45,7 +45,11 @@ class View(NamedTuple):
         """One past its last element; 0 if it has none."""
         if not all(self.shape):
             return 0
-        return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
+        return (
+            self.offset
+            + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+            + 1
+        )
 
 
 ArrayOf: TypeAlias = Callable[[ArrayKind, str, View | None], object]
@@ -76,7 +80,9 @@ class PerRank:
 
     def __post_init__(self) -> None:
         if not (self.otherwise in (None, "first") or callable(self.otherwise)):
-            raise ValueError(f"otherwise is {self.otherwise!r}; expected None, 'first' or a function of rank and size")
+            raise ValueError(
+                f"otherwise is {self.otherwise!r}; expected None, 'first' or a function of rank and size"
+            )
 
 
 class Leaf(NamedTuple):
@@ -107,7 +113,9 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
             of a dict that would be stored under one key.
     """
     if len(path) > MAX_DEPTH:
-        raise ValueError(f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself")
+        raise ValueError(
+            f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself"
+        )
     match state:
         case Enum():
             return encode(state.value, encode_leaf, rank, path)
@@ -124,11 +132,20 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
         case bytes():
             return Leaf(node={"bytes": base64.b64encode(state).decode()})
         case set() | frozenset():
-            items = [encode(item, lambda *_: None, rank, (*path, "item")).node for item in cast("set[State]", state)]
+            items = [
+                encode(item, lambda *_: None, rank, (*path, "item")).node
+                for item in cast("set[State]", state)
+            ]
             # Ranks that have the same set iterate over it in different orders.
-            return Leaf(node={"set" if isinstance(state, set) else "frozenset": sorted(items, key=json.dumps)})
+            return Leaf(
+                node={
+                    "set" if isinstance(state, set) else "frozenset": sorted(items, key=json.dumps)
+                }
+            )
         case dict():
-            return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
+            return Leaf(
+                node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path)
+            )
         case list() | tuple():
             children = enumerate(cast("Sequence[State]", state))
             items = [encode(child, encode_leaf, rank, (*path, i)).node for i, child in children]
@@ -154,7 +171,9 @@ def fields_of_dataclass(state: Any) -> dict[Any, State]:
     return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
-def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int, path: StatePath) -> Node:
+def _encode_dict(
+    state: dict[object, State], encode_leaf: LeafEncoder, rank: int, path: StatePath
+) -> Node:
     fields: dict[str | int, Node] = {}
     owners: dict[str | int, tuple[str | int, bool]] = {}
     for key, value in state.items():
@@ -162,7 +181,9 @@ def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int
         leaf = encode(value, encode_leaf, rank, (*path, plain))
         stored, is_named = (plain, False) if leaf.key is None else (leaf.key, True)
         # Shards of one tensor may be entries of one dict (Megatron's layers): they are one entry in all processes.
-        if stored in fields and not (is_named and owners[stored][1] and fields[stored] == leaf.node):
+        if stored in fields and not (
+            is_named and owners[stored][1] and fields[stored] == leaf.node
+        ):
             raise ValueError(
                 f"{describe(path)} has the keys {owners[stored][0]!r} and {plain!r}, of which both would be stored as "
                 f"{stored!r}; expected names of shards that are no other entry's key"
@@ -171,7 +192,12 @@ def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int
         owners[stored] = (plain, is_named)
     if all(isinstance(key, str) for key in fields):
         return {"dict": fields}
-    return {"items": [[_encode_int(key) if isinstance(key, int) else key, node] for key, node in fields.items()]}
+    return {
+        "items": [
+            [_encode_int(key) if isinstance(key, int) else key, node]
+            for key, node in fields.items()
+        ]
+    }
 
 
 def decode(
@@ -198,12 +224,16 @@ def decode(
         case "bytes", str(text):
             return base64.b64decode(text, validate=True)
         case ("set" | "frozenset") as kind, list(items):
-            members = [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
+            members = [
+                decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)
+            ]
             return _set_of(members) if kind == "set" else frozenset(_set_of(members))
         case "numpy_scalar", [str(dtype), str(digits)]:
             return _numpy_scalar(dtype, digits)
         case "tuple", list(items):
-            return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
+            return tuple(
+                decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)
+            )
         case None, list(items):
             return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
         case None, None | bool() | str() | int() | float():
@@ -247,7 +277,9 @@ def view_of(node: Node) -> tuple[str, View] | None:
         return None
     parts = cast("list[object]", validation.expect(list, value, "view"))
     if len(parts) != 4:
-        raise ValueError(f"a view has {len(parts)} parts; expected a name, a shape, strides and an offset")
+        raise ValueError(
+            f"a view has {len(parts)} parts; expected a name, a shape, strides and an offset"
+        )
     name, shape, stride, offset = parts
     sizes = validation.shape(shape, "shape of a view"), validation.sizes(stride, "stride of a view")
     view = View(*sizes, validation.size(offset, "offset of a view"))

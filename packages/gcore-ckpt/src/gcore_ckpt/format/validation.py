@@ -43,7 +43,9 @@ def size(value: object, name: str) -> int:
     """Return `value` after checking that it is a number of bytes or elements."""
     number = expect(int, value, name)
     if not 0 <= number <= MAX_ELEMENTS:
-        raise ValueError(f"{name} is {number}; expected {'0 or more' if number < 0 else '2**63 - 1 or less'}")
+        raise ValueError(
+            f"{name} is {number}; expected {'0 or more' if number < 0 else '2**63 - 1 or less'}"
+        )
     return number
 
 

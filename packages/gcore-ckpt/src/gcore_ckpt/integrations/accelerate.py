@@ -40,13 +40,19 @@ def save_state(accelerator: Accelerator, checkpointer: Checkpointer, step: int) 
     """
     position = {"step": step, "accumulation_step": accelerator.step}
     parts: dict[str, State] = {**_parts(accelerator), **position}
-    parts["models"] = [state_of_model(model, accelerator.process_index) for model in parts["models"]]
-    parts["dataloaders"] = [_loader_state(loader) for loader in _list_prepared(accelerator, "dataloaders")]
+    parts["models"] = [
+        state_of_model(model, accelerator.process_index) for model in parts["models"]
+    ]
+    parts["dataloaders"] = [
+        _loader_state(loader) for loader in _list_prepared(accelerator, "dataloaders")
+    ]
     parts["rng"] = random_states()
     return checkpointer.save(step, parts)
 
 
-def load_state(accelerator: Accelerator, checkpointer: Checkpointer, *, step: Step = "latest") -> int:
+def load_state(
+    accelerator: Accelerator, checkpointer: Checkpointer, *, step: Step = "latest"
+) -> int:
     """Load into what the Accelerator has prepared, in the order in which it was prepared at the save.
 
     Any number of ranks may load it; another number keeps its own random number generators. As after
@@ -82,12 +88,20 @@ def load_state(accelerator: Accelerator, checkpointer: Checkpointer, *, step: St
 def _parts(accelerator: Accelerator) -> dict[str, State]:
     distributed_type = accelerator.distributed_type
     if distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"distributed_type is {distributed_type.value!r}; expected DDP, FSDP2 or a single process")
-    models = [accelerator.unwrap_model(m, keep_torch_compile=False) for m in _list_prepared(accelerator, "models")]
+        raise ValueError(
+            f"distributed_type is {distributed_type.value!r}; expected DDP, FSDP2 or a single process"
+        )
+    models = [
+        accelerator.unwrap_model(m, keep_torch_compile=False)
+        for m in _list_prepared(accelerator, "models")
+    ]
     optimizers = _list_prepared(accelerator, "optimizers")
     if models:
         last = len(models) - 1
-        optimizers = [stateful_optimizer(models[min(i, last)], optimizer) for i, optimizer in enumerate(optimizers)]
+        optimizers = [
+            stateful_optimizer(models[min(i, last)], optimizer)
+            for i, optimizer in enumerate(optimizers)
+        ]
     scaler = accelerator.scaler
     parts = {
         "models": models,

@@ -26,7 +26,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.futures import Future
 
 from gcore_ckpt.checkpointer import Checkpointer
@@ -77,7 +84,9 @@ class StorageWriter(_NumberedSteps, storage.StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._step is None:
-            raise ValueError("step is None; expected a number, as step= or as the checkpoint_id of the save")
+            raise ValueError(
+                "step is None; expected a number, as step= or as the checkpoint_id of the save"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -121,7 +130,9 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
             described = {_name(path): _describe(reader, node) for path, node in leaves.items()}
         return Metadata(described, planner_data={_name(path): path for path in leaves})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         self._group = RankGroup()
         if dist.is_available() and dist.is_initialized():
             self._group.rank = kwargs.get("rank", 0)
@@ -134,26 +145,39 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
         """Check that all ranks have found the same step, which a save at the same time can prevent."""
         steps = [plan.storage_data for plan in plans]
         if len(set(steps)) > 1:
-            raise CheckpointMismatchError(f"the latest steps of {self._storage} are {steps} on the ranks; give a step")
+            raise CheckpointMismatchError(
+                f"the latest steps of {self._storage} are {steps} on the ranks; give a step"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with open_step(self._storage, self._found) as reader:
             nodes = {_name(path): node for path, node in _leaves(reader.index.tree)}
-            values = {item: nodes[item.storage_index.fqn] for item in plan.items if _is_value(nodes, item)}
-            for item, value in zip(values, self._load_nodes(reader, [*values.values()], None), strict=True):
+            values = {
+                item: nodes[item.storage_index.fqn] for item in plan.items if _is_value(nodes, item)
+            }
+            for item, value in zip(
+                values, self._load_nodes(reader, [*values.values()], None), strict=True
+            ):
                 stream = io.BytesIO()
                 torch.save(value, stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
-            targets = {item: planner.resolve_tensor(item) for item in plan.items if item not in values}
-            parts = [_part(nodes[i.storage_index.fqn], reader, i, target) for i, target in targets.items()]
+            targets = {
+                item: planner.resolve_tensor(item) for item in plan.items if item not in values
+            }
+            parts = [
+                _part(nodes[i.storage_index.fqn], reader, i, target)
+                for i, target in targets.items()
+            ]
             self._load_nodes(reader, [nodes[item.storage_index.fqn] for item in targets], parts)
             for item, target in targets.items():
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def _load_nodes(self, reader: StepReader, nodes: list[Node], template: list[Shard] | None) -> list[State]:
+    def _load_nodes(
+        self, reader: StepReader, nodes: list[Node], template: list[Shard] | None
+    ) -> list[State]:
         """Return the values of nodes of the step's tree, with the tensors and arrays in them, or fill a template."""
         part = replace(reader, index=replace(reader.index, tree=nodes))
         return load_step(part, self._group, template)
@@ -162,7 +186,9 @@ class StorageReader(_NumberedSteps, storage.StorageReader):
 def _state_of(plan: SavePlan, planner: SavePlanner) -> State:
     """Return what this rank saves: the parts of tensors that the plan assigns to it, and all values."""
     if not isinstance(planner, DefaultSavePlanner):
-        raise TypeError(f"planner is a {type(planner).__qualname__}; expected a DefaultSavePlanner or a class of it")
+        raise TypeError(
+            f"planner is a {type(planner).__qualname__}; expected a DefaultSavePlanner or a class of it"
+        )
     parts: defaultdict[str, list[Shard]] = defaultdict(list)
     for item in plan.items:
         if item.tensor_data is not None:
@@ -203,7 +229,8 @@ def _items_to_flatten(node: Node) -> list[Node] | None:
         return None
     items = cast("list[Node]", node)
     parts = (
-        _is_tensor(item) or tree.fields_of(item) is not None or _items_to_flatten(item) is not None for item in items
+        _is_tensor(item) or tree.fields_of(item) is not None or _items_to_flatten(item) is not None
+        for item in items
     )
     return items if any(parts) else None
 
@@ -224,9 +251,13 @@ def _describe(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesSt
     if not _is_tensor(node):
         return BytesStorageMetadata()
     stored, shape = _find_stored(reader, node)
-    boxes = [shard.box for shard in stored.shards] if shape == stored.shape else [Box.of_shape(shape)]
+    boxes = (
+        [shard.box for shard in stored.shards] if shape == stored.shape else [Box.of_shape(shape)]
+    )
     chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
-    return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[stored.dtype]), torch.Size(shape), chunks)
+    return TensorStorageMetadata(
+        TensorProperties(TORCH_DTYPES[stored.dtype]), torch.Size(shape), chunks
+    )
 
 
 def _find_stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:

@@ -32,7 +32,9 @@ class CheckpointerIO(CheckpointIO):
         incremental: As in `Checkpointer`, for a file that is saved again under its name, such as `last.ckpt`.
     """
 
-    def __init__(self, *, staging: Literal["full", "chunked"] = "full", incremental: bool = False) -> None:
+    def __init__(
+        self, *, staging: Literal["full", "chunked"] = "full", incremental: bool = False
+    ) -> None:
         self._options: dict[str, Any] = {"staging": staging, "incremental": incremental}
         self._saving: Checkpointer | None = None
 
@@ -48,7 +50,10 @@ class CheckpointerIO(CheckpointIO):
         self._saving.save(max(checkpoint.get("global_step", 0), later), checkpoint)
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint; nothing is unpickled, whatever `weights_only` says."""
         self._finish()

@@ -49,17 +49,25 @@ def state_of_model(model: torch.nn.Module, rank: int) -> State:
         return model
     buffers = {name for name, _ in model.named_buffers()}
     state = model.state_dict()
-    return {name: value for name, value in state.items() if name not in buffers or is_dtensor(value)}
+    return {
+        name: value for name, value in state.items() if name not in buffers or is_dtensor(value)
+    }
 
 
-def stateful_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "torch.optim.Optimizer | State":
+def stateful_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> "torch.optim.Optimizer | State":
     """Return what saves and loads the optimizer: itself, or by the names of the parameters where they are sharded."""
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
-        raise ValueError("model is of the first FSDP, whose parameters have no names of their own; expected FSDP2")
+        raise ValueError(
+            "model is of the first FSDP, whose parameters have no names of their own; expected FSDP2"
+        )
     if not any(is_dtensor(parameter) for parameter in model.parameters()):
         return optimizer
     # accelerate's wrapper steps only when gradients are to be synchronised
-    return _ShardedOptimizer(model, cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer)))
+    return _ShardedOptimizer(
+        model, cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer))
+    )
 
 
 class _ShardedOptimizer:

@@ -87,12 +87,16 @@ class CheckpointCallback(TrainerCallback):
         strategy = SaveStrategy(args.save_strategy)
         is_best_loaded = args.load_best_model_at_end
         if strategy is SaveStrategy.BEST or is_best_loaded:
-            settings = f"save_strategy is {strategy.value!r} and load_best_model_at_end {is_best_loaded}"
+            settings = (
+                f"save_strategy is {strategy.value!r} and load_best_model_at_end {is_best_loaded}"
+            )
             raise ValueError(
                 f"{settings}; expected 'steps' or 'epoch', and False: the Trainer reads back its own files"
             )
         if args.deepspeed is not None:
-            raise ValueError(f"deepspeed is {args.deepspeed!r}; expected None: use FSDP2 for a sharded model")
+            raise ValueError(
+                f"deepspeed is {args.deepspeed!r}; expected None: use FSDP2 for a sharded model"
+            )
         if self._resumed is None:
             return
         if state.global_step != self._resumed:
@@ -106,7 +110,9 @@ class CheckpointCallback(TrainerCallback):
         if self._folder is not None:
             self._folder.cleanup()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._is_due = self._is_due or control.should_save
         control.should_save = False
 
@@ -140,7 +146,11 @@ class CheckpointCallback(TrainerCallback):
         self._random_states = None
 
     def _save_if_due(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        kwargs: dict[str, Any],
     ) -> None:
         if not self._is_due:
             return
@@ -154,6 +164,10 @@ class CheckpointCallback(TrainerCallback):
 
 
 def _parts(*, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> dict[str, State]:
-    parts = {"model": model, "optimizer": stateful_optimizer(model, optimizer), "scheduler": lr_scheduler}
+    parts = {
+        "model": model,
+        "optimizer": stateful_optimizer(model, optimizer),
+        "scheduler": lr_scheduler,
+    }
     scaler = getattr(optimizer, "scaler", None)
     return parts if scaler is None else parts | {"scaler": scaler}

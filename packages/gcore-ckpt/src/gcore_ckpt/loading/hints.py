@@ -22,7 +22,8 @@ def describe_foreign(storage: Storage) -> str:
     step = _STEP_FOLDER.fullmatch(name)
     if step is not None:
         return (
-            f": it is named like the folder of one step; expected the path {parent or '.'!r} with step {int(step[1])}"
+            ": it is named like the folder of one step; "
+            f"expected the path {parent or '.'!r} with step {int(step[1])}"
         )
     if path is not None and not path.exists():
         return ": there is no such folder"

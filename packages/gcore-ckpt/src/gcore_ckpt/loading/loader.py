@@ -55,7 +55,9 @@ def load_step(
     start_s = time.perf_counter()
     saved = reader.index.tree
     device = torch.device(options.device)
-    matcher = Matcher(reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere)
+    matcher = Matcher(
+        reader, group, device, mmap=options.mmap, held_elsewhere=options.held_elsewhere
+    )
     if template is None:
         if options.only is not None:
             saved = prune_tree(saved, options.only, reader.where)
@@ -101,9 +103,15 @@ class _Reads:
             name, box, target = request
             stored = reader.index.tensors[name]
             shard = stored.shards[0]
-            if len(stored.shards) == 1 and SmallShards.includes(shard) and _is_copied(shard, stored.dtype, request):
+            if (
+                len(stored.shards) == 1
+                and SmallShards.includes(shard)
+                and _is_copied(shard, stored.dtype, request)
+            ):
                 self.size_bytes += shard.size_bytes
-                shards, targets = self._small.setdefault((shard.file, target.dtype), (SmallShards(shard.file), []))
+                shards, targets = self._small.setdefault(
+                    (shard.file, target.dtype), (SmallShards(shard.file), [])
+                )
                 shards.add(name, shard)
                 targets.append(target)
             else:
@@ -113,7 +121,17 @@ class _Reads:
     def __iter__(self) -> Iterator[_SizedRead]:
         for shards, targets in self._small.values():
             for size_bytes, run in shards.runs():
-                yield size_bytes, partial(_read_small, self._reader, shards, run, [targets[i] for i in run], size_bytes)
+                yield (
+                    size_bytes,
+                    partial(
+                        _read_small,
+                        self._reader,
+                        shards,
+                        run,
+                        [targets[i] for i in run],
+                        size_bytes,
+                    ),
+                )
         for request in self._others:
             yield from _reads(self._reader, request)
 
@@ -131,7 +149,11 @@ def _is_copied(shard: StoredShard, dtype: str, request: ReadRequest) -> bool:
 
 @torch.no_grad()
 def _read_small(
-    reader: StepReader, shards: SmallShards, run: Sequence[int], targets: list[torch.Tensor], size_bytes: int
+    reader: StepReader,
+    shards: SmallShards,
+    run: Sequence[int],
+    targets: list[torch.Tensor],
+    size_bytes: int,
 ) -> None:
     """Read small shards that are adjacent, of one type, and copy them to their tensors by one call."""
     buffer = np.empty(size_bytes, np.uint8)
@@ -140,7 +162,9 @@ def _read_small(
     _copy_each(targets, _unflatten_dense_tensors(flat, targets))
 
 
-def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: str | None = None) -> torch.Tensor:
+def read_box(
+    reader: StepReader, name: str, box: Box, workers: Workers, dtype: str | None = None
+) -> torch.Tensor:
     """Return the bytes of a box of a stored tensor, as elements of `dtype` or else of its own type."""
     dtype = dtype or reader.index.tensors[name].dtype
     data = torch.empty(box.size * DTYPES[dtype].size_bytes, dtype=torch.uint8)
@@ -163,7 +187,9 @@ def read_whole(
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _batches(reads: Iterable[_SizedRead], advance: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+def _batches(
+    reads: Iterable[_SizedRead], advance: Callable[[int], None]
+) -> Iterator[Callable[[], None]]:
     """Group small reads: passing one to a thread costs as much as reading a few kilobytes."""
     batch: list[_SizedRead] = []
     size_bytes = 0
@@ -194,7 +220,9 @@ def _reads(reader: StepReader, request: ReadRequest) -> Iterator[_SizedRead]:
         with torch.no_grad():
             target = request.target.detach()[common.relative_to(request.box).slices()]
         as_stored = target.dtype == TORCH_DTYPES[tensor.dtype] and target.device.type == "cpu"
-        as_stored = as_stored and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        as_stored = (
+            as_stored and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        )
         if as_stored and inside.is_flat_in(shard.box.shape):
             # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
             memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
@@ -202,11 +230,18 @@ def _reads(reader: StepReader, request: ReadRequest) -> Iterator[_SizedRead]:
             continue
         first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
         for start, stop in pieces(shard, first, last, _SCRATCH_BYTES):
-            boxes = [*inside.parts_in_span(shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize)]
+            boxes = [
+                *inside.parts_in_span(
+                    shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize
+                )
+            ]
             if boxes:
                 parts = [(box, target[box.relative_to(inside).slices()]) for box in boxes]
                 size_bytes = sum(box.size for box in boxes) * tensor.itemsize
-                yield size_bytes, partial(_read_strided, reader, request.name, shard, (start, stop), parts)
+                yield (
+                    size_bytes,
+                    partial(_read_strided, reader, request.name, shard, (start, stop), parts),
+                )
 
 
 def _flat_reads(
@@ -216,12 +251,19 @@ def _flat_reads(
     itemsize = reader.index.tensors[name].itemsize
     first, last = (element * itemsize for element in part.flat_span(shard.box.shape))
     for start, stop in pieces(shard, first, last):
-        yield stop - start, partial(reader.read, name, shard, start, memory[start - first : stop - first])
+        yield (
+            stop - start,
+            partial(reader.read, name, shard, start, memory[start - first : stop - first]),
+        )
 
 
 @torch.no_grad()
 def _read_strided(
-    reader: StepReader, name: str, shard: StoredShard, span: tuple[int, int], parts: Sequence[tuple[Box, torch.Tensor]]
+    reader: StepReader,
+    name: str,
+    shard: StoredShard,
+    span: tuple[int, int],
+    parts: Sequence[tuple[Box, torch.Tensor]],
 ) -> None:
     """Read whole blocks that cover a span of bytes of a shard, and copy the boxes in it to their targets."""
     tensor = reader.index.tensors[name]

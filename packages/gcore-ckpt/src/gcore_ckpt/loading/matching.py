@@ -78,7 +78,9 @@ def find_held_elsewhere(group: RankGroup, template: State) -> list[str]:
         return []
 
     def find_filled() -> list[str]:
-        paths = {describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)}
+        paths = {
+            describe(path) for path, value in _parts(template, ()) if not _is_empty_dict(value)
+        }
         return [path for path in empty if path in paths]
 
     return exchange(group, find_filled, merge)
@@ -115,7 +117,13 @@ class Matcher:
     """
 
     def __init__(
-        self, reader: StepReader, group: RankGroup, device: torch.device, *, mmap: bool, held_elsewhere: Collection[str]
+        self,
+        reader: StepReader,
+        group: RankGroup,
+        device: torch.device,
+        *,
+        mmap: bool,
+        held_elsewhere: Collection[str],
     ) -> None:
         self.requests = ReadRequests()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -146,7 +154,9 @@ class Matcher:
         missing = list(map(describe, self.missing()))
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            raise CheckpointMismatchError(f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
+            raise CheckpointMismatchError(
+                f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}"
+            )
 
     def decode_node(self, node: Node) -> State:
         """Return a part of the state as it was saved; leaves that shared memory are one and the same object."""
@@ -161,7 +171,9 @@ class Matcher:
             )
         return nodes[str(self._group.rank)]
 
-    def _new(self, array_kind: ArrayKind, name: str, stored: StoredTensor, view: View | None) -> object:
+    def _new(
+        self, array_kind: ArrayKind, name: str, stored: StoredTensor, view: View | None
+    ) -> object:
         if view is not None:
             return view_in(cast("torch.Tensor", self._new("tensor", name, stored, None)), view)
         if (array_kind, name) not in self._fresh:
@@ -171,21 +183,30 @@ class Matcher:
                 tensor = _empty(stored, device)
                 if tensor.numel():
                     self.requests.add(name, _full_box(stored), tensor)
-            self._fresh[array_kind, name] = tensor if array_kind == "tensor" else _as_array(tensor, stored)
+            self._fresh[array_kind, name] = (
+                tensor if array_kind == "tensor" else _as_array(tensor, stored)
+            )
         return self._fresh[array_kind, name]
 
     def _map_file(self, stored: StoredTensor) -> torch.Tensor | None:
         """Return the tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
         files = self._reader.files
         if not isinstance(files, LocalFiles):
-            raise ValueError(f"mmap is on and {self._reader.where} is no local folder; expected one, or mmap off")
+            raise ValueError(
+                f"mmap is on and {self._reader.where} is no local folder; expected one, or mmap off"
+            )
         if len(stored.shards) != 1 or not stored.size_bytes:
             return None
         [shard] = stored.shards
         data = files.map(shard.file, shard.offset_bytes, stored.size_bytes)
         if data is None:
             return None
-        return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self._device)
+        return (
+            torch.from_numpy(data)
+            .view(TORCH_DTYPES[stored.dtype])
+            .view(stored.shape)
+            .to(self._device)
+        )
 
     def match(self, template: State, node: Node | None, path: StatePath) -> State:
         """Return the counterpart of a part of the template; `node` is what was saved in its place, or None."""
@@ -214,7 +235,9 @@ class Matcher:
             case PerRank():
                 nodes = tree.ranks_of(node)
                 if nodes is None:
-                    raise self._mismatch(path, "is PerRank in the template and was not saved as such")
+                    raise self._mismatch(
+                        path, "is PerRank in the template and was not saved as such"
+                    )
                 if template.otherwise is None or len(nodes) == self._group.size:
                     return self.match(template.value, self._own(nodes), path)
                 if callable(template.otherwise):
@@ -231,10 +254,14 @@ class Matcher:
                     return template
                 return self._match_leaf(template, node, path)
 
-    def _match_dict(self, template: dict[Any, State], node: Node | None, path: StatePath) -> dict[Any, State]:
+    def _match_dict(
+        self, template: dict[Any, State], node: Node | None, path: StatePath
+    ) -> dict[Any, State]:
         fields = tree.fields_of(node)
         if fields is None and (template or node is not None):
-            raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
+            raise self._mismatch(
+                path, f"is a dict in the template, {_kind(node)} in the checkpoint"
+            )
         fields = fields or {}
         if not template and not self._stays_empty(fields, node, path):
             return self.decode_node(node) if fields else {}
@@ -252,7 +279,9 @@ class Matcher:
         self.unused += [(*path, key) for key in fields if key not in used]
         return state
 
-    def _stays_empty(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> bool:
+    def _stays_empty(
+        self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath
+    ) -> bool:
         """Return whether an empty dict of the template stays empty, because sharded tensors were saved in its place.
 
         It is an error, see `check_strict`, unless another rank's template names what is there.
@@ -284,7 +313,9 @@ class Matcher:
         matched = self._match_dict(parts, node, path)
         class_name = parts.pop(WRAPPER)
         if matched.pop(WRAPPER) != class_name:
-            raise self._mismatch(path, f"is a {class_name} in the template, something else in the checkpoint")
+            raise self._mismatch(
+                path, f"is a {class_name} in the template, something else in the checkpoint"
+            )
         if all(matched[name] is part for name, part in parts.items()):
             return template
         return type(template).__tensor_unflatten__(
@@ -301,7 +332,11 @@ class Matcher:
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
         name = tree.name_of(node)
-        if type(template) in _PLAIN and name is not None and not (template.is_meta or template.is_nested):
+        if (
+            type(template) in _PLAIN
+            and name is not None
+            and not (template.is_meta or template.is_nested)
+        ):
             shape = tuple(template.shape)
             self._request(name, node, None, Box.of_shape(shape), shape, template, path)
             self._filled.append(template)
@@ -311,7 +346,11 @@ class Matcher:
         if is_wrapper(template):
             return self._match_wrapper(template, node, path)
         try:
-            shard = _shard_of_array(template) if isinstance(template, np.ndarray) else as_shard(template)
+            shard = (
+                _shard_of_array(template)
+                if isinstance(template, np.ndarray)
+                else as_shard(template)
+            )
         except ValueError as error:
             raise self._mismatch(path, str(error)) from None
         if shard is None and is_dataclass(template) and not isinstance(template, type):
@@ -341,10 +380,14 @@ class Matcher:
     ) -> None:
         stored = None if name is None else self._reader.index.tensors.get(name)
         if stored is None or name is None:
-            raise self._mismatch(path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})")
+            raise self._mismatch(
+                path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})"
+            )
         stored_shape = stored.shape if view is None else view.shape
         if stored_shape != shape:
-            raise self._mismatch(path, f"has shape {shape} in the template, {stored_shape} in the checkpoint")
+            raise self._mismatch(
+                path, f"has shape {shape} in the template, {stored_shape} in the checkpoint"
+            )
         dtype = TORCH_DTYPES[stored.dtype]
         if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
             problem = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
@@ -366,7 +409,9 @@ def _full_box(stored: StoredTensor) -> Box:
 def _empty(stored: StoredTensor, device: torch.device | str) -> torch.Tensor:
     if stored.dtype != "complex32":
         return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
-    data = torch.empty(stored.size_bytes, dtype=torch.uint8, device=device)  # torch would warn of complex32
+    data = torch.empty(
+        stored.size_bytes, dtype=torch.uint8, device=device
+    )  # torch would warn of complex32
     return data.view(torch.complex32).view(stored.shape)
 
 
@@ -426,7 +471,10 @@ def prune_tree(node: Node, only: Sequence[str], where: str) -> Node:
 
     def prune(node: Node, path: str, patterns: Sequence[str]) -> list[Node]:
         """Return the pruned node in a list, or an empty list if no pattern matches in it."""
-        if any(path == name or path.startswith(f"{name}.") or fnmatchcase(path, name) for name in patterns):
+        if any(
+            path == name or path.startswith(f"{name}.") or fnmatchcase(path, name)
+            for name in patterns
+        ):
             return [node]
         fields = tree.fields_of(node) or {}
         items: list[Node] = []

@@ -61,11 +61,15 @@ class StepReader:
             if stored is None:
                 raise ValueError(f"{array_kind} {name!r} is not in the index")
             if array_kind == "array" and not DTYPES[stored.dtype].in_numpy:
-                raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
+                raise ValueError(
+                    f"array {name!r} has dtype {stored.dtype}, which numpy does not have"
+                )
             if view is not None:
                 size = math.prod(stored.shape)
                 if view.stop > size:
-                    raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
+                    raise ValueError(
+                        f"a view ends at element {view.stop} of the {size} of {name!r}"
+                    )
             return array(array_kind, name, stored, view)
 
         with validation.reading(f"{self.where}/index.json: tree"):
@@ -124,7 +128,9 @@ class StepReader:
         try:
             count = self.files.read_into(file, offset_bytes, buffer)
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
+            raise CheckpointNotFoundError(
+                f"{self.where} was deleted while it was being read"
+            ) from error
         if count < len(buffer):
             raise CorruptCheckpointError(f"{self.where}/{file}: ends within tensor {name!r}")
 
@@ -142,7 +148,9 @@ class SmallShards:
     @staticmethod
     def includes(shard: StoredShard) -> bool:
         """Return whether a shard is small, and checked by one checksum at most."""
-        return shard.size_bytes < SMALL_BYTES and (shard.size_bytes <= shard.block_bytes or shard.checksums is None)
+        return shard.size_bytes < SMALL_BYTES and (
+            shard.size_bytes <= shard.block_bytes or shard.checksums is None
+        )
 
     def add(self, name: str, shard: StoredShard) -> None:
         self.names.append(name)
@@ -166,7 +174,9 @@ class SmallShards:
             yield size_bytes, run
 
 
-def pieces(shard: StoredShard, start: int, stop: int, size_bytes: int = _READ_BYTES) -> Iterator[tuple[int, int]]:
+def pieces(
+    shard: StoredShard, start: int, stop: int, size_bytes: int = _READ_BYTES
+) -> Iterator[tuple[int, int]]:
     """Cut bytes `start` to `stop` of a shard between blocks, and elements, into pieces of about `size_bytes`."""
     step = math.lcm(max(1, size_bytes // shard.block_bytes) * shard.block_bytes, MAX_ITEM_BYTES)
     while start < stop:
@@ -189,13 +199,19 @@ def find_step(storage: Storage, step: Step) -> int | None:
     if not steps and find_weights(storage) is not None:
         if step == "latest":
             return None
-        raise CheckpointNotFoundError(f"{storage} holds safetensors files and no step {step!r}; expected 'latest'")
+        raise CheckpointNotFoundError(
+            f"{storage} holds safetensors files and no step {step!r}; expected 'latest'"
+        )
     if not steps:
-        raise CheckpointNotFoundError(f"{storage} holds no committed step{describe_foreign(storage)}")
+        raise CheckpointNotFoundError(
+            f"{storage} holds no committed step{describe_foreign(storage)}"
+        )
     if step == "latest":
         return steps[-1]
     if step not in steps:
-        raise CheckpointNotFoundError(f"{storage} holds no step {step!r}; its committed steps are {steps}")
+        raise CheckpointNotFoundError(
+            f"{storage} holds no step {step!r}; its committed steps are {steps}"
+        )
     return step
 
 
@@ -240,7 +256,9 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
     with validation.reading(where):
         size_bytes = files.open(name)
     if size_bytes != expected.size_bytes:
-        raise CorruptCheckpointError(f"{where}: has {size_bytes} bytes; expected {expected.size_bytes}")
+        raise CorruptCheckpointError(
+            f"{where}: has {size_bytes} bytes; expected {expected.size_bytes}"
+        )
     header = bytearray(expected.header_size_bytes)
     files.read_into(name, 0, memoryview(header))
     _check_header(where, expected, memoryview(header))
@@ -249,7 +267,9 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
 def _check_header(where: str, expected: DataFile, data: memoryview) -> None:
     actual = checksum(data[: expected.header_size_bytes])
     if actual != expected.header_checksum:
-        raise CorruptCheckpointError(f"{where}: header has checksum {actual}; expected {expected.header_checksum}")
+        raise CorruptCheckpointError(
+            f"{where}: header has checksum {actual}; expected {expected.header_checksum}"
+        )
 
 
 class StepLeaf(NamedTuple):
@@ -269,7 +289,11 @@ def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
         for leaf in leaves:
             if leaf.tensor is not None and leaf.tensor not in reader.index.tensors:
                 raise ValueError(f"{leaf.tensor!r} is not in the index")
-    return [leaf for leaf in leaves if not prefix or leaf.path == prefix or leaf.path.startswith(f"{prefix}.")]
+    return [
+        leaf
+        for leaf in leaves
+        if not prefix or leaf.path == prefix or leaf.path.startswith(f"{prefix}.")
+    ]
 
 
 def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf]:
@@ -295,7 +319,10 @@ def _unknown(*node: object) -> Node:
 
 
 def verify(
-    path: str | os.PathLike[str], step: Step = "latest", *, progress: Callable[[int], None] | None = None
+    path: str | os.PathLike[str],
+    step: Step = "latest",
+    *,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Read every byte of a committed step and check it, in a few megabytes of memory.
 
@@ -329,5 +356,7 @@ def verify(
 
     storage = open_storage(path)
     with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:
-        reader.decode_tree(reader.index.tree, lambda _, name, *__: name, lambda nodes: {"dict": dict(nodes)})
+        reader.decode_tree(
+            reader.index.tree, lambda _, name, *__: name, lambda nodes: {"dict": dict(nodes)}
+        )
         workers.run(checks(reader))

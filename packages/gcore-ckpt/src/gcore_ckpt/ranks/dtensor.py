@@ -23,19 +23,27 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     """Return the first index and the data of the box of the global tensor that this rank holds."""
     assert isinstance(tensor, DTensor)
     local = tensor.to_local()
-    if tensor.device_mesh.get_coordinate() is None:  # this rank is outside the mesh, and holds nothing
+    if (
+        tensor.device_mesh.get_coordinate() is None
+    ):  # this rank is outside the mesh, and holds nothing
         empty = (0,) * max(1, tensor.ndim)
         return empty, local.new_empty(empty)
     box = _box_of_dtensor(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
     if box.shape != tuple(local.shape):
-        raise ValueError(f"is a DTensor of {tuple(local.shape)} local elements; expected {box.shape} by its placements")
+        raise ValueError(
+            f"is a DTensor of {tuple(local.shape)} local elements; expected {box.shape} by its placements"
+        )
     return box.start, local
 
 
 @cache
-def _box_of_dtensor(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+def _box_of_dtensor(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Box:
     if any(isinstance(placement, Partial) for placement in placements):
-        raise ValueError(f"is a DTensor with placements {placements}; a pending sum cannot be saved or loaded")
+        raise ValueError(
+            f"is a DTensor with placements {placements}; a pending sum cannot be saved or loaded"
+        )
     extent, start = compute_local_shape_and_global_offset(shape, mesh, placements)
     strided = {placement.dim for placement in placements if isinstance(placement, _StridedShard)}
     for dim in strided:
@@ -54,7 +62,9 @@ def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Place
     indices = list(range(size))
     for rank, num_chunks, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if isinstance(placement, _StridedShard) and placement.dim == dim:
-            _, offsets = placement.local_shard_size_and_offset(len(indices), num_chunks, rank, _ALL_OFFSETS)
+            _, offsets = placement.local_shard_size_and_offset(
+                len(indices), num_chunks, rank, _ALL_OFFSETS
+            )
             indices = [indices[offset] for offset in cast("list[int]", offsets)]
         elif placement.is_shard(dim):
             chunk = -(-len(indices) // num_chunks)

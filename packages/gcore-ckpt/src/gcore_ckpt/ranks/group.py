@@ -67,7 +67,10 @@ class TorchGroup(RankGroup):
         try:
             # Its stubs know neither `send` nor `recv`.
             self._group: Any = dist.ProcessGroupGloo(
-                PrefixStore(f"{name}/{count}", store), self.rank, self.size, timeout=timedelta(seconds=timeout_s)
+                PrefixStore(f"{name}/{count}", store),
+                self.rank,
+                self.size,
+                timeout=timedelta(seconds=timeout_s),
             )
         except RuntimeError as error:
             raise LostRankError(
@@ -128,9 +131,13 @@ class TorchGroup(RankGroup):
         """Fill memory with the next message of that tag, however long it takes, also if a rank dies meanwhile."""
         import torch
 
-        self._group.recv_anysource([torch.frombuffer(buffer, dtype=torch.uint8)], tag).wait(_FOREVER)
+        self._group.recv_anysource([torch.frombuffer(buffer, dtype=torch.uint8)], tag).wait(
+            _FOREVER
+        )
 
-    def _transfer(self, method: Literal["send", "recv"], buffer: memoryview, rank: int, tag: int) -> None:
+    def _transfer(
+        self, method: Literal["send", "recv"], buffer: memoryview, rank: int, tag: int
+    ) -> None:
         import torch
 
         if self._broken is not None:
@@ -141,14 +148,22 @@ class TorchGroup(RankGroup):
         if not len(buffer):
             return
         try:
-            getattr(self._group, method)([torch.frombuffer(buffer, dtype=torch.uint8)], rank, tag).wait()
+            getattr(self._group, method)(
+                [torch.frombuffer(buffer, dtype=torch.uint8)], rank, tag
+            ).wait()
         except RuntimeError as error:
             is_late = "timed out" in str(error).lower()
-            reason = "died, or stopped waiting for another rank that its own error names" if rank == 0 else "died"
+            reason = (
+                "died, or stopped waiting for another rank that its own error names"
+                if rank == 0
+                else "died"
+            )
             if is_late:
                 reason = f"did not answer within {self._timeout_s:g} s"
             message = f"rank {rank} of {self.size} {reason}"
-            if is_late or rank == 0:  # gloo closes all connections of a process in which one times out
+            if (
+                is_late or rank == 0
+            ):  # gloo closes all connections of a process in which one times out
                 self._broken = message
             raise LostRankError(message) from error
 
@@ -165,12 +180,22 @@ def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> RankGro
         process_group = dist.group.WORLD
     assert process_group is not None
     if dist.get_rank(process_group) < 0:
-        raise ValueError("process_group does not contain this process; expected a group of which it is a rank")
-    return RankGroup() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)
+        raise ValueError(
+            "process_group does not contain this process; expected a group of which it is a rank"
+        )
+    return (
+        RankGroup()
+        if dist.get_world_size(process_group) == 1
+        else TorchGroup(process_group, timeout_s)
+    )
 
 
 def exchange(
-    group: RankGroup, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]], *, error_kind: str = ""
+    group: RankGroup,
+    act: Callable[[], Any],
+    decide: Callable[[list[Any]], Sequence[Any]],
+    *,
+    error_kind: str = "",
 ) -> Any:
     """Return the root's reply to what `act` returned here; `decide` makes, at the root, the replies to all ranks.
 
@@ -185,7 +210,9 @@ def exchange(
         failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
         if failed:
             text = "; ".join(f"rank {rank}: {message['error']}" for rank, message in failed.items())
-            raise _error_of({"error": text, "kind": error_kind or next(iter(failed.values()))["kind"]})
+            raise _error_of(
+                {"error": text, "kind": error_kind or next(iter(failed.values()))["kind"]}
+            )
         return decide([message["value"] for message in messages])
 
     reply, failure = attempt(lambda: _ask_root(group, answer, message))
@@ -199,7 +226,9 @@ def exchange(
 def all_succeed(group: RankGroup, act: Callable[[], T]) -> T:
     """Run `act` on every rank; return what it returned here if none failed, else raise on all ranks."""
     results: list[T] = []
-    exchange(group, lambda: results.append(act()), lambda values: values, error_kind="CheckpointError")
+    exchange(
+        group, lambda: results.append(act()), lambda values: values, error_kind="CheckpointError"
+    )
     return results[0]
 
 
@@ -213,7 +242,9 @@ def root_decides(group: RankGroup, decide: Callable[[], T]) -> T:
     return _ask_root(group, lambda: [decide()] * group.size)
 
 
-def _ask_root(group: RankGroup, answer: Callable[[], Sequence[Any]], sent: Message | None = None) -> Any:
+def _ask_root(
+    group: RankGroup, answer: Callable[[], Sequence[Any]], sent: Message | None = None
+) -> Any:
     """Return the root's answer to this rank, after sending `sent`; what `answer` raises is raised on all ranks."""
     if group.rank != 0:
         if sent is not None:
@@ -245,7 +276,9 @@ def _error_message(error: Exception) -> Message:
 def _error_of(message: Message) -> Exception:
     """Return what another rank raised, as the same kind of error where it is one of ours."""
     kinds = {"ValueError": ValueError, "TypeError": TypeError}
-    error_class = kinds.get(message["kind"]) or getattr(errors, message["kind"], None) or CheckpointWriteError
+    error_class = (
+        kinds.get(message["kind"]) or getattr(errors, message["kind"], None) or CheckpointWriteError
+    )
     return error_class(message["error"])
 
 

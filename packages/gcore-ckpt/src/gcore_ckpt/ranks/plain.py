@@ -31,14 +31,18 @@ _TAGS = {torch.Tensor: "tensor", torch.nn.Parameter: "tensor", np.ndarray: "arra
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _kind_of_tensor = attrgetter("dtype", "shape", "device")
 _kind_of_array = attrgetter("dtype", "shape")
-_new: Callable[[tuple[Any, ...]], HeldBox] = partial(tuple.__new__, HeldBox)  # in half the time of HeldBox(...)
+_new: Callable[[tuple[Any, ...]], HeldBox] = partial(
+    tuple.__new__, HeldBox
+)  # in half the time of HeldBox(...)
 
 
 class _NotPlainError(Exception):
     """The state, or a part of it, is to be collected with more care."""
 
 
-def collect_plain(state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = ()) -> Holdings | None:
+def collect_plain(
+    state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = ()
+) -> Holdings | None:
     """Return what `collect` returns, if the state is plain; None for any other, or one that is refused.
 
     Boxes that are equal to those of the last save, `last_boxes`, are the same objects, so that none is made.
@@ -65,12 +69,24 @@ def collect_plain(state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = (
                     paths = [prefix + key for key in fields] if depth else [*fields]
                     names.extend(paths)
                     data.extend(fields.values())
-                    return {"dict": {key: {"tensor": name} for key, name in zip(fields, paths, strict=True)}}
-                return {"dict": {key: encode_value(child, prefix + key, depth + 1) for key, child in fields.items()}}
+                    return {
+                        "dict": {
+                            key: {"tensor": name} for key, name in zip(fields, paths, strict=True)
+                        }
+                    }
+                return {
+                    "dict": {
+                        key: encode_value(child, prefix + key, depth + 1)
+                        for key, child in fields.items()
+                    }
+                }
             if kinds <= {str, int} and all(type(key) is int or key.isascii() for key in fields):
                 items = fields.items()
                 return {
-                    "items": [[_small(key), encode_value(child, f"{prefix}{key}", depth + 1)] for key, child in items]
+                    "items": [
+                        [_small(key), encode_value(child, f"{prefix}{key}", depth + 1)]
+                        for key, child in items
+                    ]
                 }
             raise _NotPlainError
         if isinstance(value, list | tuple):
@@ -78,7 +94,11 @@ def collect_plain(state: State, rank: int = 0, last_boxes: Sequence[HeldBox] = (
             nodes = [encode_value(item, f"{prefix}{i}", depth + 1) for i, item in items]
             return nodes if isinstance(value, list) else {"tuple": nodes}
         if isinstance(value, PerRank):
-            return {"per_rank": {str(rank): encode_value(value.value, f"{prefix}rank {rank}", depth + 1)}}
+            return {
+                "per_rank": {
+                    str(rank): encode_value(value.value, f"{prefix}rank {rank}", depth + 1)
+                }
+            }
         return _small(value)
 
     try:
@@ -102,12 +122,18 @@ def _encode_leaf(leaf: object, _: StatePath) -> Leaf:
 
 
 def _holdings(
-    tree: Node, names: Sequence[str], data: Sequence[torch.Tensor | NumpyArray], last_boxes: Sequence[HeldBox]
+    tree: Node,
+    names: Sequence[str],
+    data: Sequence[torch.Tensor | NumpyArray],
+    last_boxes: Sequence[HeldBox],
 ) -> Holdings | None:
     """Return the holdings; None if a name is not unique, a type is none of ours, or two share memory."""
     if len({*names}) < len(names) or "__metadata__" in names or "" in names:
         return None
-    layouts = [_kind_of_tensor(value) if type(value) in _TENSORS else _kind_of_array(value) for value in data]
+    layouts = [
+        _kind_of_tensor(value) if type(value) in _TENSORS else _kind_of_array(value)
+        for value in data
+    ]
     types: dict[tuple[Any, ...], tuple[str, tuple[int, ...], Box]] = {}
     devices: set[torch.device] = set()
     for layout in {*layouts}:
@@ -116,7 +142,9 @@ def _holdings(
             return None
         types[layout] = _NAMES[dtype], tuple(shape), Box.of_shape(shape)
         devices.update(on)
-    sizes = {layout: box.size * DTYPES[dtype].size_bytes for layout, (dtype, _, box) in types.items()}
+    sizes = {
+        layout: box.size * DTYPES[dtype].size_bytes for layout, (dtype, _, box) in types.items()
+    }
     if _overlap(data, [sizes[layout] for layout in layouts]):
         return None
     fields = [(name, *types[layout]) for name, layout in zip(names, layouts, strict=True)]
@@ -130,7 +158,9 @@ def _reuse_or_new(last_box: HeldBox, fields: tuple[Any, ...]) -> HeldBox:
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element to the last."""
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return (last + 1) * tensor.itemsize
 
 

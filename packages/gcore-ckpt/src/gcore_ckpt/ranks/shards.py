@@ -75,7 +75,9 @@ def as_shard(leaf: object) -> Shard | None:
                 f"which is not inside the global shape {tuple(leaf.global_shape)}"
             )
         if is_dtensor(leaf.tensor):
-            raise ValueError("is a Shard that holds a DTensor; expected a plain tensor (the DTensor may stand alone)")
+            raise ValueError(
+                "is a Shard that holds a DTensor; expected a plain tensor (the DTensor may stand alone)"
+            )
         return leaf
     if isinstance(leaf, torch.Tensor):
         shape = tuple(leaf.shape)
@@ -91,7 +93,9 @@ def as_shard(leaf: object) -> Shard | None:
 def shards_of_fsdp1(leaf: Any) -> Shards | None:
     """Return this rank's parts of torch's `ShardedTensor`, which FSDP1's state dicts contain; else None."""
     leaf_type = type(leaf)
-    if leaf_type.__name__ != "ShardedTensor" or not leaf_type.__module__.startswith("torch.distributed._shard"):
+    if leaf_type.__name__ != "ShardedTensor" or not leaf_type.__module__.startswith(
+        "torch.distributed._shard"
+    ):
         return None
     global_shape = tuple(leaf.metadata().size)
     parts: list[Shard] = []
@@ -104,13 +108,25 @@ def shards_of_fsdp1(leaf: Any) -> Shards | None:
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether this is a `DTensor`, without importing its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
-    return type(tensor) is not torch.Tensor and module is not None and isinstance(tensor, module.DTensor)
+    return (
+        type(tensor) is not torch.Tensor
+        and module is not None
+        and isinstance(tensor, module.DTensor)
+    )
 
 
 def is_wrapper(leaf: object) -> bool:
     """Return whether this is a tensor of several others, such as a quantized one of torchao."""
-    is_plain = not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter) or leaf.is_nested
-    return not is_plain and hasattr(leaf, "__tensor_flatten__") and not is_dtensor(cast("torch.Tensor", leaf))
+    is_plain = (
+        not isinstance(leaf, torch.Tensor)
+        or type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        or leaf.is_nested
+    )
+    return (
+        not is_plain
+        and hasattr(leaf, "__tensor_flatten__")
+        and not is_dtensor(cast("torch.Tensor", leaf))
+    )
 
 
 def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
@@ -125,16 +141,25 @@ def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
 def is_megatron(leaf: object, name: str) -> bool:
     """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
     leaf_type = type(leaf)
-    return leaf_type.__name__ == name and leaf_type.__module__.startswith("megatron.core.dist_checkpointing")
+    return leaf_type.__name__ == name and leaf_type.__module__.startswith(
+        "megatron.core.dist_checkpointing"
+    )
 
 
 def _shard_of_megatron(leaf: Any) -> Shard:
     if leaf.data is None:
         raise ValueError(f"is the Megatron ShardedTensor {leaf.key!r} without data")
     if leaf.flattened_range is not None:
-        raise ValueError(f"is the Megatron ShardedTensor {leaf.key!r} with a flattened range; use a regular sharding")
+        raise ValueError(
+            f"is the Megatron ShardedTensor {leaf.key!r} with a flattened range; use a regular sharding"
+        )
     local = leaf.data.view((1,) * leaf.prepend_axis_num + tuple(leaf.local_shape))
-    return Shard(global_shape=tuple(leaf.global_shape), offset=tuple(leaf.global_offset), tensor=local, name=leaf.key)
+    return Shard(
+        global_shape=tuple(leaf.global_shape),
+        offset=tuple(leaf.global_offset),
+        tensor=local,
+        name=leaf.key,
+    )
 
 
 class Holdings(NamedTuple):
@@ -157,7 +182,9 @@ def collect(state: State, rank: int = 0) -> Holdings:
     kept = [i for i in range(len(leaves.boxes)) if i not in views]
     data = tuple(leaves.data[i] for i in kept)
     devices = frozenset(value.device for value in data if isinstance(value, torch.Tensor))
-    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), data, devices, frozenset(leaves.declared))
+    return Holdings(
+        tree, tuple(leaves.boxes[i] for i in kept), data, devices, frozenset(leaves.declared)
+    )
 
 
 class _Leaves:
@@ -185,9 +212,13 @@ class _Leaves:
             return Leaf(node=encode_numpy_scalar(leaf))
         if is_wrapper(leaf):
             return encode(parts_of_wrapper(leaf), self.add, path=path)
-        if is_megatron(leaf, "ShardedObject"):  # a small value, under the key that it has in all processes
+        if is_megatron(
+            leaf, "ShardedObject"
+        ):  # a small value, under the key that it has in all processes
             value: Any = leaf
-            return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
+            return Leaf(
+                node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key
+            )
         if isinstance(leaf, Shards):
             name = self._new_name(path)
             self.declared.add(name)
@@ -236,7 +267,11 @@ class _Leaves:
                 base = span if tensor.is_contiguous() else base
             elif (start - base[1]) % tensor.itemsize == 0:
                 views.add(number)
-                view_fields = [*tensor.shape], [*tensor.stride()], (start - base[1]) // tensor.itemsize
+                view_fields = (
+                    [*tensor.shape],
+                    [*tensor.stride()],
+                    (start - base[1]) // tensor.itemsize,
+                )
                 for node in self._nodes[self.boxes[number].name]:
                     del node["tensor"]
                     node["view"] = [self.boxes[base[3]].name, *view_fields]
@@ -249,21 +284,39 @@ class _Leaves:
             raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; {expected}")
         if tensor.layout is not torch.strided or tensor.is_meta:
             problem = f"layout {tensor.layout} on device {tensor.device}"
-            raise TypeError(f"{describe(path)} has {problem}; expected a dense tensor that holds data")
+            raise TypeError(
+                f"{describe(path)} has {problem}; expected a dense tensor that holds data"
+            )
         dtype = _dtype_name(tensor.dtype, TORCH_NAMES, path)
-        held_box = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
-        memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        held_box = HeldBox(
+            name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box
+        )
+        memory = (
+            tensor.data_ptr(),
+            tensor.device,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         return self._add(held_box, memory, tensor, path)
 
     def _add_array(self, array: NumpyArray, path: StatePath) -> str:
         if type(array) not in (np.ndarray, np.memmap):
-            raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
+            raise TypeError(
+                f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray"
+            )
         dtype = _dtype_name(array.dtype, NUMPY_NAMES, path)
         held_box = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.of_shape(array.shape))
-        return self._add(held_box, (array.__array_interface__["data"][0], array.strides), array, path)
+        return self._add(
+            held_box, (array.__array_interface__["data"][0], array.strides), array, path
+        )
 
     def _add(
-        self, held_box: HeldBox, memory: tuple[object, ...], data: torch.Tensor | NumpyArray, path: StatePath
+        self,
+        held_box: HeldBox,
+        memory: tuple[object, ...],
+        data: torch.Tensor | NumpyArray,
+        path: StatePath,
     ) -> str:
         name = held_box.name
         if not name:
@@ -295,7 +348,9 @@ class _Leaves:
 
 def _shard_at(leaf: object, path: StatePath) -> Shard | None:
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        raise TypeError(f"{describe(path)} is a nested tensor; expected a dense one, such as its values and offsets")
+        raise TypeError(
+            f"{describe(path)} is a nested tensor; expected a dense one, such as its values and offsets"
+        )
     try:
         return as_shard(leaf)
     except ValueError as error:
@@ -304,5 +359,7 @@ def _shard_at(leaf: object, path: StatePath) -> Shard | None:
 
 def _dtype_name(dtype: object, names: dict[Any, str], path: StatePath) -> str:
     if dtype not in names:
-        raise TypeError(f"{describe(path)} has dtype {dtype}; expected one of {', '.join(names.values())}")
+        raise TypeError(
+            f"{describe(path)} has dtype {dtype}; expected one of {', '.join(names.values())}"
+        )
     return names[dtype]

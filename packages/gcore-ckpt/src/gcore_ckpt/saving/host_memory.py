@@ -73,7 +73,8 @@ def allocate_pinned(size_bytes: int, workers: Workers) -> NumpyArray:
     pages = _map(size_bytes)
     memory = np.frombuffer(pages, np.uint8)
     workers.run(
-        partial(_fault_in, memory[start : start + _TOUCHED_BYTES]) for start in range(0, len(memory), _TOUCHED_BYTES)
+        partial(_fault_in, memory[start : start + _TOUCHED_BYTES])
+        for start in range(0, len(memory), _TOUCHED_BYTES)
     )
     pages.pin(memory.ctypes.data)
     return memory

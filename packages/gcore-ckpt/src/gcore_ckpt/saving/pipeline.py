@@ -79,7 +79,9 @@ class SavePipeline:
         self._retention = retention
         self._metrics: dict[int, float | None] = {}
         self._deletions: list[Outcome[None]] = []
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
+        self._executor = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="gcore-ckpt"
+        )  # so steps commit in order
         self._last: Outcome[Any] | None = None
         self._acquired = False
         self._newest = -1
@@ -111,7 +113,9 @@ class SavePipeline:
                     self._acquire()
                     self._check_order(step, self._storage)
                 rank = self._planning.rank
-                collected.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
+                collected.append(
+                    collect_plain(state, rank, self._planner.boxes) or collect(state, rank)
+                )
                 return collected[0].boxes
 
         def digests() -> Mapping[str, str]:
@@ -126,7 +130,16 @@ class SavePipeline:
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
             report.plan_s = planned_s - start_s
-            self._submit(self._write, outcome, report, step, collected[0].tree, _drain(staged), advance, metric)
+            self._submit(
+                self._write,
+                outcome,
+                report,
+                step,
+                collected[0].tree,
+                _drain(staged),
+                advance,
+                metric,
+            )
         except Exception as error:
             outcome.set_exception(error)
             raise
@@ -190,7 +203,9 @@ class SavePipeline:
         act = partial(outcome.set_by, partial(function, *args, **kwargs))
         try:
             self._executor.submit(act)
-        except RuntimeError:  # the interpreter has started to exit, and waits for a thread that is still saving
+        except (
+            RuntimeError
+        ):  # the interpreter has started to exit, and waits for a thread that is still saving
             if self._last is not None:
                 self._last.wait()
             Workers(1).submit(act)
@@ -212,7 +227,9 @@ class SavePipeline:
             try:
                 self._saver.save(step, tree, staged, advance, metric)
             except Exception as error:
-                _logger.error("%s", error)  # now: the caller may wait for the save much later, or never
+                _logger.error(
+                    "%s", error
+                )  # now: the caller may wait for the save much later, or never
                 raise
             if self._writing.rank == 0:  # the others read it, so that all ranks have the root's
                 self._metrics[step] = metric
@@ -243,10 +260,13 @@ class SavePipeline:
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
         if saved.exception() is None and self._planning.rank == 0:
             delete_superfluous(
-                self._storage, lambda steps: self._find_superfluous(self._storage, self._retention, steps, step)
+                self._storage,
+                lambda steps: self._find_superfluous(self._storage, self._retention, steps, step),
             )
 
-    def _find_superfluous(self, storage: Storage, retention: Retention, steps: list[int], committed: int) -> list[int]:
+    def _find_superfluous(
+        self, storage: Storage, retention: Retention, steps: list[int], committed: int
+    ) -> list[int]:
         return retention.superfluous(steps, committed, lambda step: self._metric(storage, step))
 
     def _metric(self, storage: Storage, step: int) -> float | None:
@@ -342,7 +362,9 @@ class SavePlanner:
             if self._group.size > 1:
                 self._compare(digests)
             self.boxes = boxes
-            self._files = lay_out({number: boxes[number] for number in numbers}, self._max_file_bytes)
+            self._files = lay_out(
+                {number: boxes[number] for number in numbers}, self._max_file_bytes
+            )
         return self._files
 
     def _compare(self, digests: Callable[[], Mapping[str, str]]) -> None:
@@ -383,7 +405,9 @@ def assign(boxes_by_rank: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
         boxes = boxes_by_rank[0]
         if len({box.name for box in boxes}) == len(boxes) and all(box.is_whole for box in boxes):
             return [[*range(len(boxes))]]
-    first: dict[HeldBox, tuple[int, int]] = {}  # the first rank that holds each distinct box, its number in its list
+    first: dict[
+        HeldBox, tuple[int, int]
+    ] = {}  # the first rank that holds each distinct box, its number in its list
     shared: dict[HeldBox, dict[int, int]] = {}  # all of them, of boxes that several ranks hold
     for rank, boxes in enumerate(boxes_by_rank):
         for number, box in enumerate(boxes):
@@ -428,7 +452,9 @@ def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
                 )
         shared = overlap([box.box for box in boxes])
         if shared is not None:
-            raise ValueError(f"tensor {name!r}: the boxes {shared[0]} and {shared[1]} overlap without being the same")
+            raise ValueError(
+                f"tensor {name!r}: the boxes {shared[0]} and {shared[1]} overlap without being the same"
+            )
         num_elements = Box.of_shape(first.shape).size
         num_held = sum(box.box.size for box in boxes)
         if num_held != num_elements:

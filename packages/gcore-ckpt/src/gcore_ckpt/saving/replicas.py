@@ -36,7 +36,10 @@ def check_same(digests: Sequence[Mapping[str, str]]) -> None:
                 different.setdefault(name, (first_rank, rank))
     if not different:
         return
-    examples = [f"{name!r} (ranks {ranks[0]} and {ranks[1]})" for name, ranks in list(different.items())[:_NAMED]]
+    examples = [
+        f"{name!r} (ranks {ranks[0]} and {ranks[1]})"
+        for name, ranks in list(different.items())[:_NAMED]
+    ]
     more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
     raise ValueError(
         f"plain tensors differ from rank to rank, and one copy is saved for all: {', '.join(examples)}{more}; expected "

@@ -25,7 +25,9 @@ from gcore_ckpt.threads import Workers
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
 
-_Columns: TypeAlias = tuple[Sequence[HeldBox], Sequence[int], Sequence[str]]  # offsets in a file, checksums
+_Columns: TypeAlias = tuple[
+    Sequence[HeldBox], Sequence[int], Sequence[str]
+]  # offsets in a file, checksums
 
 
 @dataclass(kw_only=True)
@@ -33,7 +35,9 @@ class _Report:
     """A rank's report to the root about its part of a save; sent as JSON."""
 
     tree: Node
-    files: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # as in index.json
+    files: dict[str, dict[str, Any]] = field(
+        default_factory=dict[str, dict[str, Any]]
+    )  # as in index.json
     shards: dict[str, list[_Columns]] = field(default_factory=dict[str, list[_Columns]])  # by file
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
@@ -46,7 +50,9 @@ _Base: TypeAlias = tuple[int, Index]  # the committed step that an incremental s
 class Saver:
     """Saves steps, one after another, as one rank of a group of which all do the same; `workers` hash."""
 
-    def __init__(self, storage: Storage, group: RankGroup, workers: Workers, *, incremental: bool) -> None:
+    def __init__(
+        self, storage: Storage, group: RankGroup, workers: Workers, *, incremental: bool
+    ) -> None:
         self._storage = storage
         self._group = group
         self._workers = workers
@@ -85,12 +91,18 @@ class Saver:
         if self._base is not None and self._base[0] != base:
             self._base = None
         if self._base is None and base is not None:
-            with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
+            with suppress(
+                Exception
+            ):  # a damaged or unreadable step is none to build on; this save writes all
                 self._base = base, read_index(self._storage, base)
         return attempt
 
     def _write_files(
-        self, attempt: str, report: _Report, staged: Iterable[StagedFile], advance: Callable[[int], None]
+        self,
+        attempt: str,
+        report: _Report,
+        staged: Iterable[StagedFile],
+        advance: Callable[[int], None],
     ) -> None:
         """Write the files while they are hashed; those of an incremental save after that, as far as they are new."""
         files = iter(staged)
@@ -105,7 +117,9 @@ class Saver:
                         self._storage.write_file(attempt, name, [file.data])
                         self._add_file(report, name, file.layout, hashed.result())
                     else:
-                        self._write_changed(attempt, name, report, file, hashed.result(), self._base)
+                        self._write_changed(
+                            attempt, name, report, file, hashed.result(), self._base
+                        )
                 finally:
                     hashed.wait()  # it reads the memory
                     file.release()
@@ -115,7 +129,13 @@ class Saver:
             _release_rest(files)
 
     def _write_changed(
-        self, attempt: str, name: str, report: _Report, file: StagedFile, digests: Sequence[str], base: _Base
+        self,
+        attempt: str,
+        name: str,
+        report: _Report,
+        file: StagedFile,
+        digests: Sequence[str],
+        base: _Base,
     ) -> None:
         changed = _link_unchanged(report, file.layout, digests, base)
         layout = file.layout
@@ -123,12 +143,16 @@ class Saver:
             self._storage.write_file(attempt, name, [file.data])
             self._add_file(report, name, layout, digests)
         elif changed:
-            new = lay_out_file([layout.numbers[i] for i in changed], [layout.boxes[i] for i in changed])
+            new = lay_out_file(
+                [layout.numbers[i] for i in changed], [layout.boxes[i] for i in changed]
+            )
             pieces = [file.data[layout.offsets[i] : layout.offsets[i + 1]] for i in changed]
             self._storage.write_file(attempt, name, [memoryview(new.header), *pieces])
             self._add_file(report, name, new, [digests[i] for i in changed])
 
-    def _add_file(self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]) -> None:
+    def _add_file(
+        self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]
+    ) -> None:
         report.shards[name] = [(layout.boxes, layout.offsets[:-1], digests)]
         file = DataFile(
             size_bytes=layout.size_bytes,
@@ -177,7 +201,9 @@ class Saver:
             self._base = step, index
 
     def _failure(self, step: int, error: Exception) -> CheckpointWriteError:
-        return CheckpointWriteError(f"saving step {step} to {self._storage} failed: {str(error) or repr(error)}")
+        return CheckpointWriteError(
+            f"saving step {step} to {self._storage} failed: {str(error) or repr(error)}"
+        )
 
 
 def _digests(file: StagedFile) -> list[str]:
@@ -186,10 +212,14 @@ def _digests(file: StagedFile) -> list[str]:
 
 
 def _digests_of(data: memoryview) -> str:
-    return "".join(digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
+    return "".join(
+        digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)
+    )
 
 
-def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str], base: _Base) -> list[int]:
+def _link_unchanged(
+    report: _Report, layout: FileLayout, digests: Sequence[str], base: _Base
+) -> list[int]:
     """Report the boxes that the base holds, to be linked; return the numbers of the others."""
     base_step, index = base
     unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
@@ -218,7 +248,9 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
             offsets.append(shard.offset_bytes)
             shard_digests.append(digests[i])
         columns = (boxes, offsets, shard_digests)
-        report.shards.setdefault(name, []).append(columns)  # a file may hold boxes of several files of this save
+        report.shards.setdefault(name, []).append(
+            columns
+        )  # a file may hold boxes of several files of this save
     return [i for i in range(len(layout.boxes)) if i not in linked]
 
 
@@ -233,7 +265,9 @@ def _merge_index(reports: Sequence[_Report]) -> Index:
         for name, file in report.files.items():
             files[name] = DataFile(**file)
         for name, columns in report.shards.items():
-            for box, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
+            for box, offset_bytes, checksums in chain.from_iterable(
+                zip(*c, strict=True) for c in columns
+            ):
                 if rank > 0:  # sent as JSON
                     box = HeldBox.from_json(*box)
                 row = rows.get(box.name, -1)

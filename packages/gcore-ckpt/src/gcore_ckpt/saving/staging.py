@@ -46,7 +46,11 @@ class Arena:
             self._pinned = self._pinned or pinned
             self._bytes = np.empty(0, np.uint8)  # the old memory goes before the new comes
             try:
-                self._bytes = allocate_pinned(size_bytes, self._workers) if self._pinned else allocate(size_bytes)
+                self._bytes = (
+                    allocate_pinned(size_bytes, self._workers)
+                    if self._pinned
+                    else allocate(size_bytes)
+                )
             except (OSError, RuntimeError, MemoryError) as error:
                 raise CheckpointWriteError(
                     f"a save needs {size_bytes} bytes of host memory to copy what this rank writes, and gets none "
@@ -78,9 +82,13 @@ class Stager:
         for _ in range(max_in_flight if staging == "full" else 2):
             self._arenas.put(Arena(workers))
 
-    def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
+    def stage(
+        self, files: Sequence[FileLayout], holdings: Holdings, working: Working
+    ) -> Iterator[StagedFile]:
         """Copy the boxes of each file, in order; wait where no memory is free."""
-        for group in [files] if files and self.max_file_bytes is None else [[file] for file in files]:
+        for group in (
+            [files] if files and self.max_file_bytes is None else [[file] for file in files]
+        ):
             yield from self._stage_together(group, holdings, working)
 
     def _stage_together(
@@ -104,7 +112,10 @@ class Stager:
             on_cuda = any(device.type == "cuda" for device in holdings.devices)
             with working():
                 memory = arena.reserve(starts[-1], pinned=on_cuda)
-            pieces = [memory[start : start + file.size_bytes] for start, file in zip(starts, files, strict=False)]
+            pieces = [
+                memory[start : start + file.size_bytes]
+                for start, file in zip(starts, files, strict=False)
+            ]
             for file, piece in zip(files, pieces, strict=True):
                 with working():
                     self._copy(file, piece, holdings)
@@ -137,7 +148,9 @@ class Stager:
                 for i, source in zip(run, sources, strict=True):
                     box = file.boxes[i]
                     memory_box = holdings.boxes[file.numbers[i]].box
-                    slices = box.box.relative_to(memory_box).slices() if box.box != memory_box else ()
+                    slices = (
+                        box.box.relative_to(memory_box).slices() if box.box != memory_box else ()
+                    )
                     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
                         if source.is_cuda:
                             streams.add(torch.cuda.current_stream(source.device))
@@ -157,7 +170,11 @@ def _device_of_all(
     sources: Sequence[torch.Tensor | NumpyArray], file: FileLayout, run: range, holdings: Holdings
 ) -> torch.device | None:
     """Return the device of several tensors that are placed whole; None if they are to be copied one by one."""
-    if len(run) == 1 or not {*map(type, sources)} <= _PLAIN or file.boxes[run.start].dtype == "complex32":
+    if (
+        len(run) == 1
+        or not {*map(type, sources)} <= _PLAIN
+        or file.boxes[run.start].dtype == "complex32"
+    ):
         return None  # torch warns of operations on complex32
     if [holdings.boxes[file.numbers[i]] for i in run] != [file.boxes[i] for i in run]:
         return None
@@ -177,7 +194,9 @@ def _view_as_dtype(piece: NumpyArray, file: FileLayout, run: range) -> torch.Ten
 def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
     """Copy small tensors of one type by one call: concatenated on their device."""
     if sources[0].device != target.device:  # as bytes, since devices do not join all types
-        parts = [source.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for source in sources]
+        parts = [
+            source.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for source in sources
+        ]
         target.view(torch.uint8).copy_(torch.cat(parts), non_blocking=True)
     elif {*map(_ndim, sources)} == {1}:
         torch.cat(sources, out=target)
@@ -192,7 +211,11 @@ def _as_plain_arrays(
     if isinstance(source, torch.Tensor):
         source = source.detach().resolve_conj().resolve_neg()
         size_bytes = DTYPES[box.dtype].size_bytes
-        source = source.view(_AS_INTEGERS[size_bytes]).numpy() if size_bytes in _AS_INTEGERS else source.numpy()
+        source = (
+            source.view(_AS_INTEGERS[size_bytes]).numpy()
+            if size_bytes in _AS_INTEGERS
+            else source.numpy()
+        )
     array = source[slices] if slices else source
     return target.view(array.dtype).reshape(box.box.shape), array
 
@@ -204,7 +227,9 @@ def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
     for target, source in copies:
         for box in Box.of_shape(target.shape).split(_JOB_BYTES // target.itemsize):
             is_whole = box.shape == target.shape
-            job.append((target, source) if is_whole else (target[box.slices()], source[box.slices()]))
+            job.append(
+                (target, source) if is_whole else (target[box.slices()], source[box.slices()])
+            )
             size_bytes += box.size * target.itemsize
             if size_bytes >= _JOB_BYTES:
                 yield partial(_copy_all, job)

@@ -139,9 +139,14 @@ class Journal:
         with validation.reading(where):
             content = validation.expect(dict, json.loads(data), "content")
             if content.get("format") != _JOURNAL_FORMAT:
-                raise ValueError(f"format is {str(content.get('format'))[:40]!r}; expected {_JOURNAL_FORMAT!r}")
+                raise ValueError(
+                    f"format is {str(content.get('format'))[:40]!r}; expected {_JOURNAL_FORMAT!r}"
+                )
             pending = validation.sizes(content.get("pending"), "pending")
-            set_aside = [_entry(entry) for entry in validation.expect(list, content.get("set_aside"), "set_aside")]
+            set_aside = [
+                _entry(entry)
+                for entry in validation.expect(list, content.get("set_aside"), "set_aside")
+            ]
             return cls(id=str(content.get("id")), pending=pending, set_aside=tuple(set_aside))
 
 
@@ -149,10 +154,14 @@ def _entry(entry: object) -> tuple[int, str]:
     fields = validation.expect(list, entry, "entry of set_aside")
     if len(fields) != 2:
         raise ValueError(f"an entry of set_aside has {len(fields)} members; expected 2")
-    return validation.size(fields[0], "step"), validation.plain_name(validation.expect(str, fields[1], "attempt"))
+    return validation.size(fields[0], "step"), validation.plain_name(
+        validation.expect(str, fields[1], "attempt")
+    )
 
 
-def settled_steps(list_steps: Callable[[], set[int]], read_journal: Callable[[], Journal]) -> list[int]:
+def settled_steps(
+    list_steps: Callable[[], set[int]], read_journal: Callable[[], Journal]
+) -> list[int]:
     """Return the listed steps that are not pending, ascending."""
     journal = read_journal()
     while True:

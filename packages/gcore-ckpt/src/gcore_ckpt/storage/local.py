@@ -231,7 +231,9 @@ class LocalStorage:
                 elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
                     entry.unlink()
             except OSError as error:
-                _logger.warning("%s, which a dead writer has left, cannot be removed: %s", entry, error)
+                _logger.warning(
+                    "%s, which a dead writer has left, cannot be removed: %s", entry, error
+                )
 
     def _finish_setting_aside(self) -> None:
         journal = self._read_journal()
@@ -276,7 +278,9 @@ class LocalStorage:
                 raise
             starts = range(probe, pages, _CHUNK_BYTES)
             self._workers.run(
-                lambda start=start: _pwrite_fully(fd, data[start : min(start + _CHUNK_BYTES, pages)], start)
+                lambda start=start: _pwrite_fully(
+                    fd, data[start : min(start + _CHUNK_BYTES, pages)], start
+                )
                 for start in starts
             )
         finally:
@@ -412,7 +416,9 @@ def _lock(path: Path) -> tuple[FileIO, bytes]:
     try:
         text = text[: file.write(text)]
     except OSError as error:  # a full disk, on which steps can be deleted all the same
-        _logger.warning("%s cannot be written to, and does not name its holder: %s", path / LOCK_FILE, error)
+        _logger.warning(
+            "%s cannot be written to, and does not name its holder: %s", path / LOCK_FILE, error
+        )
         text = b""
     _locks.add(file)
     return file, text
@@ -424,11 +430,17 @@ def _flock(file: FileIO, path: Path) -> None:
     except BlockingIOError:
         file.seek(0)
         holder = file.readline().decode(errors="replace").strip() or "another writer"
-        raise CheckpointLockedError(f"{path} is being written to by {holder}; one writer per path") from None
+        raise CheckpointLockedError(
+            f"{path} is being written to by {holder}; one writer per path"
+        ) from None
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
-        _logger.warning("%s is on a file system without locks (%s): expected no other process that saves", path, error)
+        _logger.warning(
+            "%s is on a file system without locks (%s): expected no other process that saves",
+            path,
+            error,
+        )
 
 
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:
@@ -447,7 +459,9 @@ def sync_directory(path: Path) -> None:
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
-        _warn_once(f"the file system cannot sync folders ({error}): a commit may not survive a power cut")
+        _warn_once(
+            f"the file system cannot sync folders ({error}): a commit may not survive a power cut"
+        )
     finally:
         os.close(fd)
 

@@ -26,7 +26,15 @@ from typing import NamedTuple
 from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.index import decode_index
-from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, StepFiles, settled_steps, step_name, step_of
+from gcore_ckpt.storage import (
+    INDEX_FILE,
+    JOURNAL_FILE,
+    Journal,
+    StepFiles,
+    settled_steps,
+    step_name,
+    step_of,
+)
 from gcore_ckpt.storage.objects import Objects
 from gcore_ckpt.threads import Workers
 
@@ -60,8 +68,14 @@ class _Listing:
 
     def list_uploaded(self) -> dict[int, set[str]]:
         """Return the objects in the folder of each step that has an index there and no attempt that is the step."""
-        folders = {step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names}
-        return {step: names for step, names in folders.items() if step is not None and step not in self.committed}
+        folders = {
+            step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names
+        }
+        return {
+            step: names
+            for step, names in folders.items()
+            if step is not None and step not in self.committed
+        }
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,8 @@ class ObjectStorage:
         if not listing.has_journal:
             return sorted(self._steps(listing, Journal()))
         return settled_steps(
-            lambda: self._steps(self._scan(), self._read_journal().content), lambda: self._read_journal().content
+            lambda: self._steps(self._scan(), self._read_journal().content),
+            lambda: self._read_journal().content,
         )
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
@@ -147,7 +162,9 @@ class ObjectStorage:
         """
         key = f"{step_name(step)}/{_COMMITTED}"
         wrong = self._find_wrong_file(attempt, sizes)
-        absent = self._objects.read(key)  # after the files: who commits first removes the others' files
+        absent = self._objects.read(
+            key
+        )  # after the files: who commits first removes the others' files
         if absent.state == "value" or self._is_uploaded(step):
             raise FileExistsError(f"{self} holds step {step} already")
         if wrong is not None:
@@ -160,9 +177,13 @@ class ObjectStorage:
         created = self._objects.write(key, record, if_equal=absent.stamp.generation)
         # A second try, after an answer that was lost, is refused because of the first: then the record is ours.
         if not created and self._objects.read(key).value != record:
-            raise FileExistsError(f"{self} holds step {step} already: another writer has just committed it")
+            raise FileExistsError(
+                f"{self} holds step {step} already: another writer has just committed it"
+            )
         self._live.discard(attempt)
-        with suppress(OSError, CheckpointError):  # the step is committed; what stays is removed by the next commit
+        with suppress(
+            OSError, CheckpointError
+        ):  # the step is committed; what stays is removed by the next commit
             self._remove_dead_attempts()
 
     def abort(self, attempt: str) -> None:
@@ -188,12 +209,18 @@ class ObjectStorage:
 
     def set_aside(self, steps: Sequence[int]) -> None:
         """Record the attempts, which is the atomic act, then take back their commits."""
-        journal = self._finish_setting_aside(self._read_journal())  # of an earlier call that failed halfway
+        journal = self._finish_setting_aside(
+            self._read_journal()
+        )  # of an earlier call that failed halfway
         if not steps:
             return
-        attempts = [(step, self._locate(step).folder.partition("/")[2] or _UPLOADED) for step in steps]
+        attempts = [
+            (step, self._locate(step).folder.partition("/")[2] or _UPLOADED) for step in steps
+        ]
         set_aside = (*journal.content.set_aside, *attempts)
-        self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
+        self._finish_setting_aside(
+            self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside))
+        )
 
     def steps_set_aside(self) -> list[int]:
         """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
@@ -202,7 +229,10 @@ class ObjectStorage:
     def remove_set_aside(self) -> None:
         """Delete what was set aside."""
         journal = self._read_journal()
-        self._delete({attempt.removesuffix(f"/{_UPLOADED}") for attempt in _attempts(journal.content)}, self._scan())
+        self._delete(
+            {attempt.removesuffix(f"/{_UPLOADED}") for attempt in _attempts(journal.content)},
+            self._scan(),
+        )
         if journal.content.set_aside:
             self._replace(journal, Journal())
 
@@ -219,14 +249,20 @@ class ObjectStorage:
     def _read_journal(self) -> _StoredJournal:
         stored = self._objects.read(JOURNAL_FILE)
         data = stored.value if stored.state == "value" else None
-        return _StoredJournal(Journal.decode(data, f"{self}/{JOURNAL_FILE}"), stored.stamp.generation)
+        return _StoredJournal(
+            Journal.decode(data, f"{self}/{JOURNAL_FILE}"), stored.stamp.generation
+        )
 
     def _replace(self, journal: _StoredJournal, content: Journal) -> _StoredJournal:
         data = content.encode()
         written = self._objects.write(JOURNAL_FILE, data, if_equal=journal.generation)
         stored = self._objects.read(JOURNAL_FILE)
-        if not written and stored.value != data:  # a second try, after an answer that was lost, is refused too
-            raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
+        if (
+            not written and stored.value != data
+        ):  # a second try, after an answer that was lost, is refused too
+            raise OSError(
+                f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here"
+            )
         return _StoredJournal(content, stored.stamp.generation)
 
     def _scan(self) -> _Listing:
@@ -249,7 +285,9 @@ class ObjectStorage:
 
     def _steps(self, listing: _Listing, journal: Journal) -> set[int]:
         set_aside = {step for step, attempt_id in journal.set_aside if attempt_id == _UPLOADED}
-        uploaded = {step: names for step, names in listing.list_uploaded().items() if step not in set_aside}
+        uploaded = {
+            step: names for step, names in listing.list_uploaded().items() if step not in set_aside
+        }
 
         def is_whole(step: int) -> bool:
             return step in self._needed and self._needed[step] <= uploaded[step]
@@ -257,7 +295,9 @@ class ObjectStorage:
         unknown = [step for step in uploaded if not is_whole(step)]
         with Workers(_THREADS) as workers:
             needed = workers.run(partial(self._read_needed, step) for step in unknown)
-        self._needed |= {step: names for step, names in zip(unknown, needed, strict=True) if names is not None}
+        self._needed |= {
+            step: names for step, names in zip(unknown, needed, strict=True) if names is not None
+        }
         return listing.committed | {step for step in uploaded if is_whole(step)}
 
     def _read_needed(self, step: int) -> set[str] | None:
@@ -270,7 +310,10 @@ class ObjectStorage:
             return None
 
     def _is_uploaded(self, step: int) -> bool:
-        return self._objects.read(f"{step_name(step)}/{INDEX_FILE}").state == "value" and step in self.steps()
+        return (
+            self._objects.read(f"{step_name(step)}/{INDEX_FILE}").state == "value"
+            and step in self.steps()
+        )
 
     def _read_uploaded(self, step: int) -> _Located:
         folder = step_name(step)
@@ -304,9 +347,13 @@ class ObjectStorage:
             raise FileNotFoundError(f"{self} holds no committed {folder}")
         try:
             fields = json.loads(stored.value)
-            return f"{folder}/{fields['attempt']}", {name: int(size) for name, size in fields["sizes"].items()}
+            return f"{folder}/{fields['attempt']}", {
+                name: int(size) for name, size in fields["sizes"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}") from None
+            raise CorruptCheckpointError(
+                f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}"
+            ) from None
 
     def _committed_attempt(self, folder: str) -> str | None:
         with suppress(FileNotFoundError):
@@ -315,7 +362,9 @@ class ObjectStorage:
 
     def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
         located = _Located(attempt, sizes, self._links.get(attempt, {}))
-        checks = (partial(self._objects.size, located.key(name), size) for name, size in sizes.items())
+        checks = (
+            partial(self._objects.size, located.key(name), size) for name, size in sizes.items()
+        )
         with Workers(_THREADS) as workers:
             actual_sizes = workers.run(checks)
         for (name, expected), size in zip(sizes.items(), actual_sizes, strict=True):
@@ -326,9 +375,15 @@ class ObjectStorage:
 
     def _remove_dead_attempts(self) -> None:
         listing = self._scan()
-        kept = self._live | (_attempts(self._read_journal().content) if listing.has_journal else set())
+        kept = self._live | (
+            _attempts(self._read_journal().content) if listing.has_journal else set()
+        )
         newest = max(listing.committed, default=-1)
-        dead = {folder for folder, names in listing.names.items() if _REMOVED in names and INDEX_FILE not in names}
+        dead = {
+            folder
+            for folder, names in listing.names.items()
+            if _REMOVED in names and INDEX_FILE not in names
+        }
         for step, names in listing.attempts.items():
             if step > newest or (step in listing.committed and len(names) == 1):
                 continue
@@ -338,7 +393,11 @@ class ObjectStorage:
 
     def _delete(self, dead: set[str], listing: _Listing) -> None:
         """Delete folders of attempts or uploaded steps, except for objects that other attempts link to."""
-        linking = [folder for folder, names in listing.names.items() if _LINKS_FILE in names and folder not in dead]
+        linking = [
+            folder
+            for folder, names in listing.names.items()
+            if _LINKS_FILE in names and folder not in dead
+        ]
         used: set[str] = set()
         for links in [*map(self._read_links, linking), *self._links.values()]:
             used.update(links.values())

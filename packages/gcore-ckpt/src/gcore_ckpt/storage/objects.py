@@ -41,7 +41,9 @@ class Objects:
     @property
     def _store(self) -> ts.KvStore:
         if os.getpid() != self._process:  # tensorstore would abort the process
-            raise CheckpointError(f"{self._url} was opened before a fork: open it in a process started by 'spawn'")
+            raise CheckpointError(
+                f"{self._url} was opened before a fork: open it in a process started by 'spawn'"
+            )
         return self._opened
 
     def list_keys(self) -> list[str]:
@@ -67,7 +69,9 @@ class Objects:
         return bool(stamp.generation)
 
     def delete_folder(self, folder: str) -> None:
-        everything = ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is the character after "/"
+        everything = ts.KvStore.KeyRange(
+            f"{folder}/", f"{folder}0"
+        )  # "0" is the character after "/"
         self._wait(self._store.delete_range(everything))
 
     def _wait(self, future: "ts.Future[_T]", size_bytes: int = 0) -> _T:

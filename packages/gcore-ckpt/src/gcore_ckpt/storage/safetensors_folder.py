@@ -24,7 +24,9 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it
 _LENGTH_BYTES = 8
 # Codes that few readers know: read here, not written.
-_DTYPE_OF_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors is not None} | {
+_DTYPE_OF_CODE = {
+    dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors is not None
+} | {
     "C64": "complex64",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -63,7 +65,9 @@ def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
         yield str(path.parent), files, Index(tree=tree, tensors=tensors, files=data_files)
 
 
-def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], dict[str, StoredTensor]]:
+def _read_sharded(
+    files: StepFiles, folder: Path
+) -> tuple[dict[str, DataFile], dict[str, StoredTensor]]:
     """Return the files of a folder of several, and the tensors that its weight map names."""
     where = folder / WEIGHTS_INDEX_FILE
     with validation.reading(where):
@@ -86,7 +90,9 @@ def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], 
     return {name: file for name, (file, _) in headers.items()}, tensors
 
 
-def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
+def _read_header(
+    files: StepFiles, folder: Path, name: str
+) -> tuple[DataFile, dict[str, StoredTensor]]:
     """Return the tensors of a safetensors file in the order of its header."""
     with validation.reading(folder / name):
         size_bytes = _open(files, folder / name)
@@ -120,7 +126,9 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
             raise ValueError(f"{' and '.join(sorted(missing))} is missing")
         code = validation.expect(str, fields["dtype"], "dtype")
         if code not in _DTYPE_OF_CODE:
-            raise ValueError(f"unknown dtype {code[:40]!r}; expected one of {', '.join(_DTYPE_OF_CODE)}")
+            raise ValueError(
+                f"unknown dtype {code[:40]!r}; expected one of {', '.join(_DTYPE_OF_CODE)}"
+            )
         shape = validation.shape(fields["shape"], "shape")
         offsets = validation.sizes(fields["data_offsets"], "data_offsets")
         if len(offsets) != 2:
@@ -129,7 +137,9 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
         dtype = _DTYPE_OF_CODE[code]
         size_bytes = math.prod(shape) * DTYPES[dtype].size_bytes
         if end - begin != size_bytes:
-            raise ValueError(f"data_offsets {begin} to {end} do not fit {code} of shape {shape}, {size_bytes} bytes")
+            raise ValueError(
+                f"data_offsets {begin} to {end} do not fit {code} of shape {shape}, {size_bytes} bytes"
+            )
     # Without checksums to check, blocks of one byte let every read be of what is asked for and no more.
     shard = StoredShard(
         file=file,
@@ -142,13 +152,19 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
     return StoredTensor(dtype=dtype, shape=shape, shards=(shard,))
 
 
-def _check_places(tensors: Mapping[str, StoredTensor], header_size_bytes: int, size_bytes: int) -> None:
+def _check_places(
+    tensors: Mapping[str, StoredTensor], header_size_bytes: int, size_bytes: int
+) -> None:
     """Check that the tensors fill the file without gap or overlap, as the format demands."""
     end = header_size_bytes
-    spans = sorted((tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items())
+    spans = sorted(
+        (tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items()
+    )
     for offset_bytes, length, name in spans:
         if offset_bytes != end:
-            raise ValueError(f"tensor {name!r} begins at byte {offset_bytes}, the one before it ends at {end}")
+            raise ValueError(
+                f"tensor {name!r} begins at byte {offset_bytes}, the one before it ends at {end}"
+            )
         end += length
     if end != size_bytes:
         raise ValueError(f"its tensors end at byte {end}, the file has {size_bytes}")
@@ -163,7 +179,9 @@ def _read(files: StepFiles, name: str, start: int, size_bytes: int) -> bytes:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        return validation.expect(dict, json.loads(data.decode(), object_pairs_hook=_unique), "header")
+        return validation.expect(
+            dict, json.loads(data.decode(), object_pairs_hook=_unique), "header"
+        )
     except RecursionError as error:
         raise ValueError(str(error)) from error
 

@@ -79,7 +79,9 @@ class TieredCheckpointer(Checkpointer):
         if not tiers:
             raise ValueError("tiers is empty; expected one or more")
         if any(tier.replicas is not None for tier in tiers[1:]):
-            raise ValueError("a tier after the first has replicas; expected them for the first, or for none")
+            raise ValueError(
+                "a tier after the first has replicas; expected them for the first, or for none"
+            )
         super().__init__(
             tiers[0].path,
             max_in_flight=max_in_flight,
@@ -141,7 +143,9 @@ class TieredCheckpointer(Checkpointer):
         if self._tiers.node is not None:
             self._tiers.node.delete_local()
 
-    def _read(self, call: CheckpointCall, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
+    def _read(
+        self, call: CheckpointCall, step: Step, fill: Callable[[Storage, int | None], State]
+    ) -> State:
         group = self._open_group(call)
         for handle in list(self._handles):
             handle.join()  # what is written now is on some machines and not yet on others
@@ -160,7 +164,13 @@ class TieredCheckpointer(Checkpointer):
                 raise error
             damaged = self._tiers.open_tiers[plan["tier"]].storage
             intact = self._tiers.open_tiers[next_plan["tier"]].storage
-            _logger.warning("step %d of %s is damaged, and is loaded from %s: %s", plan["step"], damaged, intact, error)
+            _logger.warning(
+                "step %d of %s is damaged, and is loaded from %s: %s",
+                plan["step"],
+                damaged,
+                intact,
+                error,
+            )
             plan = next_plan
 
     def _plan(self, call: CheckpointCall, step: Step, *, above_tier: int = -1) -> Plan:
@@ -170,7 +180,9 @@ class TieredCheckpointer(Checkpointer):
             lambda reports: self._tiers.plan(reports, step, above_tier=above_tier),
         )
 
-    def _read_planned(self, call: CheckpointCall, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
+    def _read_planned(
+        self, call: CheckpointCall, plan: Plan, fill: Callable[[Storage, int | None], State]
+    ) -> State:
         with self._open_planned(call, plan) as (storage, step):
             return all_succeed(self._open_group(call), lambda: fill(storage, step))
 

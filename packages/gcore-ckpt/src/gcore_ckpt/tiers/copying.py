@@ -16,7 +16,9 @@ from gcore_ckpt.tiers.survey import Report, whole_steps
 from gcore_ckpt.tiers.transfer import Buffer
 
 
-def copy_step(step: int, source: Storage, target: Storage, group: RankGroup, buffer: Buffer) -> None:
+def copy_step(
+    step: int, source: Storage, target: Storage, group: RankGroup, buffer: Buffer
+) -> None:
     """Copy a step, which becomes a committed one of the target; raise the same error on all ranks (all ranks)."""
 
     def share(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
@@ -24,14 +26,18 @@ def copy_step(step: int, source: Storage, target: Storage, group: RankGroup, buf
         files = _readers(step, source, reports)
         names: list[list[str]] = [[] for _ in reports]
         load_bytes = [0] * len(reports)
-        for name, (size_bytes, ranks) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
+        for name, (size_bytes, ranks) in sorted(
+            files.items(), key=lambda item: (-item[1][0], item[0])
+        ):
             rank = min(ranks, key=lambda rank: (load_bytes[rank], rank))
             names[rank].append(name)
             load_bytes[rank] += size_bytes
         attempt = target.begin(step)
         return [(attempt, rank_names) for rank_names in names]
 
-    attempt, names = exchange(group, lambda: source.report([step]) if isinstance(source, NodeStorage) else {}, share)
+    attempt, names = exchange(
+        group, lambda: source.report([step]) if isinstance(source, NodeStorage) else {}, share
+    )
 
     def copy() -> dict[str, Any]:
         copied: dict[str, Any] = {"sizes": {}}
@@ -70,7 +76,9 @@ def copy_step(step: int, source: Storage, target: Storage, group: RankGroup, buf
         raise
 
 
-def _readers(step: int, source: Storage, reports: Sequence[Report]) -> dict[str, tuple[int, list[int]]]:
+def _readers(
+    step: int, source: Storage, reports: Sequence[Report]
+) -> dict[str, tuple[int, list[int]]]:
     """Return the files of a step, their sizes, and the ranks that can read each (root)."""
     if isinstance(source, NodeStorage):
         copies = whole_steps(reports).get(step)
@@ -78,5 +86,7 @@ def _readers(step: int, source: Storage, reports: Sequence[Report]) -> dict[str,
             raise CheckpointNotFoundError(f"{source} holds no whole step {step}")
         return source.readers(copies)
     ranks = list(range(len(reports)))
-    files = {name: (file.size_bytes, ranks) for name, file in read_index(source, step).files.items()}
+    files = {
+        name: (file.size_bytes, ranks) for name, file in read_index(source, step).files.items()
+    }
     return {INDEX_FILE: (0, ranks)} | files

@@ -15,7 +15,8 @@ class Machines:
         self.of = [order.index(name) for name in names]
         """The machine of each rank."""
         self.ranks = [
-            [rank for rank, number in enumerate(self.of) if number == machine] for machine in range(len(order))
+            [rank for rank, number in enumerate(self.of) if number == machine]
+            for machine in range(len(order))
         ]
         """The ranks of each machine, ascending; the first leads: it alone commits and deletes on the machine."""
 

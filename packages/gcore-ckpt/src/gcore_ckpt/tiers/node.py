@@ -38,7 +38,9 @@ class NodeStorage:
         self._replicas = replicas
         self._steps: set[int] = set()  # the whole ones, at the root, while it may write
         self._written: dict[str, int] = {}
-        self._committed: int | None = None  # the step of the save that is being settled, once it is one here
+        self._committed: int | None = (
+            None  # the step of the save that is being settled, once it is one here
+        )
         self._prepared = "", ""  # the attempt, and its index, at the root
         self._peers: PeerFiles | None = None
         self._machines = Machines([""])
@@ -50,14 +52,18 @@ class NodeStorage:
 
     def join(self, group: RankGroup, machine: str) -> None:
         """Exchange the names of machines, to know which ranks share one (all ranks)."""
-        self._machines = Machines(exchange(group, lambda: machine, lambda names: [names] * len(names)))
+        self._machines = Machines(
+            exchange(group, lambda: machine, lambda names: [names] * len(names))
+        )
         self.leads = self._machines.leader(group.rank) == group.rank
 
     def report(self, steps: Sequence[int] | None = None) -> Report:
         """Return what this machine holds, at its leader."""
         return report(self.local, steps) if self.leads else {}
 
-    def open_for_saving(self, group: RankGroup, working: Callable[[], AbstractContextManager[None]]) -> None:
+    def open_for_saving(
+        self, group: RankGroup, working: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Lock the folder of each machine, and remove the parts of steps that are not whole (all ranks)."""
         try:
             self._open_for_saving(group, working)
@@ -65,7 +71,9 @@ class NodeStorage:
             self.release()
             raise
 
-    def _open_for_saving(self, group: RankGroup, working: Callable[[], AbstractContextManager[None]]) -> None:
+    def _open_for_saving(
+        self, group: RankGroup, working: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         local_report: dict[str, Mapping[str, Any]] = {}
         kept: dict[str, str] = {}
 
@@ -141,7 +149,9 @@ class NodeStorage:
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
         """Raise `OSError`: the file may be on another machine."""
-        raise OSError(f"{attempt}/{name} cannot be a link to {file} of step {step}, which may be on another machine")
+        raise OSError(
+            f"{attempt}/{name} cannot be a link to {file} of step {step}, which may be on another machine"
+        )
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Keep the index for `settle`, once all ranks have written."""
@@ -176,21 +186,30 @@ class NodeStorage:
             def read(name: str, buffer: memoryview) -> None:
                 files.open(name)
                 if files.read_into(name, 0, buffer) != len(buffer):
-                    raise OSError(f"{files.folder / name} has not the {len(buffer)} bytes that were written")
+                    raise OSError(
+                        f"{files.folder / name} has not the {len(buffer)} bytes that were written"
+                    )
 
             def write(name: str, buffer: memoryview) -> None:
                 (self.local.path / attempt).mkdir(exist_ok=True)
                 self.local.write_file(attempt, name, [buffer])
 
             with files if written else nullcontext():
-                return written | exchange_copies(group, self._machines, self._replicas, written, read, write)
+                return written | exchange_copies(
+                    group, self._machines, self._replicas, written, read, write
+                )
 
-        def share(written: Sequence[Mapping[str, int]]) -> Sequence[tuple[str, Mapping[str, int]] | None]:
+        def share(
+            written: Sequence[Mapping[str, int]],
+        ) -> Sequence[tuple[str, Mapping[str, int]] | None]:
             """Return the index, and the files that each machine must hold, for its leader to commit."""
             sizes: dict[int, dict[str, int]] = {}
             for rank, files in enumerate(written):
                 sizes.setdefault(self._machines.leader(rank), {}).update(files)
-            return [(self._prepared[1], sizes[rank]) if rank in sizes else None for rank in range(group.size)]
+            return [
+                (self._prepared[1], sizes[rank]) if rank in sizes else None
+                for rank in range(group.size)
+            ]
 
         part = exchange(group, copy, share)
 
@@ -241,7 +260,9 @@ class NodeStorage:
         return readers
 
     @contextmanager
-    def reading(self, step: int, sources: Mapping[str, tuple[int, int]], group: TorchGroup) -> Generator[None]:
+    def reading(
+        self, step: int, sources: Mapping[str, tuple[int, int]], group: TorchGroup
+    ) -> Generator[None]:
         """Let all ranks open a step whose files are spread over machines (all ranks, by a group of its own)."""
         from gcore_ckpt.tiers.transfer import PeerFiles
 

@@ -8,7 +8,13 @@ from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
-from gcore_ckpt.handles import SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
+from gcore_ckpt.handles import (
+    SaveHandle,
+    SaveReport,
+    raise_repeated,
+    raise_uncollected,
+    report_at_exit,
+)
 from gcore_ckpt.ranks.group import RankGroup, all_succeed, root_decides
 from gcore_ckpt.saving.pipeline import SavePipeline, delete_superfluous, writing
 from gcore_ckpt.saving.saver import Saver
@@ -22,7 +28,9 @@ from gcore_ckpt.tiers.transfer import Buffer
 
 _logger = logging.getLogger(__name__)
 
-_Copy: TypeAlias = tuple[int, list[OpenTier], Outcome[None]]  # a step, where it is and goes to, and its save
+_Copy: TypeAlias = tuple[
+    int, list[OpenTier], Outcome[None]
+]  # a step, where it is and goes to, and its save
 
 
 class _TieredSaver(Saver):
@@ -38,7 +46,11 @@ class _TieredSaver(Saver):
         advance: Callable[[int], None] = lambda _: None,
         metric: float | None = None,
     ) -> None:
-        node = self._storage.node if self._storage.due(step)[0] is self._storage.open_tiers[0] else None
+        node = (
+            self._storage.node
+            if self._storage.due(step)[0] is self._storage.open_tiers[0]
+            else None
+        )
         try:
             super().save(step, tree, staged, advance, metric)
             if node is not None:
@@ -53,7 +65,12 @@ class TieredPipeline(SavePipeline):
     """A `SavePipeline` to several tiers; `copying` are the ranks for the thread that copies from tier to tier."""
 
     def __init__(
-        self, storage: TieredStorage, planning: RankGroup, writing: RankGroup, copying: RankGroup, **options: Any
+        self,
+        storage: TieredStorage,
+        planning: RankGroup,
+        writing: RankGroup,
+        copying: RankGroup,
+        **options: Any,
     ) -> None:
         super().__init__(storage, planning, writing, **options)
         self._saver = _TieredSaver(storage, writing, self._hashers, incremental=False)
@@ -81,7 +98,9 @@ class TieredPipeline(SavePipeline):
         self._open(call)
         due = self._tiers.due(step)
         if due[0] is not self._tiers.open_tiers[0] or len(due) > 1:
-            for copy in list(self._copies):  # a tier slower than its `every` slows training, not fills the others
+            for copy in list(
+                self._copies
+            ):  # a tier slower than its `every` slows training, not fills the others
                 copy.join()
         owed = list(self._owed)
         if len(due) > 1:
@@ -119,8 +138,14 @@ class TieredPipeline(SavePipeline):
             with writing(f"rolling {self._tiers} back to step {step} failed"), call.working():
                 for open_tier in self._tiers.open_tiers:
                     if self._leads(open_tier):
-                        here = later if open_tier.storage is self._tiers.node else open_tier.storage.steps()
-                        open_tier.storage.set_aside([later_step for later_step in later if later_step in here])
+                        here = (
+                            later
+                            if open_tier.storage is self._tiers.node
+                            else open_tier.storage.steps()
+                        )
+                        open_tier.storage.set_aside(
+                            [later_step for later_step in later if later_step in here]
+                        )
 
         later = root_decides(self._planning, later_steps)
         all_succeed(self._planning, set_aside)
@@ -139,7 +164,9 @@ class TieredPipeline(SavePipeline):
         def remove() -> None:
             with writing(f"deleting step {step} from {self._tiers} failed"), call.working():
                 for open_tier in self._tiers.open_tiers:
-                    if self._leads(open_tier) and step in self._steps_here(open_tier, open_tier.storage.steps()):
+                    if self._leads(open_tier) and step in self._steps_here(
+                        open_tier, open_tier.storage.steps()
+                    ):
                         open_tier.storage.remove(step)
 
         root_decides(self._planning, check)
@@ -174,7 +201,8 @@ class TieredPipeline(SavePipeline):
                     self._delete_superfluous(open_tier, step)
         except (OSError, CheckpointError) as error:
             failure = (
-                f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
+                f"step {step} is committed to {first.storage}, "
+                f"but copying it to the tiers after it failed: {error}"
             )
             _logger.error("%s", failure)
             raise CheckpointWriteError(failure) from error
@@ -191,7 +219,9 @@ class TieredPipeline(SavePipeline):
 
         def superfluous(steps: list[int]) -> list[int]:
             here = self._steps_here(open_tier, steps)
-            old_steps = self._find_superfluous(open_tier.storage, open_tier.tier.retention, here, step)
+            old_steps = self._find_superfluous(
+                open_tier.storage, open_tier.tier.retention, here, step
+            )
             return [old for old in old_steps if old not in self._in_use]
 
         delete_superfluous(open_tier.storage, superfluous)
@@ -211,7 +241,11 @@ class TieredPipeline(SavePipeline):
                 steps = open_tiers[0].storage.steps()
                 for number, open_tier in enumerate(open_tiers[1:], start=1):
                     newest = max(open_tier.storage.steps(), default=-1)
-                    due_steps = [step for step in steps if step > newest and open_tier in self._tiers.due(step)]
+                    due_steps = [
+                        step
+                        for step in steps
+                        if step > newest and open_tier in self._tiers.due(step)
+                    ]
                     if due_steps:
                         missed.append((due_steps[-1], number))
             return missed
@@ -233,8 +267,14 @@ class TieredPipeline(SavePipeline):
 
     def _steps_here(self, open_tier: OpenTier, steps: list[int]) -> list[int]:
         """Return the steps that this rank may delete from a tier, of which these are all: on the machines, its own."""
-        return open_tier.storage.steps_here() if isinstance(open_tier.storage, NodeStorage) else steps
+        return (
+            open_tier.storage.steps_here() if isinstance(open_tier.storage, NodeStorage) else steps
+        )
 
     def _leads(self, open_tier: OpenTier) -> bool:
         """Return whether this rank is the one that deletes from a tier, or, on the machines, from its own."""
-        return open_tier.storage.leads if isinstance(open_tier.storage, NodeStorage) else self._planning.rank == 0
+        return (
+            open_tier.storage.leads
+            if isinstance(open_tier.storage, NodeStorage)
+            else self._planning.rank == 0
+        )

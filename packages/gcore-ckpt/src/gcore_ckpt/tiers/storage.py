@@ -31,7 +31,12 @@ class TieredStorage:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.open_tiers = [
-            OpenTier(tier, open_storage(tier.path) if tier.replicas is None else NodeStorage(tier.path, tier.replicas))
+            OpenTier(
+                tier,
+                open_storage(tier.path)
+                if tier.replicas is None
+                else NodeStorage(tier.path, tier.replicas),
+            )
             for tier in tiers
         ]
         first = self.open_tiers[0].storage
@@ -44,30 +49,46 @@ class TieredStorage:
 
     def due(self, step: int) -> list[OpenTier]:
         """Return the tiers that a step goes to, the first of which it is saved to and then copied from."""
-        return [open_tier for open_tier in self.open_tiers if step in self.forced or step % open_tier.tier.every == 0]
+        return [
+            open_tier
+            for open_tier in self.open_tiers
+            if step in self.forced or step % open_tier.tier.every == 0
+        ]
 
     def steps(self) -> list[int]:
         """Return the committed steps of all tiers, ascending (root; those on the machines once it may write)."""
-        return sorted(set[int]().union(*(open_tier.storage.steps() for open_tier in self.open_tiers)))
+        return sorted(
+            set[int]().union(*(open_tier.storage.steps() for open_tier in self.open_tiers))
+        )
 
     def reported_steps(self, report: Sequence[Report]) -> list[list[int]]:
         """Return the committed steps of each tier, from what `NodeStorage.report` returned on every rank (root)."""
         return [
-            sorted(whole_steps(report) if open_tier.storage is self.node else open_tier.storage.steps())
+            sorted(
+                whole_steps(report) if open_tier.storage is self.node else open_tier.storage.steps()
+            )
             for open_tier in self.open_tiers
         ]
 
-    def plan(self, reports: Sequence[Report], step: int | str, *, above_tier: int = -1) -> list[Plan]:
+    def plan(
+        self, reports: Sequence[Report], step: int | str, *, above_tier: int = -1
+    ) -> list[Plan]:
         """Return, for each rank, where to load a step from: the first tier above a number that has it (root)."""
         steps = self.reported_steps(reports)
         all_steps = sorted(set[int]().union(*steps))
         if not all_steps:
             raise CheckpointNotFoundError(f"{self} hold no committed step")
         step_number = all_steps[-1] if step == "latest" else step
-        holders = [number for number, numbers in enumerate(steps) if step_number in numbers and number > above_tier]
+        holders = [
+            number
+            for number, numbers in enumerate(steps)
+            if step_number in numbers and number > above_tier
+        ]
         tier = holders[0] if holders else None
         if tier is None or not isinstance(step_number, int):
-            raise CheckpointNotFoundError(f"{self} hold no step {step!r}; their committed steps are {all_steps}")
+            raise CheckpointNotFoundError(
+                f"{self} hold no step {step!r}; their committed steps are {all_steps}"
+            )
         plan = {"tier": tier, "step": step_number, "steps": steps, "places": None}
         if self.node is None or tier:
             return [plan] * len(reports)
@@ -91,7 +112,8 @@ class TieredStorage:
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
         """Open a step in the first tier that has it; those on the machines once they may be written to."""
         open_tier = next(
-            (open_tier for open_tier in self.open_tiers if step in open_tier.storage.steps()), self.open_tiers[0]
+            (open_tier for open_tier in self.open_tiers if step in open_tier.storage.steps()),
+            self.open_tiers[0],
         )
         return open_tier.storage.open_step(step)
 

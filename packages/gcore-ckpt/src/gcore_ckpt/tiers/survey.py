@@ -67,7 +67,9 @@ def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
     groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
     for number, steps in enumerate(reports):
         for step, step_report in steps.items():
-            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[number] = step_report
+            groups.setdefault((int(step), step_report["saved_at"], step_report["index"]), {})[
+                number
+            ] = step_report
     for (step, saved_at, index), report_by_place in groups.items():
         files: dict[str, tuple[int, list[int]]] = {}
         missing: set[str] = set()
@@ -79,5 +81,6 @@ def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
             candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
     # A machine that comes back with steps of long ago may hold another that is whole.
     return {
-        step: max(candidates, key=lambda candidate: candidate[0])[1] for step, candidates in candidates_by_step.items()
+        step: max(candidates, key=lambda candidate: candidate[0])[1]
+        for step, candidates in candidates_by_step.items()
     }

@@ -38,12 +38,21 @@ class Tier:
         if self.every < 1:
             raise ValueError(f"every is {self.every}; expected 1 or more")
         if self.replicas is not None and self.replicas < 0:
-            raise ValueError(f"replicas is {self.replicas}; expected None (a place that all ranks see) or 0 or more")
+            raise ValueError(
+                f"replicas is {self.replicas}; expected None (a place that all ranks see) or 0 or more"
+            )
         if self.replicas is not None and "://" in str(self.path):
-            raise ValueError(f"replicas is {self.replicas} and path is {self.path}; expected a folder of each machine")
+            raise ValueError(
+                f"replicas is {self.replicas} and path is {self.path}; expected a folder of each machine"
+            )
         _ = self.retention
 
     @property
     def retention(self) -> Retention:
         """Which steps stay there."""
-        return Retention(keep=self.keep, keep_every=self.keep_every, keep_best=self.keep_best, best_mode=self.best_mode)
+        return Retention(
+            keep=self.keep,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            best_mode=self.best_mode,
+        )

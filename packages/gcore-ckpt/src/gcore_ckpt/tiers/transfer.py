@@ -101,7 +101,11 @@ class PeerFiles:
     """
 
     def __init__(
-        self, group: TorchGroup, local_files: StepFiles | None, sources: Mapping[str, tuple[int, int]], where: str
+        self,
+        group: TorchGroup,
+        local_files: StepFiles | None,
+        sources: Mapping[str, tuple[int, int]],
+        where: str,
     ) -> None:
         self._group = group
         self._local_files = local_files
@@ -152,7 +156,9 @@ class PeerFiles:
         size_read = np.empty(1, np.int64)
         self._group.receive_into(size_read.view(np.uint8).data, rank, tag)
         if size_read[0] < 0:
-            raise OSError(f"rank {rank} cannot read {self._where}/{name} for this rank; its log says why")
+            raise OSError(
+                f"rank {rank} cannot read {self._where}/{name} for this rank; its log says why"
+            )
         self._group.receive_into(buffer[: int(size_read[0])], rank, tag)
         return int(size_read[0])
 
@@ -167,7 +173,9 @@ class PeerFiles:
             rank, number, offset_bytes, size_bytes, tag = map(int, request)
             if number < 0:
                 return
-            self._replies.submit(partial(self._reply, rank, self._names[number], offset_bytes, size_bytes, tag))
+            self._replies.submit(
+                partial(self._reply, rank, self._names[number], offset_bytes, size_bytes, tag)
+            )
 
     def _reply(self, rank: int, name: str, offset_bytes: int, size_bytes: int, tag: int) -> None:
         data = np.empty(size_bytes, np.uint8)

@@ -23,7 +23,15 @@ from rich.text import Text
 
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.stored import Index, StoredTensor
-from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, read_metric, step_leaves, verify
+from gcore_ckpt.loading.reader import (
+    Step,
+    StepReader,
+    find_step,
+    open_step,
+    read_metric,
+    step_leaves,
+    verify,
+)
 from gcore_ckpt.retention import BestMode, Retention
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
@@ -144,7 +152,9 @@ def _show(path: str, step: Step, tensors: str) -> int:
     values = [(leaf.path, _short(repr(leaf.value))) for leaf in leaves if leaf.tensor is None]
     if rows:
         _say("")
-        _print_table(("tensor", "dtype", "shape", "size", "shards", "written by"), rows, right=("size",))
+        _print_table(
+            ("tensor", "dtype", "shape", "size", "shards", "written by"), rows, right=("size",)
+        )
     if values:
         _say("")
         _print_table(("value", "is"), values)
@@ -186,8 +196,14 @@ def _verify(path: str, step: Step, *, every: bool) -> int:
 def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
     from gcore_ckpt.tools.compare import compare
 
-    with _open_named_step(a, step_a, "--step-a") as first, _open_named_step(b, step_b, "--step-b") as second:
-        rows = [(d.aspect, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(first, second)]
+    with (
+        _open_named_step(a, step_a, "--step-a") as first,
+        _open_named_step(b, step_b, "--step-b") as second,
+    ):
+        rows = [
+            (d.aspect, d.path, _short(d.a or "-"), _short(d.b or "-"))
+            for d in compare(first, second)
+        ]
     if not rows:
         _say(f"{first.where} and {second.where} hold the same")
         return 0
@@ -203,7 +219,9 @@ def _open_named_step(path: str, step: int | None, option: str) -> Generator[Step
     match = _STEP_IN_PATH.fullmatch(path)
     if match is not None:
         if step is not None:
-            raise ValueError(f"{path} names step {match[2]} and {option} is {step}; expected one or the other")
+            raise ValueError(
+                f"{path} names step {match[2]} and {option} is {step}; expected one or the other"
+            )
         path = match[1]
         step = int(match[2])
     storage = open_storage(path)
@@ -252,7 +270,9 @@ def _prune(
     for option, value in (("--keep-every", keep_every), ("--keep-best", keep_best)):
         if keep is None and value is not None:
             raise ValueError(f"{option} is {value} without --keep; expected both")
-    retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode)
+    retention = Retention(
+        keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode
+    )
     storage = open_storage(path)
     if not storage.steps() and not storage.steps_set_aside():
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
@@ -309,7 +329,9 @@ def _writing_to(storage: Storage) -> Generator[None]:
 
 
 def _remove(storage: Storage, steps: Sequence[int]) -> None:
-    for step in reversed(steps):  # an interruption never leaves a later step without those before it
+    for step in reversed(
+        steps
+    ):  # an interruption never leaves a later step without those before it
         storage.remove(step)
 
 
@@ -322,7 +344,9 @@ def _size_bytes(index: Index) -> int:
 
 
 def _writers(tensor: StoredTensor, index: Index) -> str:
-    writers = list(dict.fromkeys(index.files[shard.file].writer or shard.file for shard in tensor.shards))
+    writers = list(
+        dict.fromkeys(index.files[shard.file].writer or shard.file for shard in tensor.shards)
+    )
     more = f" and {len(writers) - _NAMED_WRITERS} more" if len(writers) > _NAMED_WRITERS else ""
     return ", ".join(writers[:_NAMED_WRITERS]) + more
 
@@ -347,10 +371,14 @@ def _say(line: str) -> None:
     _console().print(Text(_plain(line)), soft_wrap=True)
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
+def _print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
-        table.add_column(Text(_plain(name)), justify="right" if name in right else "left", overflow="fold")
+        table.add_column(
+            Text(_plain(name)), justify="right" if name in right else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(_plain(cell)) for cell in row))
     _console().print(table)
@@ -362,8 +390,15 @@ def _progress_bar(label: str, total_bytes: int | None) -> Generator[Callable[[in
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     errors = Console(stderr=True)
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, console=errors, transient=True, disable=not errors.is_terminal
+    ) as progress:
         task = progress.add_task(_plain(label), total=total_bytes)
         yield lambda size_bytes: progress.advance(task, size_bytes)
 
@@ -376,28 +411,45 @@ def _parser() -> argparse.ArgumentParser:
         epilog="gcore-ckpt COMMAND --help shows its options and an example. Exit codes: 0 fine, 1 different or "
         "damaged, 2 an error, 130 interrupted.",
     )
-    parser.add_argument("--version", action="version", version=f"gcore-ckpt {version('gcore-ckpt')}")
+    parser.add_argument(
+        "--version", action="version", version=f"gcore-ckpt {version('gcore-ckpt')}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(run: Callable[..., int], example: str, text: str, *positional: str) -> Any:
         name = example.partition(" ")[0]
-        added = commands.add_parser(name, help=text, description=text, epilog=f"example: gcore-ckpt {example}")
+        added = commands.add_parser(
+            name, help=text, description=text, epilog=f"example: gcore-ckpt {example}"
+        )
         added.set_defaults(run=run)
         for argument in positional:
             added.add_argument(argument, metavar=argument.upper())
         return added
 
-    step: dict[str, Any] = {"type": _step, "metavar": "N", "default": "latest", "help": "number (default: the latest)"}
+    step: dict[str, Any] = {
+        "type": _step,
+        "metavar": "N",
+        "default": "latest",
+        "help": "number (default: the latest)",
+    }
     number: dict[str, Any] = {"type": _number, "metavar": "N"}
 
     listing = command(_ls, "ls runs/a", "Lists the steps of a path.", "path")
-    listing.add_argument("--json", dest="as_json", action="store_true", help="as one JSON object, for programs")
+    listing.add_argument(
+        "--json", dest="as_json", action="store_true", help="as one JSON object, for programs"
+    )
 
-    show = command(_show, "show runs/a --step 100 --tensors model", "Shows what a step holds.", "path")
+    show = command(
+        _show, "show runs/a --step 100 --tensors model", "Shows what a step holds.", "path"
+    )
     show.add_argument("--step", **step)
-    show.add_argument("--tensors", metavar="PREFIX", default="", help="only what is under this dotted path")
+    show.add_argument(
+        "--tensors", metavar="PREFIX", default="", help="only what is under this dotted path"
+    )
 
-    check = command(_verify, "verify runs/a --all", "Reads every byte of a step and checks it.", "path")
+    check = command(
+        _verify, "verify runs/a --all", "Reads every byte of a step and checks it.", "path"
+    )
     which = check.add_mutually_exclusive_group()
     which.add_argument("--step", **step)
     which.add_argument("--all", dest="every", action="store_true", help="all steps")
@@ -406,18 +458,29 @@ def _parser() -> argparse.ArgumentParser:
     diff = command(_diff, "diff runs/a@100 runs/b@100", text)
     for side in ("a", "b"):
         diff.add_argument(side, metavar=side.upper(), help="PATH, or PATH@STEP")
-        diff.add_argument(f"--step-{side}", **number, help=f"step of {side.upper()} (default: latest)")
+        diff.add_argument(
+            f"--step-{side}", **number, help=f"step of {side.upper()} (default: latest)"
+        )
 
     example = "export-hf runs/a out --prefix model --dtype bfloat16 --config-from Qwen3-0.6B"
     text = "Writes weights as a folder that from_pretrained of transformers loads."
     export = command(_export_hf, example, text, "path")
     export.add_argument("out", metavar="OUT", help="the folder to write; new, or empty")
     export.add_argument("--step", **step)
-    export.add_argument("--prefix", default="", help="dotted path of the part of the state to write, such as model")
-    export.add_argument("--dtype", help="what floating-point tensors become, such as bfloat16 (default: as they are)")
-    export.add_argument("--config-from", metavar="DIR", help="folder to copy config and tokenizer files from")
+    export.add_argument(
+        "--prefix", default="", help="dotted path of the part of the state to write, such as model"
+    )
+    export.add_argument(
+        "--dtype",
+        help="what floating-point tensors become, such as bfloat16 (default: as they are)",
+    )
+    export.add_argument(
+        "--config-from", metavar="DIR", help="folder to copy config and tokenizer files from"
+    )
     help_text = "largest file (default: %(default)s)"
-    export.add_argument("--max-shard-bytes", type=int, metavar="N", default=5_000_000_000, help=help_text)
+    export.add_argument(
+        "--max-shard-bytes", type=int, metavar="N", default=5_000_000_000, help=help_text
+    )
 
     text = "Saves a checkpoint of torch.distributed.checkpoint as a step."
     dcp = command(_import_dcp, "import-dcp old/step-100 runs/a --step 100", text)
@@ -428,7 +491,9 @@ def _parser() -> argparse.ArgumentParser:
     pt.add_argument("source", metavar="SOURCE", help="the file")
     for importer in (dcp, pt):
         importer.add_argument("path", metavar="PATH")
-        importer.add_argument("--step", **number, default=0, help="number of the step (default: %(default)s)")
+        importer.add_argument(
+            "--step", **number, default=0, help="number of the step (default: %(default)s)"
+        )
 
     text = (
         "Deletes steps: all but the latest, all above one, or those that were set aside. It does not ask; refused "
@@ -438,8 +503,12 @@ def _parser() -> argparse.ArgumentParser:
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--keep", type=int, metavar="N", help="how many of the latest stay")
     which.add_argument("--above", **number, help="delete the steps above this one")
-    which.add_argument("--set-aside", action="store_true", help="delete the steps that were set aside by rollback")
-    prune.add_argument("--keep-every", type=int, metavar="M", help="with --keep: multiples of this stay too")
+    which.add_argument(
+        "--set-aside", action="store_true", help="delete the steps that were set aside by rollback"
+    )
+    prune.add_argument(
+        "--keep-every", type=int, metavar="M", help="with --keep: multiples of this stay too"
+    )
     help_text = "with --keep: this many of those with the best metrics stay too"
     prune.add_argument("--keep-best", type=int, metavar="K", help=help_text)
     help_text = "which metric is the best (default: %(default)s)"
@@ -448,14 +517,18 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "Deletes the given steps. It does not ask; refused while a writer has the path open."
     rm = command(_rm, "rm runs/a 300 400", text, "path")
-    rm.add_argument("steps", metavar="STEP", type=_number, nargs="+", help="number of a step to delete")
+    rm.add_argument(
+        "steps", metavar="STEP", type=_number, nargs="+", help="number of a step to delete"
+    )
 
     text = (
         "Makes a step the latest: the steps above it are set aside. They are kept until prune --set-aside, but never "
         "loaded and not counted by --keep. Refused while a writer has the path open."
     )
     rollback = command(_rollback, "rollback runs/a 200", text, "path")
-    rollback.add_argument("step", metavar="STEP", type=_number, help="number of the step to continue from")
+    rollback.add_argument(
+        "step", metavar="STEP", type=_number, help="number of the step to continue from"
+    )
     return parser
 
 

@@ -80,7 +80,11 @@ def _shape(reader: StepReader, leaf: StepLeaf) -> tuple[int, ...]:
 def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
     """Return the checksums by the box and the size of the blocks; empty where there are none."""
     shards = [shard for shard in tensor.shards if shard.box.size]
-    return {(shard.box, shard.block_bytes): shard.checksums for shard in shards if shard.checksums is not None}
+    return {
+        (shard.box, shard.block_bytes): shard.checksums
+        for shard in shards
+        if shard.checksums is not None
+    }
 
 
 def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
@@ -109,4 +113,6 @@ def _are_views_same(a: StepReader, b: StepReader, leaf_a: StepLeaf, leaf_b: Step
 
     with Workers(_THREADS) as workers:
         leaves = (a, leaf_a), (b, leaf_b)
-        return torch.equal(*(read_whole(reader, leaf.tensor or "", leaf.view, workers) for reader, leaf in leaves))
+        return torch.equal(
+            *(read_whole(reader, leaf.tensor or "", leaf.view, workers) for reader, leaf in leaves)
+        )

@@ -23,7 +23,13 @@ from gcore_ckpt.tools.importing import save_imported
 _METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
-_METADATA_CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex")
+_METADATA_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+)
 _RECORDS = {
     _METADATA: (*_METADATA_CLASSES, "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     _OLD_METADATA: ("TensorProperties", "MEM_FORMAT_ENCODING"),
@@ -34,7 +40,9 @@ _RECORDS = {
 }
 
 
-def import_dcp(source: str | os.PathLike[str], path: str | os.PathLike[str], *, step: int = 0) -> None:
+def import_dcp(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], *, step: int = 0
+) -> None:
     """Read a checkpoint that `torch.distributed.checkpoint.save` wrote to a folder, and save it as a step.
 
     One process does it, with the whole state in host memory. Dicts and lists come back nested where the checkpoint
@@ -107,8 +115,13 @@ class _Entry(NamedTuple):
 def _read(folder: Path) -> State:
     where = folder / _METADATA_FILE
     if not where.is_file():
-        raise CheckpointNotFoundError(f"{folder} holds no {_METADATA_FILE}, as torch.distributed.checkpoint writes it")
-    with validation.reading(where, Exception), where.open("rb") as file:  # unpickling raises anything
+        raise CheckpointNotFoundError(
+            f"{folder} holds no {_METADATA_FILE}, as torch.distributed.checkpoint writes it"
+        )
+    with (
+        validation.reading(where, Exception),
+        where.open("rb") as file,
+    ):  # unpickling raises anything
         entries = dict(_entries(_Unpickler(file).load()))
     state = NestedState()
     for name, entry in entries.items():
@@ -126,7 +139,10 @@ def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
     for index, info in validation.expect(dict, fields.get("storage_data"), "storage_data").items():
         key = _fields(index, "MetadataIndex")
         offset = key.get("offset")
-        infos[validation.expect(str, key.get("fqn"), "fqn"), None if offset is None else _sizes(offset)] = info
+        infos[
+            validation.expect(str, key.get("fqn"), "fqn"),
+            None if offset is None else _sizes(offset),
+        ] = info
     for name, record in described.items():
         path = _path(paths.get(name, (name,)))
         if type(record).__name__ == "BytesStorageMetadata":
@@ -153,7 +169,9 @@ def _chunk(name: str, info: object, box: Box | None) -> _Chunk:
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name!r} was transformed by an extension of DCP; expected plain files")
     try:
-        file = validation.plain_name(validation.expect(str, fields.get("relative_path"), "relative_path"))
+        file = validation.plain_name(
+            validation.expect(str, fields.get("relative_path"), "relative_path")
+        )
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
     offset, length = _sizes((fields.get("offset"), fields.get("length")))
@@ -180,8 +198,14 @@ def _value(folder: Path, entry: _Entry) -> State:
     for chunk in entry.chunks:
         piece = _load(folder, chunk)
         box = cast("Box", chunk.box)
-        if not isinstance(piece, torch.Tensor) or piece.dtype != entry.dtype or tuple(piece.shape) != box.shape:
-            raise ValueError(f"{chunk.file} holds something else at byte {chunk.offset_bytes} than a tensor of {box}")
+        if (
+            not isinstance(piece, torch.Tensor)
+            or piece.dtype != entry.dtype
+            or tuple(piece.shape) != box.shape
+        ):
+            raise ValueError(
+                f"{chunk.file} holds something else at byte {chunk.offset_bytes} than a tensor of {box}"
+            )
         if box == Box.of_shape(entry.shape):
             return piece.detach()
         tensor = torch.empty(entry.shape, dtype=entry.dtype) if tensor is None else tensor
@@ -193,12 +217,16 @@ def _load(folder: Path, chunk: _Chunk) -> State:
     with (folder / chunk.file).open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if chunk.offset_bytes + chunk.length_bytes > size_bytes:
-            raise ValueError(f"{chunk.file} has {size_bytes} bytes; expected more: it was cut short")
+            raise ValueError(
+                f"{chunk.file} has {size_bytes} bytes; expected more: it was cut short"
+            )
         file.seek(chunk.offset_bytes)
         data = file.read(chunk.length_bytes)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds, for damaged data and for classes that it does not load
+    except (
+        Exception
+    ) as error:  # of many kinds, for damaged data and for classes that it does not load
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{chunk.file}: torch.load(weights_only=True) refuses what is at byte {chunk.offset_bytes}: "
                          f"{reason}") from error  # fmt: skip
@@ -207,7 +235,9 @@ def _load(folder: Path, chunk: _Chunk) -> State:
 def _path(value: object) -> tuple[str | int, ...]:
     parts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
     if not 0 < len(parts) <= MAX_DEPTH or any(type(part) not in (str, int) for part in parts):
-        raise ValueError(f"a path is a {type(value).__name__} of {len(parts)} parts; expected a tuple of str and int")
+        raise ValueError(
+            f"a path is a {type(value).__name__} of {len(parts)} parts; expected a tuple of str and int"
+        )
     return cast("tuple[str | int, ...]", parts)
 
 

@@ -23,12 +23,20 @@ from gcore_ckpt.threads import Workers
 
 _THREADS = 4
 _FLOATS = tuple(
-    name for name, dtype in DTYPES.items() if dtype.safetensors is not None and TORCH_DTYPES[name].is_floating_point
+    name
+    for name, dtype in DTYPES.items()
+    if dtype.safetensors is not None and TORCH_DTYPES[name].is_floating_point
 )
 _CONFIG_FILE = "config.json"
 _CONFIG_DTYPES = ("dtype", "torch_dtype")
 _CONFIG_PATTERNS = (
-    *(_CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        _CONFIG_FILE,
+        "generation_config.json",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     *("vocab.*", "merges.txt", "*.model", "chat_template*", "*processor_config.json"),
 )
 
@@ -79,12 +87,18 @@ def export_hf(
         raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
     copied = {} if config_from is None else _read_configs(Path(config_from), float_dtype)
     target = Path(folder)
-    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
-        raise CheckpointWriteError(f"{target} is there already; expected a new folder, or an empty one")
+    if target.is_symlink() or (
+        target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    ):
+        raise CheckpointWriteError(
+            f"{target} is there already; expected a new folder, or an empty one"
+        )
     storage = open_storage(path)
     inside = isinstance(storage, LocalStorage) and target.parent.resolve() == storage.path.resolve()
     if inside and (STEP_NAME.fullmatch(target.name) or target.name.startswith((".", "set-aside-"))):
-        raise CheckpointWriteError(f"{target} has a name that {storage} keeps for itself; expected another one")
+        raise CheckpointWriteError(
+            f"{target} has a name that {storage} keeps for itself; expected another one"
+        )
     with open_step(storage, find_step(storage, step)) as reader:
         files = _split(_weights(reader, prefix, float_dtype), max_shard_bytes)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +116,9 @@ def export_hf(
 def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
     """Return the files to copy, by name."""
     if not (folder / _CONFIG_FILE).is_file():
-        raise ValueError(f"config_from is {str(folder)!r}; expected a folder that holds {_CONFIG_FILE}")
+        raise ValueError(
+            f"config_from is {str(folder)!r}; expected a folder that holds {_CONFIG_FILE}"
+        )
     paths: set[Path] = set()
     for pattern in _CONFIG_PATTERNS:
         paths.update(folder.glob(pattern))
@@ -110,9 +126,13 @@ def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
     if float_dtype is not None:
         config = json.loads(files[_CONFIG_FILE])
         if not isinstance(config, dict):
-            raise ValueError(f"config_from has a {_CONFIG_FILE} that is a {type(config).__name__}; expected a dict")
+            raise ValueError(
+                f"config_from has a {_CONFIG_FILE} that is a {type(config).__name__}; expected a dict"
+            )
         stated = {key: float_dtype for key in _CONFIG_DTYPES if key in config}
-        files[_CONFIG_FILE] = (json.dumps(config | stated, indent=2, ensure_ascii=False) + "\n").encode()
+        files[_CONFIG_FILE] = (
+            json.dumps(config | stated, indent=2, ensure_ascii=False) + "\n"
+        ).encode()
     return files
 
 
@@ -127,15 +147,23 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weigh
             continue
         name = leaf.path.removeprefix(start)
         if leaf.per_rank:
-            raise CheckpointMismatchError(f"{reader.where}: {leaf.path} is one rank's own; expected another prefix")
+            raise CheckpointMismatchError(
+                f"{reader.where}: {leaf.path} is one rank's own; expected another prefix"
+            )
         if name in names:
-            raise CheckpointMismatchError(f"{reader.where} holds two tensors of the name {leaf.path!r}")
+            raise CheckpointMismatchError(
+                f"{reader.where} holds two tensors of the name {leaf.path!r}"
+            )
         if (leaf.tensor, leaf.view) not in weights:
             shape = None if leaf.view is None else leaf.view.shape
-            weights[leaf.tensor, leaf.view] = _weight(reader, leaf.path, name, leaf.tensor, shape, float_dtype)
+            weights[leaf.tensor, leaf.view] = _weight(
+                reader, leaf.path, name, leaf.tensor, shape, float_dtype
+            )
         names.add(name)
     if not weights:
-        parts = dict.fromkeys(leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None)
+        parts = dict.fromkeys(
+            leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None
+        )
         raise CheckpointMismatchError(
             f"{reader.where} holds no tensors under the prefix {prefix!r}; it holds some under {', '.join(parts)}"
         )
@@ -143,7 +171,12 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weigh
 
 
 def _weight(
-    reader: StepReader, path: str, name: str, stored: str, shape: tuple[int, ...] | None, float_dtype: str | None
+    reader: StepReader,
+    path: str,
+    name: str,
+    stored: str,
+    shape: tuple[int, ...] | None,
+    float_dtype: str | None,
 ) -> HeldBox:
     tensor = reader.index.tensors[stored]
     dtype = tensor.dtype
@@ -151,16 +184,24 @@ def _weight(
     if float_dtype is not None and TORCH_DTYPES[dtype].is_floating_point and not packed:
         dtype = float_dtype
     if DTYPES[dtype].safetensors is None:
-        remedy = "a dtype to convert it to" if TORCH_DTYPES[dtype].is_floating_point and not packed else "another type"
+        remedy = (
+            "a dtype to convert it to"
+            if TORCH_DTYPES[dtype].is_floating_point and not packed
+            else "another type"
+        )
         raise CheckpointMismatchError(
             f"{reader.where}: {path} has dtype {dtype}, for which safetensors has no code; expected {remedy}"
         )
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise CheckpointMismatchError(f"{reader.where}: {path!r} is no text; safetensors names are UTF-8") from None
+        raise CheckpointMismatchError(
+            f"{reader.where}: {path!r} is no text; safetensors names are UTF-8"
+        ) from None
     if name == "__metadata__":
-        raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
+        raise CheckpointMismatchError(
+            f"{reader.where}: {path} has a name that safetensors keeps for itself"
+        )
     shape = tensor.shape if shape is None else shape
     return HeldBox(name=name, dtype=dtype, shape=shape, box=Box.of_shape(shape))
 
@@ -176,8 +217,14 @@ def _split(weights: _Weights, max_bytes: int) -> dict[str, _Weights]:
         files[-1][stored] = box
         used_bytes += box.size_bytes
     count = len(files)
-    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
-    widest = [sorted(file.items(), key=lambda item: -DTYPES[item[1].dtype].size_bytes) for file in files]
+    names = (
+        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        if count > 1
+        else [WEIGHTS_FILE]
+    )
+    widest = [
+        sorted(file.items(), key=lambda item: -DTYPES[item[1].dtype].size_bytes) for file in files
+    ]
     return dict(zip(names, map(dict, widest), strict=True))
 
 

@@ -10,7 +10,9 @@ from gcore_ckpt.format.tree import State
 from gcore_ckpt.tools.importing import save_imported
 
 
-def import_pt(source: str | os.PathLike[str], path: str | os.PathLike[str], *, step: int = 0) -> None:
+def import_pt(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], *, step: int = 0
+) -> None:
     """Read a file that `torch.save` wrote, with `weights_only=True`, and save it as a step.
 
     One process does it, with the whole state in host memory. Nothing that the file names is called, except the classes
@@ -36,6 +38,10 @@ def _read(source: Path) -> State:
         return torch.load(source, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of many kinds, for damaged data and for classes that it does not load
+    except (
+        Exception
+    ) as error:  # of many kinds, for damaged data and for classes that it does not load
         reason = str(error).partition("\n")[0]
-        raise CorruptCheckpointError(f"{source}: torch.load(weights_only=True) refuses it: {reason}") from error
+        raise CorruptCheckpointError(
+            f"{source}: torch.load(weights_only=True) refuses it: {reason}"
+        ) from error

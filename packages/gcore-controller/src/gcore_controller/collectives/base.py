@@ -44,7 +44,9 @@ class CollectiveCall:
 
     @property
     def place(self) -> str:
-        return f"collective {self.sequence}" + (f" on channel {self.channel!r}" if self.channel else "")
+        return f"collective {self.sequence}" + (
+            f" on channel {self.channel!r}" if self.channel else ""
+        )
 
 
 @dataclass
@@ -72,7 +74,9 @@ class CallLog:
     @property
     def waiting(self) -> tuple[CollectiveCall, ...]:
         """Calls that have not returned."""
-        return tuple(channel.current for channel in self._channels.values() if channel.current is not None)
+        return tuple(
+            channel.current for channel in self._channels.values() if channel.current is not None
+        )
 
     def whereabouts(self, stage: str | None) -> "Whereabouts":
         """Return the collectives that the rank is in; the stage is that of its timer."""
@@ -157,15 +161,23 @@ class Whereabouts:
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
     """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
-    stages = [f"controller {rank} {where or 'does not answer'}" for rank, where in whereabouts.items()]
+    stages = [
+        f"controller {rank} {where or 'does not answer'}" for rank, where in whereabouts.items()
+    ]
     waiting: defaultdict[CollectiveCall, list[int]] = defaultdict(list)
     for rank, where in whereabouts.items():
         for call in where.waiting if where else ():
             waiting[call].append(rank)
     waits: list[str] = []
     for call, present in waiting.items():
-        absent = [r for r, w in whereabouts.items() if w is None or w.num_calls.get(call.channel, 0) <= call.sequence]
-        waits.append(f"{_ranks(present)} in {call}" + (f" waiting for {_ranks(absent)}" if absent else ""))
+        absent = [
+            r
+            for r, w in whereabouts.items()
+            if w is None or w.num_calls.get(call.channel, 0) <= call.sequence
+        ]
+        waits.append(
+            f"{_ranks(present)} in {call}" + (f" waiting for {_ranks(absent)}" if absent else "")
+        )
     return "; ".join([", ".join(stages), *waits])
 
 
@@ -261,7 +273,9 @@ class Collectives(ABC):
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
         """Send ``parts[r]`` to rank r, and return what every rank has sent to this one, by rank."""
         if len(parts) != self.world_size:
-            raise ValueError(f"parts has {len(parts)} entries; expected {self.world_size}, one for each rank")
+            raise ValueError(
+                f"parts has {len(parts)} entries; expected {self.world_size}, one for each rank"
+            )
         with self._call("all_to_all") as call:
             return await self._exchange(call, parts)
 
@@ -270,7 +284,9 @@ class Collectives(ABC):
         with self._call("barrier") as call:
             await self._gather(call, None, list)
 
-    async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
+    async def take_tickets(
+        self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None
+    ) -> range:
         """Return the next ``count`` numbers of a counter that all controllers share; each number goes to one of them.
 
         The counter starts at 0. This is no collective: a controller may call it at any time, and numbers go to
@@ -303,7 +319,9 @@ class Collectives(ABC):
                 self._fail_everywhere(self._channel, error)
             raise
         except Exception as error:
-            what = f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
+            what = (
+                f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
+            )
             self._fail(self._channel, CollectiveAbandonedError(what))
             raise
         finally:
@@ -317,7 +335,9 @@ class Collectives(ABC):
         return rank
 
     @abstractmethod
-    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def _gather(
+        self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+    ) -> T:
         """Return what ``combine`` makes of the values of all ranks, which it must not modify."""
 
     @abstractmethod
@@ -325,7 +345,9 @@ class Collectives(ABC):
         """Send a part to each rank, and return the received ones by rank."""
 
     @abstractmethod
-    async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range: ...
+    async def _take_tickets(
+        self, count: int, counter: str, at: int, limit: int | None
+    ) -> range: ...
 
     def _fail(self, channel: str, error: ControllerError) -> None:
         """Make this rank's calls on a channel raise an error, those in flight and later ones."""
@@ -344,7 +366,9 @@ def _sum_in_order(values: list[float]) -> float:
 def _as_float(value: object) -> float:
     if not isinstance(value, Real):
         type_name = type(value).__name__
-        raise TypeError(f"all_reduce value is of type {type_name}; expected a number (gather arrays with all_gather)")
+        raise TypeError(
+            f"all_reduce value is of type {type_name}; expected a number (gather arrays with all_gather)"
+        )
     if isinstance(value, Integral) and abs(int(value)) > _LARGEST_EXACT:
         raise ValueError(
             f"all_reduce value is {value}; expected an integer of at most 2**53, which is exact as a float"

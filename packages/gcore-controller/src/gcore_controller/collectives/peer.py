@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from gcore_controller.collectives.base import CallLog, CollectiveCall, Collectives, Whereabouts, copy_error, mismatch
+from gcore_controller.collectives.base import (
+    CallLog,
+    CollectiveCall,
+    Collectives,
+    Whereabouts,
+    copy_error,
+    mismatch,
+)
 from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
@@ -146,7 +153,9 @@ class PeerCollectives(Collectives):
             return
         box.part_of(part.src, part.hop).set_result(part)
 
-    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def _gather(
+        self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+    ) -> T:
         return combine(await self._to_the_end(call, partial(self._disseminate, call, value)))
 
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
@@ -155,7 +164,9 @@ class PeerCollectives(Collectives):
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
         return await self._tickets_of(at, count, counter, limit)
 
-    async def _to_the_end(self, call: CollectiveCall, exchange: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _to_the_end(
+        self, call: CollectiveCall, exchange: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
         """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
         box = self._box(call)
         box.call = call
@@ -222,7 +233,9 @@ class PeerCollectives(Collectives):
             if name == channel and sequence >= since:
                 box.fail(error)
 
-    def _fail_everywhere(self, channel: str, error: ControllerError, *, since: int | None = None) -> None:
+    def _fail_everywhere(
+        self, channel: str, error: ControllerError, *, since: int | None = None
+    ) -> None:
         self._fail(channel, error, since=since)
         self._notify_all(PeerFailed(channel, error, self._failed_since[channel]))
 

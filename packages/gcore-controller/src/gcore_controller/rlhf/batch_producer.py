@@ -52,7 +52,9 @@ class DynamicSampler(Generic[IndexedT]):
     acceptance: float = 1.0
     """Running estimate of the share of prompts that carry a signal."""
 
-    async def collect(self, quota: int, sample_wave: SampleWave[IndexedT]) -> SampledBatch[IndexedT]:
+    async def collect(
+        self, quota: int, sample_wave: SampleWave[IndexedT]
+    ) -> SampledBatch[IndexedT]:
         """Collect the groups of a step; every controller must call it with the same quota."""
         mine = self.surplus
         self.surplus = []
@@ -60,7 +62,9 @@ class DynamicSampler(Generic[IndexedT]):
         num_waves = num_sampled = num_kept = 0
         while len(indices) < quota and num_waves < self.max_waves:
             # What is missing over the acceptance rate, at most a whole quota.
-            wave_sampled = math.ceil(min((quota - len(indices)) / max(self.acceptance, 1e-3), float(quota)))
+            wave_sampled = math.ceil(
+                min((quota - len(indices)) / max(self.acceptance, 1e-3), float(quota))
+            )
             mine += await sample_wave(wave_sampled)
             num_before = len(indices)
             indices = await _gather_all(self.group, [g.prompt_index for g in mine])
@@ -139,7 +143,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     """Called by the first controller with each wave that another one follows; see `StepRounds`."""
 
     def __post_init__(
-        self, first_step: int, state: State | None, report: Callable[[Round], Awaitable[None]] | None
+        self,
+        first_step: int,
+        state: State | None,
+        report: Callable[[Round], Awaitable[None]] | None,
     ) -> None:
         ctx = self.ctx
         modality = self.modality
@@ -213,7 +220,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         metrics = await self._metrics(sampled, num_stale)
         with self.ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
-            groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
+            groups = await exchange(
+                sampled.groups, costs, balance=modality.balance, group=self.ctx.group
+            )
         unfinished = [group.state() for group in self._unfinished]
         state = {
             "loader": self._loader.state(),
@@ -224,7 +233,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             state["tail"] = self._tail.state()
         if self.ctx.rank == 0:
             state |= modality.sampling_state()
-        filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
+        filtered = (
+            [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
+        )
         return TrainingBatch(
             groups=groups,
             num_groups=sampled.num_groups,
@@ -241,44 +252,67 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
         await self._rounds.next_wave(planned.num_new + len(planned.again))
         if config.partial_rollout:
-            groups = [g if self._is_fresh(g.oldest_version) else self.modality.restarted(g) for g in self._unfinished]
+            groups = [
+                g if self._is_fresh(g.oldest_version) else self.modality.restarted(g)
+                for g in self._unfinished
+            ]
             unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
             num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
-            prompts = self._loader.take(max(0, math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished))
+            prompts = self._loader.take(
+                max(0, math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished)
+            )
             quota = math.ceil(count / ctx.world_size)
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
         elif self.modality.takes_prompts(ctx):
-            prompts = sorted(self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1]))
+            prompts = sorted(
+                self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1])
+            )
             await self._shared.open(prompts)
             wave = Wave(step=self._step, take=self._shared.take, max_length=planned.max_length)
             num_prompts = len(prompts)
         else:
-            wave = Wave(step=self._step, prompts=self._prompts(planned), max_length=planned.max_length)
+            wave = Wave(
+                step=self._step, prompts=self._prompts(planned), max_length=planned.max_length
+            )
             num_prompts = len(wave.prompts)
         generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
         # Controllers may have taken prompts from others: the numbers are right over all of them.
-        self._num_dropped += num_prompts - sum(map(len, (generated.groups, generated.unfinished, generated.deferred)))
+        self._num_dropped += num_prompts - sum(
+            map(len, (generated.groups, generated.unfinished, generated.deferred))
+        )
         if self._tail is not None:
             longest = [self.modality.longest(group) for group in generated.groups]
             deferred: list[int] = []
             lengths: list[int] = []
-            for rank_deferred, rank_lengths in await ctx.group.all_gather((generated.deferred, longest)):
+            for rank_deferred, rank_lengths in await ctx.group.all_gather(
+                (generated.deferred, longest)
+            ):
                 deferred.extend(rank_deferred)
                 lengths.extend(rank_lengths)
             self._tail.record_wave(planned, deferred, lengths)
-        return [g for g in generated.groups if g.has_signal] if config.filter_groups else generated.groups
+        return (
+            [g for g in generated.groups if g.has_signal]
+            if config.filter_groups
+            else generated.groups
+        )
 
     def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
         """Return this controller's prompts of a wave."""
         again = planned.again[self.ctx.rank :: self.ctx.world_size]
-        return [*((index, self._loader.row(index)) for index in again), *self._loader.take(planned.num_new)]
+        return [
+            *((index, self._loader.row(index)) for index in again),
+            *self._loader.take(planned.num_new),
+        ]
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""
-        return version is None or 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
+        return (
+            version is None
+            or 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
+        )
 
     def _check_versions(self, groups: list[GroupT]) -> None:
         present = self.ctx.roles.policy.weight_version
@@ -298,7 +332,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         oldest = min((v for v in group_versions if v is not None), default=None)
         counts = (len(groups), self._num_dropped, num_stale, len(self._unfinished))
         part = await self.modality.sampled_part(self.ctx, groups)
-        versions, all_counts, parts = zip(*await self.ctx.group.all_gather((oldest, counts, part)), strict=True)
+        versions, all_counts, parts = zip(
+            *await self.ctx.group.all_gather((oldest, counts, part)), strict=True
+        )
         num_scored, num_dropped, num_stale, num_unfinished = map(sum, zip(*all_counts, strict=True))
         share = sampled.num_kept / max(num_scored + num_dropped, 1)
         metrics = {
@@ -309,7 +345,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             "sampling/epoch": self._loader.epoch,
         }
         if not self.modality.is_always_on_policy:
-            metrics["sampling/oldest_version"] = float(min((v for v in versions if v is not None), default=0))
+            metrics["sampling/oldest_version"] = float(
+                min((v for v in versions if v is not None), default=0)
+            )
             metrics["sampling/dropped_groups"] = float(num_dropped)
             metrics["sampling/unfinished_groups"] = float(num_unfinished)
         if self._tail is not None:

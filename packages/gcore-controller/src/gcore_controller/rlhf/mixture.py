@@ -58,13 +58,17 @@ class Mixture(Joined[RowT]):
     def __init__(self, parts: Sequence[Sequence[RowT]], weights: Sequence[float]) -> None:
         super().__init__(parts)
         if len(weights) != len(self.parts) or min(weights, default=0.0) <= 0:
-            raise ValueError(f"weights are {list(weights)}; expected {len(self.parts)} numbers above 0")
+            raise ValueError(
+                f"weights are {list(weights)}; expected {len(self.parts)} numbers above 0"
+            )
         shares = np.array(weights) / sum(weights) * _CYCLE
         counts = np.floor(shares).astype(int)
         # The largest remainders get what is left.
         counts[np.argsort(counts - shares, kind="stable")[: _CYCLE - counts.sum()]] += 1
         if counts.min() < 1:
-            raise ValueError(f"weights are {list(weights)}; expected each to be at least a thousandth of their sum")
+            raise ValueError(
+                f"weights are {list(weights)}; expected each to be at least a thousandth of their sum"
+            )
         self.counts = tuple(counts.tolist())
 
     def order(self, seed: int) -> "MixedOrder":
@@ -76,7 +80,9 @@ class Mixture(Joined[RowT]):
 class MixedOrder:
     """From a prompt index to a row of a `Mixture`, as a function of the seed and the index alone."""
 
-    def __init__(self, sizes: Sequence[int], firsts: Sequence[int], counts: Sequence[int], *, seed: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], firsts: Sequence[int], counts: Sequence[int], *, seed: int
+    ) -> None:
         self._sizes = sizes
         self._firsts = firsts
         self._counts = counts
@@ -89,7 +95,9 @@ class MixedOrder:
         part = parts[position]
         epoch, entry = divmod(cycle * self._counts[part] + numbers[position], self._sizes[part])
         # Parts of one size would otherwise have one order.
-        return self._firsts[part] + int(permutation(self._sizes[part], self._seed + part * 2**32, epoch)[entry])
+        return self._firsts[part] + int(
+            permutation(self._sizes[part], self._seed + part * 2**32, epoch)[entry]
+        )
 
     def _make_cycle(self, cycle: int) -> tuple[list[int], list[int]]:
         """Return the part of each place of a cycle, and how many places before it have the same part."""

@@ -269,7 +269,9 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         return [range(part, len(costs), num_parts) for part in range(num_parts)]
 
     @abstractmethod
-    async def prepare(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> Prepared[UpdateT]:
+    async def prepare(
+        self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]
+    ) -> Prepared[UpdateT]:
         """Compute what the losses need, such as advantages, and `HAS_SIGNAL`; divide the groups into updates."""
 
     @abstractmethod
@@ -284,13 +286,19 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     async def update_weights(self, ctx: Context[RolesT], step: int) -> None:
         """Give the engines the weights after ``step``."""
 
-    async def synced_metrics(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> dict[str, float]:
+    async def synced_metrics(
+        self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]
+    ) -> dict[str, float]:
         """Return metrics that need the engines with the weights that they have just received."""
         del ctx, step, batch
         return {}
 
     def samples(
-        self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT], prepared: Prepared[UpdateT] | None
+        self,
+        ctx: Context[RolesT],
+        step: int,
+        batch: TrainingBatch[GroupT],
+        prepared: Prepared[UpdateT] | None,
     ) -> Sequence[tuple[int, dict[str, Any]]]:
         """Return samples of this controller to be recorded, as rows of JSON, each with a number.
 

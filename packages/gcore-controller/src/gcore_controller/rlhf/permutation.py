@@ -18,7 +18,10 @@ class FeistelPermutation:
     def __init__(self, num_rows: int, *, seed: int, epoch: int = 0) -> None:
         self._num_rows = num_rows
         self._half = max((num_rows - 1).bit_length() + 1, 2) // 2
-        self._keys = [int(key) for key in np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)]
+        self._keys = [
+            int(key)
+            for key in np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+        ]
 
     def __len__(self) -> int:
         return self._num_rows

@@ -39,7 +39,9 @@ class ShardedSampler(data.Sampler[int]):
     ``i // num_rows``. It belongs to controller ``i mod world_size``.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0
+    ) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; expected at least 1")
         if world_size < 1:
@@ -86,13 +88,19 @@ class PromptLoader(Generic[RowT]):
 
     def _open(self) -> None:
         self._order = ShardedSampler(
-            len(self.rows), seed=self.seed, rank=self.rank, world_size=self.world_size, start=self.cursor
+            len(self.rows),
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            start=self.cursor,
         )
         order = getattr(self.rows, "order", None)
         if order:
             self._order.row = order(self.seed)
         node: Any = SamplerWrapper(self._order)
-        node = ParallelMapper(node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True)
+        node = ParallelMapper(
+            node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True
+        )
         self._iterator: Iterator[RowT] = iter(Loader(node))
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
@@ -106,7 +114,10 @@ class PromptLoader(Generic[RowT]):
         first = _first_index(self.cursor, self.rank, self.world_size)
         self.cursor += count
         with self.timer.stage("data"):
-            return [(index, next(self._iterator)) for index in range(first, self.cursor, self.world_size)]
+            return [
+                (index, next(self._iterator))
+                for index in range(first, self.cursor, self.world_size)
+            ]
 
     def row(self, prompt_index: int) -> RowT:
         """Return the row that a prompt index stands for."""
@@ -135,7 +146,9 @@ class PromptLoader(Generic[RowT]):
                     f"{name} of the saved position is {state[name]}; expected {expected}, as this data set has"
                 )
         if state["cursor"] < 0:
-            raise StateError(f"cursor of the saved position is {state['cursor']}; expected 0 or more")
+            raise StateError(
+                f"cursor of the saved position is {state['cursor']}; expected 0 or more"
+            )
         self.cursor = state["cursor"]
         self._open()
 

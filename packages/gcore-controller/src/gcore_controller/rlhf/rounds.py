@@ -60,7 +60,9 @@ class StepRounds:
             all controllers when this has returned; None: each step is one round.
     """
 
-    def __init__(self, ctx: Context[Any], report: Callable[[Round], Awaitable[None]] | None) -> None:
+    def __init__(
+        self, ctx: Context[Any], report: Callable[[Round], Awaitable[None]] | None
+    ) -> None:
         self._ctx = ctx
         self._report = report
         self._reported: list[Round] = []

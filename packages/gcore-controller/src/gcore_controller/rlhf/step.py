@@ -12,7 +12,15 @@ from typing import Any, Generic
 from gcore_controller.context import Context, Span, StageTimer, on_wall_clock, seconds_by_stage
 from gcore_controller.errors import RewardFailuresError
 from gcore_controller.rlhf.batch_producer import BatchProducer
-from gcore_controller.rlhf.events import Evaluated, Reached, Recorder, RewardsFailed, Stepped, Updating, WaveSampled
+from gcore_controller.rlhf.events import (
+    Evaluated,
+    Reached,
+    Recorder,
+    RewardsFailed,
+    Stepped,
+    Updating,
+    WaveSampled,
+)
 from gcore_controller.rlhf.modality import (
     EvaluationT,
     GroupT,
@@ -61,8 +69,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
         report = self._report_wave if config.reports_waves and config.schedule == "sync" else None
-        producer = BatchProducer(ctx, self.modality, config, first_step=start.first_step, state=state, report=report)
-        self._batches = _ScheduledBatches(producer, ctx.timer, config, config.total_steps - start.first_step)
+        producer = BatchProducer(
+            ctx, self.modality, config, first_step=start.first_step, state=state, report=report
+        )
+        self._batches = _ScheduledBatches(
+            producer, ctx.timer, config, config.total_steps - start.first_step
+        )
 
     async def run(self) -> None:
         """Run from the first step to the last.
@@ -125,7 +137,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
-        failures, _ = self._failures.merge(await self.ctx.group.all_gather(self.modality.drain_failures(self.ctx)))
+        failures, _ = self._failures.merge(
+            await self.ctx.group.all_gather(self.modality.drain_failures(self.ctx))
+        )
         if self.modality.saves_evaluated:
             await self.ctx.roles.learner.onload_weights(self.ctx.timer)
         if self.ctx.rank == 0:
@@ -156,15 +170,23 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         ctx = self.ctx
         spans = ctx.timer.drain()
         now_s = ctx.clock()
-        ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s, ctx.wall_clock)} if batch.spans else {}
+        ahead = (
+            {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s, ctx.wall_clock)}
+            if batch.spans
+            else {}
+        )
         # The share of the step that this process computed, if no other controller computes in it.
         before_s = self._cpu_s
         self._cpu_s = time.process_time()
         part = _Part(
             state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
-            work=DeviceWork.merged([DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]),
-            load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process and step_s > 0 else None,
+            work=DeviceWork.merged(
+                [DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]
+            ),
+            load=(self._cpu_s - before_s) / step_s
+            if ctx.roles.owns_process and step_s > 0
+            else None,
             rewards=self.modality.drain_failures(ctx),
             samples=samples,
         )
@@ -176,26 +198,44 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             work = DeviceWork.merged([*(wave.work for wave in waves), last.work])
             metrics = {
                 **metrics,
-                **{f"timing_s/{stage}": value for stage, value in seconds_by_stage([*spans, *batch.spans]).items()},
+                **{
+                    f"timing_s/{stage}": value
+                    for stage, value in seconds_by_stage([*spans, *batch.spans]).items()
+                },
                 "timing_s/step": step_s,
                 # A coarse clock may not see a short step.
-                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s if step_s > 0 else 0.0,
-                **{f"perf/generated/{stage}": float(number) for stage, number in work.generated.items()},
+                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s
+                if step_s > 0
+                else 0.0,
+                **{
+                    f"perf/generated/{stage}": float(number)
+                    for stage, number in work.generated.items()
+                },
                 **({"placement/lent": float(work.num_lent)} if work.num_lent else {}),
                 **failed,
             }
             loads = [part.load for part in parts if part.load is not None]
             if loads:
-                metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
+                metrics |= {
+                    "controller/load/max": max(loads),
+                    "controller/load/mean": sum(loads) / len(loads),
+                }
             if failures:
                 await self.recorder(RewardsFailed(step=step, failures=failures))
             all_spans = [part.spans for part in parts]
             states = [part.state for part in parts]
-            numbered = sorted(chain.from_iterable(part.samples for part in parts), key=lambda row: row[0])
+            numbered = sorted(
+                chain.from_iterable(part.samples for part in parts), key=lambda row: row[0]
+            )
             samples_to_log = [row for _, row in numbered[: self.config.log_samples]]
             await self.recorder(
                 Stepped(
-                    step=step, metrics=metrics, spans=all_spans, devices=work.spans, last=last, samples=samples_to_log
+                    step=step,
+                    metrics=metrics,
+                    spans=all_spans,
+                    devices=work.spans,
+                    last=last,
+                    samples=samples_to_log,
                 )
             )
             is_last = step == self.config.total_steps
@@ -225,21 +265,31 @@ class _ScheduledBatches(Generic[GroupT]):
     """
 
     def __init__(
-        self, producer: BatchProducer[Any, Any, GroupT], timer: StageTimer, config: RLHFConfig, num_batches: int
+        self,
+        producer: BatchProducer[Any, Any, GroupT],
+        timer: StageTimer,
+        config: RLHFConfig,
+        num_batches: int,
     ) -> None:
         self._producer = producer
         self._timer = timer
         self._schedule = config.schedule
         self._num_left = num_batches
         self._sampled: asyncio.Queue[TrainingBatch[GroupT] | Exception] = asyncio.Queue()
-        self._capacity = asyncio.Semaphore(config.max_staleness if config.schedule == "async" else 1)
+        self._capacity = asyncio.Semaphore(
+            config.max_staleness if config.schedule == "async" else 1
+        )
         self._engine = asyncio.Lock()
         self._has_started = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Sample ahead, inside the block, unless the schedule is sync."""
-        ahead = [asyncio.create_task(self._sample_ahead(self._num_left))] if self._schedule != "sync" else []
+        ahead = (
+            [asyncio.create_task(self._sample_ahead(self._num_left))]
+            if self._schedule != "sync"
+            else []
+        )
         try:
             yield
         finally:
@@ -295,14 +345,20 @@ class _RewardFailures:
             for failure in failures:
                 before = failure_by_kind.get(failure.kind)
                 failure_by_kind[failure.kind] = (
-                    failure if before is None else replace(before, count=before.count + failure.count)
+                    failure
+                    if before is None
+                    else replace(before, count=before.count + failure.count)
                 )
         num_failed = sum(failure.count for failure in failure_by_kind.values())
         self._recent.append((num_calls, num_failed))
         while sum(calls for calls, _ in self._recent) - self._recent[0][0] >= _MIN_CALLS:
             self._recent.popleft()
-        self._last = sorted(failure_by_kind.values(), key=lambda failure: -failure.count) or self._last
-        return list(failure_by_kind.values()), {"reward/failed_fraction": num_failed / num_calls} if num_calls else {}
+        self._last = (
+            sorted(failure_by_kind.values(), key=lambda failure: -failure.count) or self._last
+        )
+        return list(failure_by_kind.values()), {
+            "reward/failed_fraction": num_failed / num_calls
+        } if num_calls else {}
 
     def check(self) -> None:
         """Raise if more than the tolerated fraction of the last calls failed."""

@@ -41,7 +41,12 @@ class TailBatching:
     """
 
     def __init__(
-        self, *, quota: int, over_sample_rate: float, max_length: int = 0, max_waves: int | None = None
+        self,
+        *,
+        quota: int,
+        over_sample_rate: float,
+        max_length: int = 0,
+        max_waves: int | None = None,
     ) -> None:
         self._quota = quota
         self._rate = over_sample_rate
@@ -83,7 +88,9 @@ class TailBatching:
         self._num_deferred += len(deferred)
         if self._length is None:
             if longest:
-                self._length = float(sorted(longest)[math.ceil((1 - self._target) * len(longest)) - 1])
+                self._length = float(
+                    sorted(longest)[math.ceil((1 - self._target) * len(longest)) - 1]
+                )
         elif wave.max_length is not None and not self._is_fixed:
             share = len(deferred) / (len(wave.again) + wave.num_new)
             self._length = max(1.0, self._length * math.exp(_GAIN * (share - self._target)))
@@ -106,7 +113,11 @@ class TailBatching:
 
     def state(self) -> State:
         """Return what a checkpoint holds between two steps; the same on every controller."""
-        return {"length": self._length, "deferred": list(self._deferred), "again": list(self._again)}
+        return {
+            "length": self._length,
+            "deferred": list(self._deferred),
+            "again": list(self._again),
+        }
 
     def load_state(self, state: State) -> None:
         """Restore `state`."""

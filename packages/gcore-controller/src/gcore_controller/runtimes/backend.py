@@ -102,7 +102,9 @@ class Sizes:
     @property
     def num_reserved(self) -> int:
         """Devices of all processes, controllers included."""
-        return self.controllers + self.num_engine_places * self.devices_per_engine + self.num_own_ranks
+        return (
+            self.controllers + self.num_engine_places * self.devices_per_engine + self.num_own_ranks
+        )
 
     @property
     def num_own_ranks(self) -> int:
@@ -111,7 +113,11 @@ class Sizes:
         return max(0, self.ranks - num_shared * self.devices_per_engine)
 
     def __str__(self) -> str:
-        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.num_lent, "lent engine")]
+        parts = [
+            (self.controllers, "controller"),
+            (self.engines, "engine"),
+            (self.num_lent, "lent engine"),
+        ]
         parts.append((self.num_judges, "judge"))
         names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"

@@ -56,7 +56,9 @@ class _Round:
     first_rank: int
     call: CollectiveCall
     values: list[Any]
-    waiting: "dict[int, asyncio.Future[Any]]" = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    waiting: "dict[int, asyncio.Future[Any]]" = field(
+        default_factory=dict[int, "asyncio.Future[Any]"]
+    )
 
 
 class InlineGroup:
@@ -71,7 +73,9 @@ class InlineGroup:
         self._returned: dict[int, dict[str, int]] = {}
         self.logs = [CallLog(rank, self._returned) for rank in range(world_size)]
 
-    async def meet(self, rank: int, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def meet(
+        self, rank: int, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+    ) -> T:
         """Contribute ``value``, and return what ``combine`` makes of all values, by rank.
 
         It is called once, by the last rank to arrive: among thousands of controllers, one sum for each would take long.
@@ -131,7 +135,9 @@ class InlineCollectives(Collectives):
         super().__init__(rank, group.world_size, group.logs[rank])
         self._group = group
 
-    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def _gather(
+        self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]
+    ) -> T:
         return await self._group.meet(self.rank, call, value, combine)
 
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
@@ -165,7 +171,9 @@ async def run_inline(
         ProgramExitedError: a program called `sys.exit` or cancelled itself.
         Exception: the first controller's error; the other controllers are cancelled.
     """
-    return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(timeout_s)
+    return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(
+        timeout_s
+    )
 
 
 @dataclass
@@ -185,18 +193,28 @@ class InlineRun(Generic[RolesT, ResultT]):
     async def run(self, timeout_s: float | None = None) -> list[ResultT]:
         loop = asyncio.get_running_loop()
         self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
-        return await run_until_done(self._run_all(), *([] if timeout_s is None else [self._deadline(timeout_s)]))
+        return await run_until_done(
+            self._run_all(), *([] if timeout_s is None else [self._deadline(timeout_s)])
+        )
 
     async def _run_all(self) -> list[ResultT]:
         running: list[asyncio.Task[ResultT]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 ranks = range(self.world_size)
-                running.extend(tasks.create_task(self._run_one(rank), name=f"controller-{rank}") for rank in ranks)
+                running.extend(
+                    tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
+                    for rank in ranks
+                )
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             for rank, task in enumerate(running):
-                if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is first:
+                if (
+                    len(running) > 1
+                    and task.done()
+                    and not task.cancelled()
+                    and task.exception() is first
+                ):
                     first.add_note(f"raised by controller {rank}")
             raise first from None
         return [task.result() for task in running]
@@ -242,9 +260,13 @@ class InProcessTrainerGroup(Generic[BatchT]):
     def num_replicas(self) -> int:
         return self._worker.replica("actor")[1]
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+    async def score(
+        self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
+    ) -> list[list[Any]]:
         if self._in_thread:
-            return await asyncio.to_thread(self._worker.score, role, micro_batches, with_routing=with_routing)
+            return await asyncio.to_thread(
+                self._worker.score, role, micro_batches, with_routing=with_routing
+            )
         return self._worker.score(role, micro_batches, with_routing=with_routing)
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
@@ -285,7 +307,9 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
     def num_replicas(self) -> int:
         return self.trainer.num_replicas
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+    async def score(
+        self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
+    ) -> list[list[Any]]:
         with self.devices.stage("prepare", *self._ranks):
             return await self.trainer.score(role, micro_batches, with_routing=with_routing)
 
@@ -318,12 +342,16 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
                 await self.turns.take(turn)
             await self.group.barrier()
 
-    async def update_weights(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(
+        self, policy: PolicyEngine, *, version: int, averaged: bool = False
+    ) -> None:
         if self.group.rank == 0:
             # Engines may have started from other weights than the models did, both of version 0.
             version = max(version, policy.weight_version + 1)
             with self.devices.stage("sync", *self._ranks):
-                await policy.update_weights(self.trainer.export_weights(averaged=averaged), version=version)
+                await policy.update_weights(
+                    self.trainer.export_weights(averaged=averaged), version=version
+                )
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
@@ -349,7 +377,9 @@ def share_trainer(
     """
 
     async def run(ctx: Context[Any]) -> None:
-        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks, turns, lending)
+        client = SharedTrainerClient(
+            trainer, ctx.group, ctx.roles.devices, num_ranks, turns, lending
+        )
         await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
 
     return run

@@ -87,14 +87,18 @@ def _count_heartbeats(counter: Any) -> None:
         time.sleep(_HEARTBEAT_EVERY_S)
 
 
-def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection, heartbeats: Any) -> None:
+def _run_rank(
+    rank: int, spec: TrainerSpec, store: Path, connection: Connection, heartbeats: Any
+) -> None:
     """Answer messages until the pipe is closed: with an error, or None, and a value.
 
     The first answer, to no message, holds the rank's replica in each role.
     """
     threading.Thread(target=_count_heartbeats, args=[heartbeats], daemon=True).start()
     spec.enter_process(rank)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole process group; the main process decides
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     # Gloo asks for no password: its ports are for this machine alone, whatever address the host's name stands for.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -164,13 +168,17 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         except KeyboardInterrupt:
             self._end(kill=True)
             raise
-        self._replicas = {role: [replicas[role] for replicas in replicas_by_rank] for role in replicas_by_rank[0]}
+        self._replicas = {
+            role: [replicas[role] for replicas in replicas_by_rank] for role in replicas_by_rank[0]
+        }
 
     @property
     def num_replicas(self) -> int:
         return self._replicas["actor"][0][1]
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+    async def score(
+        self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
+    ) -> list[list[Any]]:
         message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
         parts, answers = await self._compute(message)
         outputs_by_index: dict[int, list[Any]] = {}
@@ -183,7 +191,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return answers[0]
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
-        assert self._open_memory is not None, "open_memory is None; expected a function for local ranks"
+        assert self._open_memory is not None, (
+            "open_memory is None; expected a function for local ranks"
+        )
         return _RankWeights(partial(self._write_weights, averaged), self._open_memory)
 
     def close(self) -> None:
@@ -197,7 +207,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     async def _compute(self, message: Computation) -> tuple[list[list[int]], list[Any]]:
         """Return the indices of each replica's micro-batches, and each replica's answer."""
         replicas = self._replicas[message.role]
-        parts, messages = deal_message(message, [self._cost_of(batch) for batch in message.micro_batches], replicas)
+        parts, messages = deal_message(
+            message, [self._cost_of(batch) for batch in message.micro_batches], replicas
+        )
         async with self._turn:
             asking = asyncio.create_task(asyncio.to_thread(self._ask, messages))
             try:
@@ -206,7 +218,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
                 # The next answers of the ranks are those to this call.
                 await asyncio.wait([asking])
                 raise
-        of_replica = dict(zip((replica for replica, _ in reversed(replicas)), reversed(of_ranks), strict=True))
+        of_replica = dict(
+            zip((replica for replica, _ in reversed(replicas)), reversed(of_ranks), strict=True)
+        )
         return parts, [of_replica[replica] for replica in range(len(parts))]
 
     def _ask_all(self, message: Message) -> Any:
@@ -218,7 +232,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
             raise RankError(self._how_it_ended)
         if self._is_asking:
             # The next answers of the ranks are those to a call that was interrupted.
-            self._how_it_ended = "the training ranks were ended, because a call of them was interrupted"
+            self._how_it_ended = (
+                "the training ranks were ended, because a call of them was interrupted"
+            )
             self._end(kill=True)
             raise RankError(self._how_it_ended)
         self._is_asking = True
@@ -248,7 +264,11 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         last_heartbeats = [0] * len(self._connections)
         num_silent = [0] * len(self._connections)
         while len(answers) < len(self._connections):
-            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in answers]
+            waiting = [
+                connection
+                for rank, connection in enumerate(self._connections)
+                if rank not in answers
+            ]
             ready = wait(waiting, timeout=_POLL_EVERY_S)
             for connection in ready:
                 rank = self._connections.index(connection)
@@ -291,7 +311,11 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         self._end(kill=True)
         for dead, (process, code) in enumerate(zip(self._processes, codes, strict=True)):
             if code is not None:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"ended with exit code {code}"
+                )
                 self._how_it_ended = f"training rank {dead} (process {process.pid}) {how}"
                 raise RankError(self._how_it_ended) from error
         assert error is not None

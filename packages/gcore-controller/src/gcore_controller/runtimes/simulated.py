@@ -43,7 +43,11 @@ class _Clock(selectors.SelectSelector):
 
 
 def run_simulated(
-    program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int = 1, timeout_s: float | None = None
+    program: Program[RolesT, ResultT],
+    *,
+    roles: RolesT,
+    world_size: int = 1,
+    timeout_s: float | None = None,
 ) -> list[ResultT]:
     """Run ``program`` like `run_inline`, in simulated time, which `Context.clock` returns.
 

@@ -68,9 +68,13 @@ def balance(
     """
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
-    most_items = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
+    most_items = _most_per_part(
+        len(amounts), num_parts, equal_count=equal_count, max_count=max_count
+    )
     check_amounts("tolerance", tolerance)
-    sizes, most_weight = _capacity(weights, capacity, len(amounts), counted=equal_count or max_count is not None)
+    sizes, most_weight = _capacity(
+        weights, capacity, len(amounts), counted=equal_count or max_count is not None
+    )
     if not len(amounts):
         return [np.empty(0, dtype=np.intp) for _ in range(num_parts)]
 
@@ -80,7 +84,10 @@ def balance(
     falling = scale_to_one(amounts[order])
     # The heaviest item shares its part with as many others as it must.
     company = len(falling) // num_parts - 1 if equal_count else 0
-    lower_bound = max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
+    lower_bound = max(
+        float(falling.sum()) / num_parts,
+        float(falling[0] + falling[len(falling) - company :].sum()),
+    )
     if sizes is None:
         sizes = np.ones(len(falling))
         most_weight = float(most_items)
@@ -92,7 +99,9 @@ def balance(
     else:
         sizes = sizes[order]
         starts = _starts_within(falling, sizes, num_parts, capacity=most_weight)
-    best = _refine_starts(starts, falling, sizes, num_parts, most_weight, lower_bound=lower_bound, tolerance=tolerance)
+    best = _refine_starts(
+        starts, falling, sizes, num_parts, most_weight, lower_bound=lower_bound, tolerance=tolerance
+    )
     return best.parts(order)
 
 
@@ -109,7 +118,9 @@ def _refine_starts(
     """Refine an assignment from each start, and return the one with the smallest makespan."""
     assignments: list[Assignment] = []
     for start in starts:
-        assignment = Assignment(part_of=start, costs=costs, weights=weights, capacity=capacity, num_parts=num_parts)
+        assignment = Assignment(
+            part_of=start, costs=costs, weights=weights, capacity=capacity, num_parts=num_parts
+        )
         refine(assignment, lower_bound=lower_bound, tolerance=tolerance)
         assignments.append(assignment)
     return min(assignments, key=lambda assignment: assignment.makespan)
@@ -121,10 +132,14 @@ def scale_to_one(costs: Floats) -> Floats:
     return np.ldexp(costs, -exponent)
 
 
-def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_count: int | None) -> int:
+def _most_per_part(
+    num_items: int, num_parts: int, *, equal_count: bool, max_count: int | None
+) -> int:
     if equal_count:
         if max_count is not None:
-            raise refusal("max_count", max_count, "None with equal_count=True, which already fixes the counts")
+            raise refusal(
+                "max_count", max_count, "None with equal_count=True, which already fixes the counts"
+            )
         if num_items % num_parts:
             accepted = f"a multiple of num_parts ({num_parts}) with equal_count=True"
             raise PlacementError(f"costs has {num_items} values; expected {accepted}")
@@ -134,7 +149,9 @@ def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_cou
     check_positive("max_count", max_count)
     if num_parts * max_count < num_items:
         least = -(-num_items // num_parts)
-        raise refusal("max_count", max_count, f"at least {least} for {num_items} costs in {num_parts} parts")
+        raise refusal(
+            "max_count", max_count, f"at least {least} for {num_items} costs in {num_parts} parts"
+        )
     return max_count
 
 
@@ -151,13 +168,17 @@ def _capacity(
     check_above_0("capacity", capacity)
     sizes = check_amount_list("weights", weights)
     if len(sizes) != num_items:
-        raise PlacementError(f"weights has {len(sizes)} values; expected one per cost ({num_items})")
+        raise PlacementError(
+            f"weights has {len(sizes)} values; expected one per cost ({num_items})"
+        )
     if num_items and sizes.max() > capacity:
         raise refusal("capacity", capacity, f"at least {float(sizes.max())}, the largest weight")
     return sizes, capacity
 
 
-def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> list[Ints]:
+def _starts_within(
+    costs: Floats, weights: Floats, num_parts: int, *, capacity: float
+) -> list[Ints]:
     """Return starts that keep the capacity: by cost alone if possible; otherwise by cost, and by weight."""
     start = longest_first(costs, num_parts, max_count=len(costs))
     if sum_per_part(start, weights, num_parts).max() <= capacity:
@@ -203,7 +224,9 @@ def micro_batches(
     check_positive("num_multiple", num_multiple)
     work = tokens if costs is None else check_amount_list("costs", costs)
     if len(work) != len(tokens):
-        raise PlacementError(f"costs has {len(work)} values; expected one per sequence ({len(tokens)})")
+        raise PlacementError(
+            f"costs has {len(work)} values; expected one per sequence ({len(tokens)})"
+        )
     if not len(tokens):
         return []
     if tokens.max() > max_tokens:
@@ -225,7 +248,9 @@ def micro_batches(
     starts = [fill_empty(start, num_parts) for start in starts]
     scaled = scale_to_one(work)
     lower_bound = max(float(scaled.sum()) / num_parts, float(scaled.max()))
-    return _refine_starts(starts, scaled, tokens, num_parts, max_tokens, lower_bound=lower_bound).parts(order)
+    return _refine_starts(
+        starts, scaled, tokens, num_parts, max_tokens, lower_bound=lower_bound
+    ).parts(order)
 
 
 def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints, int]:
@@ -253,7 +278,9 @@ _SINGLE_ROUNDS = 512
 """Rounds that assign one item to each part; later rounds assign bundles of light items."""
 
 
-def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: bool = False) -> Ints:
+def longest_first(
+    costs: Floats, num_parts: int, *, max_count: int, is_folded: bool = False
+) -> Ints:
     """Return the part of each item: by falling cost [num_items], each to the lightest part with fewer than `max_count`.
 
     Graham's LPT rule (SIAM J. Appl. Math. 17, 1969), for many items at a time: parts that are within an item of the
@@ -299,7 +326,9 @@ def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: b
     return part_of
 
 
-def longest_first_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints | None:
+def longest_first_within(
+    costs: Floats, weights: Floats, num_parts: int, *, capacity: float
+) -> Ints | None:
     """Run `longest_first` with a bound on each part's summed weights; None if no part has capacity for an item."""
     part_of = np.empty(len(costs), dtype=np.intp)
     loads = np.zeros(num_parts)

@@ -68,7 +68,9 @@ class Assignment:
         rank = np.arange(len(order)) - np.repeat(starts, counts)
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
         items = np.sort(order[rank % stride == first % stride])
-        sampled = replace(self, costs=self.costs[items], weights=self.weights[items], part_of=self.part_of[items])
+        sampled = replace(
+            self, costs=self.costs[items], weights=self.weights[items], part_of=self.part_of[items]
+        )
         sampled.loads = self.loads
         sampled.filled = self.filled
         return sampled, items
@@ -80,14 +82,21 @@ class Assignment:
         weight_shift = _shift(self.weights, heavy_items, light_items)
         swapped = light_items != NOTHING
         self.part_of[heavy_items] = light[:, None]
-        self.part_of[light_items[swapped]] = np.broadcast_to(heavy[:, None], light_items.shape)[swapped]
+        self.part_of[light_items[swapped]] = np.broadcast_to(heavy[:, None], light_items.shape)[
+            swapped
+        ]
         self.loads[heavy] -= shift
         self.loads[light] += shift
         self.filled[heavy] -= weight_shift
         self.filled[light] += weight_shift
 
     def miss(
-        self, heavy: Ints, light: Ints, heavy_items: Ints, light_items: Ints, possible: NDArray[np.bool_]
+        self,
+        heavy: Ints,
+        light: Ints,
+        heavy_items: Ints,
+        light_items: Ints,
+        possible: NDArray[np.bool_],
     ) -> Floats:
         """Return the distance of the load that exchanges shift from half the gap; infinite if they do not help.
 
@@ -109,7 +118,9 @@ may be NOTHING. The load that is shifted is above 0, and below the gap."""
 
 def _shift(amounts: Floats, heavy_items: Ints, light_items: Ints) -> Floats:
     """Return the amount that exchanges take from the heavy part to the light one: [...]."""
-    return amounts[heavy_items].sum(axis=-1) - np.where(light_items == NOTHING, 0.0, amounts[light_items]).sum(axis=-1)
+    return amounts[heavy_items].sum(axis=-1) - np.where(
+        light_items == NOTHING, 0.0, amounts[light_items]
+    ).sum(axis=-1)
 
 
 class ExchangeSearch:
@@ -143,7 +154,9 @@ class ExchangeSearch:
         heavy_items = self._order[starts[heavy] + np.arange(len(pair)) - first_query[pair]]
 
         half_gap = (state.loads[heavy] - state.loads[light]) / 2
-        above = np.searchsorted(keys, 2 * light + np.maximum(state.costs[heavy_items] - half_gap, 0.0))
+        above = np.searchsorted(
+            keys, 2 * light + np.maximum(state.costs[heavy_items] - half_gap, 0.0)
+        )
         # Rounding in `loads` must not let a part give away its only item.
         light_items = np.full(len(pair), NOTHING)
         miss = state.miss(heavy, light, heavy_items[:, None], light_items[:, None], sizes[pair] > 1)
@@ -156,7 +169,11 @@ class ExchangeSearch:
             miss[better] = partner_miss[better]
 
         # The first of each pair's best queries.
-        best = np.flatnonzero(miss == np.minimum.reduceat(miss, first_query)[pair]) if len(pair) else pair
+        best = (
+            np.flatnonzero(miss == np.minimum.reduceat(miss, first_query)[pair])
+            if len(pair)
+            else pair
+        )
         best = best[np.searchsorted(best, first_query)]
         best = best[np.isfinite(miss[best])]
         return heavy[best], light[best], heavy_items[best, None], light_items[best, None]
@@ -178,7 +195,9 @@ GOLDEN = 0.6180339887498949
 """Golden ratio: the fractional parts of its multiples are spread evenly over [0, 1]."""
 
 
-def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: float, number: int) -> None:
+def swap_pairs(
+    assignment: Assignment, heavy: Ints, light: Ints, *, target: float, number: int
+) -> None:
     """Make the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.
 
     As in `ExchangeSearch`, for the sums of two items. Only so many items of a part are tried, evenly spaced by cost,
@@ -199,11 +218,15 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
 
     def sums_of(parts: Ints) -> tuple[Ints, Floats]:
         """Return the items of each sum, [num_pairs, num_sums, 2], and the sums; 4, above any sum, without items."""
-        rank = ((np.arange(size) + phase) * np.maximum(counts[parts] / size, 1)[:, None]).astype(np.intp)
+        rank = ((np.arange(size) + phase) * np.maximum(counts[parts] / size, 1)[:, None]).astype(
+            np.intp
+        )
         exists = rank < counts[parts][:, None]
         items = order[np.where(exists, starts[parts][:, None] + rank, 0)]
         pairs = np.stack([items[:, one], items[:, two]], axis=-1)
-        return pairs, np.where(exists[:, one] & exists[:, two], assignment.costs[pairs].sum(axis=-1), 4.0)
+        return pairs, np.where(
+            exists[:, one] & exists[:, two], assignment.costs[pairs].sum(axis=-1), 4.0
+        )
 
     heavy_items, heavy_sums = sums_of(heavy)
     light_items, light_sums = sums_of(light)
@@ -212,7 +235,9 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
     pair = row[:, None]
     half_gap = (assignment.loads[heavy] - assignment.loads[light])[:, None] / 2
     keys = (8 * pair + light_sums[pair, by_sum]).ravel()
-    above = np.searchsorted(keys, (8 * pair + np.maximum(heavy_sums - half_gap, 0.0)).ravel()).reshape(heavy_sums.shape)
+    above = np.searchsorted(
+        keys, (8 * pair + np.maximum(heavy_sums - half_gap, 0.0)).ravel()
+    ).reshape(heavy_sums.shape)
     above -= pair * len(one)
 
     best_miss = np.full(len(heavy), np.inf)
@@ -222,12 +247,16 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
         inside = (position >= 0) & (position < len(one))
         partner = by_sum[pair, np.where(inside, position, 0)]
         exists = inside & (heavy_sums < 4) & (light_sums[pair, partner] < 4)
-        miss = assignment.miss(heavy[:, None], light[:, None], heavy_items, light_items[pair, partner], exists)
+        miss = assignment.miss(
+            heavy[:, None], light[:, None], heavy_items, light_items[pair, partner], exists
+        )
         first = miss.argmin(axis=1)
         better = miss[row, first] < best_miss
         best_miss = np.where(better, miss[row, first], best_miss)
         best_heavy_items = np.where(better[:, None], heavy_items[row, first], best_heavy_items)
-        best_light_items = np.where(better[:, None], light_items[row, partner[row, first]], best_light_items)
+        best_light_items = np.where(
+            better[:, None], light_items[row, partner[row, first]], best_light_items
+        )
 
     helps = np.isfinite(best_miss)
     assignment.apply((heavy[helps], light[helps], best_heavy_items[helps], best_light_items[helps]))
@@ -265,7 +294,11 @@ def refine(assignment: Assignment, *, lower_bound: float, tolerance: float = 0.0
         _refine(sampled, lower_bound=lower_bound, target=target)
         assignment.part_of[items] = sampled.part_of
         if number == 0:
-            _refine(assignment, lower_bound=lower_bound, target=max(target, lower_bound * (1 + CLOSE_FOR_FEW)))
+            _refine(
+                assignment,
+                lower_bound=lower_bound,
+                target=max(target, lower_bound * (1 + CLOSE_FOR_FEW)),
+            )
         if assignment.makespan <= target:
             return
 
@@ -289,9 +322,17 @@ def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> Non
         if assignment.makespan < makespan:
             continue
         ranked = np.argsort(assignment.loads, kind="stable")
-        heavy, light, heavy_items, light_items = search.best(np.repeat(ranked[-1:], len(ranked) - 1), ranked[:-1])
+        heavy, light, heavy_items, light_items = search.best(
+            np.repeat(ranked[-1:], len(ranked) - 1), ranked[:-1]
+        )
         if not len(heavy):
             return
         shift = _shift(assignment.costs, heavy_items, light_items)
-        row = [int(np.maximum(assignment.loads[heavy] - shift, assignment.loads[light] + shift).argmin())]
+        row = [
+            int(
+                np.maximum(
+                    assignment.loads[heavy] - shift, assignment.loads[light] + shift
+                ).argmin()
+            )
+        ]
         assignment.apply((heavy[row], light[row], heavy_items[row], light_items[row]))

@@ -21,7 +21,14 @@ from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
 from gcore_placement.quantities import Lengths, check_positive
 from gcore_placement.simulation.continuous_batching import EngineRun
-from gcore_placement.simulation.scenarios import FAMILY, JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.scenarios import (
+    FAMILY,
+    JOBS,
+    PUBLISHED,
+    SCALES,
+    SCENARIOS,
+    scenario,
+)
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
 from gcore_placement.simulation.waves import run_waves
 from gcore_placement.strategies import PLANNED
@@ -41,10 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Placement of RLHF work.",
         epilog="gcore-placement COMMAND --help shows its options. Exit codes: 0 fine, 2 an error, 130 interrupted.",
     )
-    parser.add_argument("--version", action="version", version=f"gcore-placement {version('gcore-placement')}")
+    parser.add_argument(
+        "--version", action="version", version=f"gcore-placement {version('gcore-placement')}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (run, add_options, text, description, example) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=description, epilog=f"example: {example}")
+        command = commands.add_parser(
+            name, help=text, description=description, epilog=f"example: {example}"
+        )
         add_options(command)
         command.set_defaults(run=run)
     if sys.stdout is None:  # closed by the caller
@@ -71,14 +82,27 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     def add_numbers(number_type: type, *options: tuple[str, float, str]) -> None:
         metavar = "N" if number_type is int else "X"
         for name, default, text in options:
-            parser.add_argument(name, type=number_type, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+            parser.add_argument(
+                name,
+                type=number_type,
+                default=default,
+                metavar=metavar,
+                help=f"{text} (%(default)s)",
+            )
 
     parser.add_argument(
-        "--model", required=True, metavar="PATH", help="the policy: a Hugging Face folder or config.json"
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="the policy: a Hugging Face folder or config.json",
     )
-    parser.add_argument("--judge", metavar="PATH", help="a generative reward model, if there is one")
+    parser.add_argument(
+        "--judge", metavar="PATH", help="a generative reward model, if there is one"
+    )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
-    parser.add_argument("--device", choices=DEVICES, default="H100", help="what they are (%(default)s)")
+    parser.add_argument(
+        "--device", choices=DEVICES, default="H100", help="what they are (%(default)s)"
+    )
     add_numbers(
         int,
         ("--gpus-per-node", 8, "devices of a node"),
@@ -104,9 +128,15 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
             (f"--{role}-sigma", sigma, "standard deviation of their logarithm"),
             (f"--max-{role}-length", longest, "longest"),
         )
-    parser.add_argument("--reference", action="store_true", help="a reference model scores responses (KL)")
-    parser.add_argument("--critic", action="store_true", help="a value model of the policy's shape is trained too")
-    parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
+    parser.add_argument(
+        "--reference", action="store_true", help="a reference model scores responses (KL)"
+    )
+    parser.add_argument(
+        "--critic", action="store_true", help="a value model of the policy's shape is trained too"
+    )
+    parser.add_argument(
+        "--old-log-probs", action="store_true", help="the trainer scores responses before it trains"
+    )
     text = "train LoRA adapters of this rank; 0: all parameters (default: adapters where nothing else fits)"
     parser.add_argument("--lora-rank", type=int, metavar="N", help=text)
     parser.add_argument("--strategy", choices=PLANNED, help="use this one instead of the fastest")
@@ -129,7 +159,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         host_memory_bytes=arguments.host_gb_per_gpu * 1e9,
     )
     if arguments.toml and arguments.all_layouts:
-        raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
+        raise refusal(
+            "--all-layouts",
+            True,
+            "none with --toml, whose settings are of layouts that gcore-llm runs",
+        )
     job = _read_job(arguments)
     correction = None
     if arguments.correction:
@@ -161,7 +195,9 @@ def _read_job(arguments: argparse.Namespace) -> Job:
     def lengths(role: str) -> Lengths:
         values = vars(arguments)
         return Lengths.log_normal(
-            median=values[f"{role}_median"], sigma=values[f"{role}_sigma"], longest=values[f"max_{role}_length"]
+            median=values[f"{role}_median"],
+            sigma=values[f"{role}_sigma"],
+            longest=values[f"max_{role}_length"],
         )
 
     return Job(
@@ -184,22 +220,38 @@ def _read_model(path: str) -> ModelShape:
     """Read the shape of the model in a Hugging Face folder or `config.json`."""
     accepted = "a Hugging Face folder or its config.json"
     content = "a Hugging Face config.json"
-    return ModelShape.from_config(read_json("model", path, "config.json", accepted=accepted, content=content))
+    return ModelShape.from_config(
+        read_json("model", path, "config.json", accepted=accepted, content=content)
+    )
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
     names = SCENARIOS | FAMILY | PUBLISHED
-    parser.add_argument("--scenario", choices=names, default="growing", help="recipe of the trace (%(default)s)")
+    parser.add_argument(
+        "--scenario", choices=names, default="growing", help="recipe of the trace (%(default)s)"
+    )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written")
-    instead.add_argument("--from-run", type=Path, metavar="RUN", help="use the steps of a run of gcore-llm")
+    instead.add_argument(
+        "--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written"
+    )
+    instead.add_argument(
+        "--from-run", type=Path, metavar="RUN", help="use the steps of a run of gcore-llm"
+    )
     text = "median of the run's judgements, which it does not record (%(default)g)"
     parser.add_argument("--judge-length", type=float, default=800.0, metavar="TOKENS", help=text)
-    parser.add_argument("--job", choices=JOBS, default="32B", help="models and their costs (%(default)s)")
-    parser.add_argument("--devices", type=int, choices=SCALES, default=64, help="of the cluster (%(default)s)")
+    parser.add_argument(
+        "--job", choices=JOBS, default="32B", help="models and their costs (%(default)s)"
+    )
+    parser.add_argument(
+        "--devices", type=int, choices=SCALES, default=64, help="of the cluster (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="of the trace")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the trace (%(default)s)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines and idle bars")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the trace (%(default)s)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with timelines and idle bars"
+    )
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace, as .npz")
 
 
@@ -228,7 +280,9 @@ def _simulate(arguments: argparse.Namespace) -> None:
     if arguments.save_trace is not None:
         simulator.trace.save(arguments.save_trace)
     if arguments.html is not None:
-        arguments.html.write_text(page([comparison], timelines=_simulate_timelines(simulator, comparison)))
+        arguments.html.write_text(
+            page([comparison], timelines=_simulate_timelines(simulator, comparison))
+        )
         print(f"page: {arguments.html}")
 
 
@@ -247,23 +301,41 @@ def _load_trace(arguments: argparse.Namespace) -> Trace | None:
         raise PlacementError(
             f"--from-run is {str(folder)!r}; expected a gcore-llm run, with config.toml and metrics.jsonl ({error!r})"
         ) from error
-    return run_trace(folder, n=n, judge_median=arguments.judge_length, max_judge_length=longest, seed=arguments.seed)
+    return run_trace(
+        folder,
+        n=n,
+        judge_median=arguments.judge_length,
+        max_judge_length=longest,
+        seed=arguments.seed,
+    )
 
 
-def _simulate_timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
+def _simulate_timelines(
+    simulator: Simulator, comparison: Comparison
+) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
     dynamic = comparison["dynamic"].steps[step].partitions[0]
     return [
-        (f"colocated, step {step}", run_waves(simulator.costs, [wave], simulator.space.num_devices)),
+        (
+            f"colocated, step {step}",
+            run_waves(simulator.costs, [wave], simulator.space.num_devices),
+        ),
         (f"dynamic, step {step}", run_waves(simulator.costs, [wave], dynamic)),
     ]
 
 
 def _ledger_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN", help="a run's folder, or the spans.jsonl in it")
-    parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="only these, both included (default: all)")
+    parser.add_argument(
+        "run_folder", metavar="RUN", help="a run's folder, or the spans.jsonl in it"
+    )
+    parser.add_argument(
+        "--steps",
+        default=":",
+        metavar="FIRST:LAST",
+        help="only these, both included (default: all)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -278,7 +350,9 @@ def _ledger(arguments: argparse.Namespace) -> None:
     print_ledger(ledger, steps)
 
 
-_Command = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None], str, str, str]
+_Command = tuple[
+    Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None], str, str, str
+]
 COMMANDS: dict[str, _Command] = {
     "plan": (
         _plan,

@@ -33,11 +33,18 @@ svg text { font: 12px system-ui, sans-serif; fill: #333; }
 """
 _WIDTH = 1000
 _LABEL = 110
-_LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "clairvoyant": "#3fa06b"}
+_LINES = {
+    "colocated": "#888888",
+    "split": "#2f6fb0",
+    "dynamic": "#d9664a",
+    "clairvoyant": "#3fa06b",
+}
 
 
 def page(
-    comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, tuple[EngineRun, EngineRun]]] = ()
+    comparisons: Sequence[Comparison],
+    *,
+    timelines: Sequence[tuple[str, tuple[EngineRun, EngineRun]]] = (),
 ) -> str:
     """Return the page: for each comparison a table, bars of device-seconds and lines over the steps.
 
@@ -55,7 +62,14 @@ def page(
 
 def _render_comparison(comparison: Comparison) -> str:
     runs = comparison.runs
-    columns = ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves", "waves with loans")
+    columns = (
+        "strategy",
+        "seconds a step",
+        "against dynamic",
+        "idle, of device-seconds",
+        "moves",
+        "waves with loans",
+    )
     head = "".join(f"<th>{name}</th>" for name in columns)
     rows = "".join(
         f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
@@ -64,7 +78,8 @@ def _render_comparison(comparison: Comparison) -> str:
         for run in runs
     )
     key = "".join(
-        f'<span><i style="background:{COLOURS[name]}"></i> {name.replace("_", " ")}</span>' for name in WORK + IDLE
+        f'<span><i style="background:{COLOURS[name]}"></i> {name.replace("_", " ")}</span>'
+        for name in WORK + IDLE
     )
     step_lines: list[tuple[str, Floats]] = []
     for run in runs:
@@ -119,8 +134,12 @@ def _draw_lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | 
         x = margin + np.arange(len(values)) * (_WIDTH - margin) / max(1, len(values) - 1)
         y = height - values / highest * (height - 10)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-        shapes.append(f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>')
-        shapes.append(f'<text x="{margin + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
+        shapes.append(
+            f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>'
+        )
+        shapes.append(
+            f'<text x="{margin + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>'
+        )
     shapes.append(f'<text x="{margin}" y="{height + 18}">step 0</text>')
     shapes.append(_draw_end_label(height + 18, f"step {len(lines[0][1]) - 1}"))
     return _render_svg(shapes, height + 46)
@@ -137,10 +156,14 @@ def _draw_timeline(runs: tuple[EngineRun, EngineRun]) -> str:
         base = 70 + 75 * row
         highest = max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)
-        points = " ".join(f"{a:.1f},{base - 60 * b / highest:.1f}" for a, b in zip(x, busy, strict=True))
+        points = " ".join(
+            f"{a:.1f},{base - 60 * b / highest:.1f}" for a, b in zip(x, busy, strict=True)
+        )
         shapes.append(f'<text x="0" y="{base - 36}">{name}</text>')
         shapes.append(f'<text x="0" y="{base - 20}">{highest:,} replicas</text>')
-        shapes.append(f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>')
+        shapes.append(
+            f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>'
+        )
     shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_draw_end_label(162, f"{end:,.0f} s")}')
     return _render_svg(shapes, 168)
 

@@ -32,7 +32,9 @@ def _build_settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
     policy = plan.policy
     training = plan.training
     nodes = math.ceil(plan.num_devices / plan.cluster.devices_per_node)
-    actor: dict[str, str | int | float | bool | Settings] = {"ppo_max_token_len": training.ppo_max_token_len}
+    actor: dict[str, str | int | float | bool | Settings] = {
+        "ppo_max_token_len": training.ppo_max_token_len
+    }
     if job.ppo_mini_batch_size:
         actor["ppo_mini_batch_size"] = int(job.ppo_mini_batch_size)
     actor["enable_gradient_checkpointing"] = training.gradient_checkpointing

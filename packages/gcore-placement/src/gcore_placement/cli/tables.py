@@ -28,8 +28,12 @@ def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
     console = _open_console()
     roles = (*ledger.device_ns, None)
     device_s = sum(ledger.total_ns.values()) / 1e9
-    span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
-    console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle\n", soft_wrap=True)
+    span = (
+        f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
+    )
+    console.print(
+        f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle\n", soft_wrap=True
+    )
     names = [*ledger.device_ns, "all", "seconds"]
     rows: list[list[str]] = []
     for column in COLUMNS:
@@ -58,8 +62,9 @@ def print_plan(plan: Plan) -> None:
     if plan.whole_training_bytes > plan.usable_bytes:
         least = gigabytes(plan.whole_training_bytes)
         peak = gigabytes(sum(plan.memory["training"].values()))
+        millions = plan.trained_parameters / 1e6
         instead = (
-            f"LoRA of rank {plan.lora_rank} trains {plan.trained_parameters / 1e6:,.1f} million parameters in {peak}"
+            f"LoRA of rank {plan.lora_rank} trains {millions:,.1f} million parameters in {peak}"
         )
         if plan.optimizer_offload:
             instead = f"with the optimizer's state in the host's memory it takes {peak}"
@@ -70,7 +75,9 @@ def print_plan(plan: Plan) -> None:
     if plan.judge is not None:
         roles.append(("judge", str(plan.judge.num_devices), _describe_engines(plan.judge)))
     roles.append(("training", str(plan.num_devices), f"{plan.training}; state {state}"))
-    stages = [(name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()]
+    stages = [
+        (name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()
+    ]
     memory: list[tuple[str, str, str]] = []
     for phase, parts in plan.memory.items():
         sizes = [f"{name} {gigabytes(size)}" for name, size in parts.items() if size]
@@ -81,9 +88,16 @@ def print_plan(plan: Plan) -> None:
     ]
     if plan.correction is not None:
         factors = [(stage, f"{factor:.2f}") for stage, factor in plan.correction.items()]
-        tables.append(_build_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
+        tables.append(
+            _build_table(
+                ("laws of", "measured / predicted"), factors, right=("measured / predicted",)
+            )
+        )
     tables.append(_build_table(("memory of a device", "peak", "of which"), memory, right=("peak",)))
-    rows = [(alternative.choice, alternative.option, alternative.reason) for alternative in plan.alternatives]
+    rows = [
+        (alternative.choice, alternative.option, alternative.reason)
+        for alternative in plan.alternatives
+    ]
     tables.append(_build_table(("in the place of", "one could take", "which"), rows))
     for table in tables:
         console.print()
@@ -119,16 +133,25 @@ def counting(what: str) -> Generator[Callable[[int], None]]:
     """Show a counter on the terminal during the block; print nothing elsewhere."""
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.completed:,.0f} {task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as progress:
         task = progress.add_task(what, total=None)
         yield lambda number: progress.advance(task, number)
 
 
 def _open_console() -> Console:
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, emoji=False)
+    return Console(
+        file=sys.stdout,
+        width=None if sys.stdout.isatty() else _FILE_WIDTH,
+        highlight=False,
+        emoji=False,
+    )
 
 
-def _build_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+def _build_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")

@@ -42,7 +42,9 @@ class DynamicPartition:
     Pure, deterministic, and symmetric in the roles. Raises PlacementError where `start` is not in `space`.
     """
 
-    def __init__(self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None) -> None:
+    def __init__(
+        self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None
+    ) -> None:
         self.space = space
         self.config = config or DynamicPartitionConfig()
         self._index = self._followed = space.index(start)
@@ -59,7 +61,9 @@ class DynamicPartition:
         """The present corrections of the law of seconds, of each role."""
         return tuple(self._history.corrections.tolist())
 
-    def observe(self, *loads: RoleLoad, size: float = 1.0, is_within_step: bool = False) -> Partition:
+    def observe(
+        self, *loads: RoleLoad, size: float = 1.0, is_within_step: bool = False
+    ) -> Partition:
         """Observe a round on the present partition; return the partition of the next.
 
         Args:
@@ -73,13 +77,17 @@ class DynamicPartition:
             if not isinstance(load, RoleLoad):  # pyright: ignore[reportUnnecessaryIsInstance]  # of an untyped caller
                 raise refusal(f"loads[{index}]", load, "a RoleLoad")
         if len(loads) != num_roles:
-            raise refusal("number of loads", len(loads), f"{num_roles}, one for each role of the space")
+            raise refusal(
+                "number of loads", len(loads), f"{num_roles}, one for each role of the space"
+            )
         self._history.add(loads, self.partition.devices, size)
         before = self._followed
         move_s = self.config.move_within_s if is_within_step else self.config.move_s
         latest = self._history.latest_load(size)
         # Where the slowest role is as fast, others count.
-        seconds = self._mean_seconds(latest, self._history.error()) + _OTHERS * self._sum_of_roles(latest[0])
+        seconds = self._mean_seconds(latest, self._history.error()) + _OTHERS * self._sum_of_roles(
+            latest[0]
+        )
         self._follow(move_s, is_within_step=is_within_step)
         self._index = self._safeguard.choose(
             seconds,
@@ -96,7 +104,9 @@ class DynamicPartition:
             raise refusal("observed rounds", 0, "at least 1")
         return self._seconds(self._history.settled_load())
 
-    def best(self, work_device_s: Sequence[float], floor_s: Sequence[float] | float = 0.0) -> Partition:
+    def best(
+        self, work_device_s: Sequence[float], floor_s: Sequence[float] | float = 0.0
+    ) -> Partition:
         """Return the partition in which all roles finish this work first; the nearest of equal ones."""
         seconds = stage_seconds(work_device_s, floor_s, self.space.role_devices)
         return self.space.partitions[self._nearest_best(seconds, self._index, work_device_s)]
@@ -117,7 +127,9 @@ class DynamicPartition:
         self._safeguard.load_state(state["safeguard"])
         self._index = index
         self._followed = followed
-        self._history.rows = [[list(map(float, entry)) for entry in row] for row in state["history"]]
+        self._history.rows = [
+            [list(map(float, entry)) for entry in row] for row in state["history"]
+        ]
 
     def _seconds(self, load: Load) -> Floats:
         """Return mean seconds over the noise and the error of the law: [num_partitions]."""
@@ -126,7 +138,9 @@ class DynamicPartition:
     def _mean_seconds(self, load: Load, deviation: float | Floats) -> Floats:
         """Return mean seconds, where the logarithms of work deviate by so much, for each role: [num_partitions]."""
         work, floor = load
-        nodes_RK = (work * np.exp(np.multiply.outer(NORMAL_NODES, np.broadcast_to(deviation, work.shape)))).T
+        nodes_RK = (
+            work * np.exp(np.multiply.outer(NORMAL_NODES, np.broadcast_to(deviation, work.shape)))
+        ).T
         seconds_PRK = floor[:, None] + nodes_RK / self.space.role_devices[:, :, None]
         return expected_max(seconds_PRK, NORMAL_WEIGHTS)
 
@@ -192,4 +206,6 @@ def _partition(state: Mapping[str, Any]) -> Partition:
     """Return a partition of a `state()`; JSON has turned its tuples into lists."""
     replicas = tuple(state["replicas"])
     devices = tuple(state["devices"])
-    return Partition(replicas=replicas, devices=devices, unassigned_devices=state["unassigned_devices"])
+    return Partition(
+        replicas=replicas, devices=devices, unassigned_devices=state["unassigned_devices"]
+    )

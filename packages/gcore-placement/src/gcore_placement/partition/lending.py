@@ -26,7 +26,9 @@ class _Queue:
         elif finished > self.finished_before and now_s > self.since_s:
             self.device_rate = (finished - self.finished_before) / (now_s - self.since_s) / serving
 
-    def rest_s(self, now_s: float, waiting: int, finished: int, serving: int, arriving: int) -> float:
+    def rest_s(
+        self, now_s: float, waiting: int, finished: int, serving: int, arriving: int
+    ) -> float:
         """Return the seconds until the queue is empty, with the serving devices and those on their way."""
         assert self.since_s is not None
         rate = self.device_rate * serving
@@ -112,7 +114,9 @@ class LendingRule:
             least_s = self.lending_s if self._is_measured else self.lending_s / 4
             loans: list[tuple[float, Loan]] = []
             for role in takers:
-                rest_s = self._queues[role].rest_s(now_s, waiting[role], finished[role], serving[role], arriving[role])
+                rest_s = self._queues[role].rest_s(
+                    now_s, waiting[role], finished[role], serving[role], arriving[role]
+                )
                 count = min(num_paid, waiting[role])
                 saved_s = (rest_s - least_s) * count / (serving[role] + arriving[role] + count)
                 loans.append((saved_s, Loan(giver, role, count)))

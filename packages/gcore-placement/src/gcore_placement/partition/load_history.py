@@ -56,7 +56,9 @@ class LoadHistory:
         corrections = self.corrections
         if self._config.is_corrected:
             rows = zip(loads, devices, corrections.tolist(), strict=True)
-            corrections = np.array([load.correction(num_devices, last) for load, num_devices, last in rows])
+            corrections = np.array(
+                [load.correction(num_devices, last) for load, num_devices, last in rows]
+            )
         corrections = np.clip(corrections, 1 / _MAX_CORRECTION, _MAX_CORRECTION)
         work_s = np.array([load.work_device_s for load in loads])
         floors = [load.floor_s for load in loads]
@@ -82,12 +84,16 @@ class LoadHistory:
     def settled_load(self) -> Load:
         """Return the predicted load of a next round of usual size, by medians of the last rounds and their trend."""
         work = self._medians(_WORK, growth=self.trend())
-        return work * self.corrections * self._usual_size(), self._medians(_FLOOR) * self.corrections
+        return work * self.corrections * self._usual_size(), self._medians(
+            _FLOOR
+        ) * self.corrections
 
     def latest_load(self, size: float | None = None) -> Load:
         """Return the last round's load, scaled to a size; None: the usual one."""
         last = self._array()[-1]
-        return last[_WORK] * self.corrections * (size or self._usual_size()), last[_FLOOR] * self.corrections
+        return last[_WORK] * self.corrections * (size or self._usual_size()), last[
+            _FLOOR
+        ] * self.corrections
 
     def trend(self) -> Floats:
         """Return the growth of the logarithm of each role's work in a round of usual size; 0 if it is not evident.
@@ -141,7 +147,9 @@ class LoadHistory:
             return float("inf")
         noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / self._sizes()[-1]))
         off = np.abs(np.log(last / settled))
-        return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
+        return float(
+            np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max()
+        )
 
     def _array(self) -> Floats:
         """Return the rows as an array, made once: [num_rounds, num_entries, R]."""
@@ -166,7 +174,9 @@ class LoadHistory:
         after = np.cumsum(size) - size
         weights = np.clip(self._config.window * usual - after, 0.0, size)
         until_next = (after + size / 2) / usual + 0.5
-        values = rows[:, entry] * np.exp(np.multiply.outer(until_next, np.broadcast_to(growth, self._num_roles)))
+        values = rows[:, entry] * np.exp(
+            np.multiply.outer(until_next, np.broadcast_to(growth, self._num_roles))
+        )
         return np.array([weighted_median(role_values, weights) for role_values in values.T])
 
 

@@ -65,7 +65,9 @@ class Safeguard:
         self.follows_load = True
         """The present choice."""
 
-    def choose(self, seconds_P: Floats, *, before: int, after: int, move_s: float, is_within_step: bool) -> int:
+    def choose(
+        self, seconds_P: Floats, *, before: int, after: int, move_s: float, is_within_step: bool
+    ) -> int:
         """Observe a round, and return the index of the next round's partition.
 
         Args:
@@ -121,7 +123,11 @@ class Safeguard:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state()`; PlacementError if its number of partitions differs."""
         if len(state["spent"]) != len(self._spent_P):
-            raise refusal("partitions of the state", len(state["spent"]), f"{len(self._spent_P)}, as the space has")
+            raise refusal(
+                "partitions of the state",
+                len(state["spent"]),
+                f"{len(self._spent_P)}, as the space has",
+            )
         self._spent_P = np.array(state["spent"], dtype=np.float64)
         self._gained_R = np.array(state["gained"], dtype=np.float64)
         for name in _STATE:

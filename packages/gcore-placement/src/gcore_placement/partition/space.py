@@ -43,7 +43,9 @@ class RoleLimits(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
-            raise refusal("max_replicas", self.max_replicas, f"at least min_replicas ({self.min_replicas})")
+            raise refusal(
+                "max_replicas", self.max_replicas, f"at least min_replicas ({self.min_replicas})"
+            )
 
     def counts(self, num_devices: int, unit_devices: int) -> range:
         """Return the numbers of replicas that the role may have, in whole units."""
@@ -72,7 +74,10 @@ class PartitionSpace(Checked):
         if len(self.roles) < 2:
             raise refusal("roles", self.roles, "at least 2 roles, which divide the devices")
         if not self.partitions:
-            least = sum(role.devices_per_replica * role.counts(10**12, self.unit_devices).start for role in self.roles)
+            least = sum(
+                role.devices_per_replica * role.counts(10**12, self.unit_devices).start
+                for role in self.roles
+            )
             raise PlacementError(
                 f"num_devices is {self.num_devices}; expected at least {least}, for the fewest replicas of all roles "
                 f"in units of {self.unit_devices} devices"
@@ -82,7 +87,10 @@ class PartitionSpace(Checked):
     def partitions(self) -> tuple[Partition, ...]:
         """All partitions, by ascending replicas of the first roles."""
         sizes_R = np.array([role.devices_per_replica for role in self.roles])
-        counts = [np.array(role.counts(self.num_devices, self.unit_devices), dtype=np.intp) for role in self.roles]
+        counts = [
+            np.array(role.counts(self.num_devices, self.unit_devices), dtype=np.intp)
+            for role in self.roles
+        ]
         if not all(role_counts.size for role_counts in counts):
             return ()
         least_R = np.array([role_counts[0] for role_counts in counts]) * sizes_R
@@ -111,9 +119,16 @@ class PartitionSpace(Checked):
         could_grow = (replicas_PR < largest_R) & (steps_R * sizes_R <= unassigned[:, None])
         is_full = ~could_grow.any(axis=1)
         replicas_PR = replicas_PR[is_full]
-        rows = zip(replicas_PR.tolist(), (replicas_PR * sizes_R).tolist(), unassigned[is_full].tolist(), strict=True)
+        rows = zip(
+            replicas_PR.tolist(),
+            (replicas_PR * sizes_R).tolist(),
+            unassigned[is_full].tolist(),
+            strict=True,
+        )
         return tuple(
-            Partition(replicas=tuple(replicas), devices=tuple(devices), unassigned_devices=num_unassigned)
+            Partition(
+                replicas=tuple(replicas), devices=tuple(devices), unassigned_devices=num_unassigned
+            )
             for replicas, devices, num_unassigned in rows
         )
 
@@ -129,7 +144,9 @@ class PartitionSpace(Checked):
     def index(self, partition: Partition) -> int:
         """Return the index of a partition in `partitions`; PlacementError if it is not one of them."""
         if partition not in self._indices:
-            raise refusal("partition", partition, f"one of the {len(self.partitions)} that the cluster allows")
+            raise refusal(
+                "partition", partition, f"one of the {len(self.partitions)} that the cluster allows"
+            )
         return self._indices[partition]
 
     def nearest(self, *devices: float) -> Partition:

@@ -44,4 +44,6 @@ def expected_max(values_PRK: Floats, weights_K: Floats) -> Floats:
     rises = np.kron(np.eye(values_PRK.shape[1]), weights_K[:, None])
     """[R * K, R], what each value adds to the distribution of its variable."""
     below = np.cumsum(rises[order], axis=1).prod(axis=2)
-    return np.einsum("pv,pv->p", np.take_along_axis(all_PV, order, axis=1), np.diff(below, axis=1, prepend=0.0))
+    return np.einsum(
+        "pv,pv->p", np.take_along_axis(all_PV, order, axis=1), np.diff(below, axis=1, prepend=0.0)
+    )

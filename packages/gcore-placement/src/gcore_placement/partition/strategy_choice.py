@@ -29,7 +29,12 @@ class StrategyChoice:
     """
 
     def __init__(
-        self, space: PartitionSpace, *, start: Strategy = "dynamic", horizon_steps: int = 20, switch_s: float = 0.0
+        self,
+        space: PartitionSpace,
+        *,
+        start: Strategy = "dynamic",
+        horizon_steps: int = 20,
+        switch_s: float = 0.0,
     ) -> None:
         check_positive("horizon_steps", horizon_steps)
         check_amounts("switch_s", switch_s)
@@ -39,7 +44,9 @@ class StrategyChoice:
         self._horizon_steps = horizon_steps
         self._steps: list[tuple[float, float]] = []
         """Seconds since the last change: measured of the present strategy, and by the law of the other one."""
-        self._corrections: dict[Strategy, float] = {name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live}
+        self._corrections: dict[Strategy, float] = {
+            name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live
+        }
         """Correction of a strategy's law, used when it is the other one."""
         self._promised_s: float | None = None
         """Seconds of the present strategy by the uncorrected law, before it was tried."""
@@ -63,7 +70,9 @@ class StrategyChoice:
         measured_s = median(step[0] for step in self._steps)
         law_s = median(step[1] for step in self._steps)
         if self._promised_s is not None:
-            self._corrections[self.strategy] = measured_s / self._promised_s if self._promised_s else 1.0
+            self._corrections[self.strategy] = (
+                measured_s / self._promised_s if self._promised_s else 1.0
+            )
             self._corrections[alternative] = self._left_s / law_s if law_s else 1.0
             self._promised_s = None
         saved_s = measured_s - law_s * self._corrections[alternative]

@@ -62,14 +62,23 @@ def _strategies(candidates: Candidates, chosen: Candidate) -> Iterator[Alternati
         if candidates.judge is not None:
             best = min((c.step_s for c in candidates.of(chosen.num_devices, strategy)), default=inf)
             against = "does not fit" if best == inf else ""
-            if best < inf and not STRATEGIES[strategy].is_time_shared and not STRATEGIES[strategy].follows_load:
+            if (
+                best < inf
+                and not STRATEGIES[strategy].is_time_shared
+                and not STRATEGIES[strategy].follows_load
+            ):
                 against = "its partition stays where it is as lengths drift"
         yield _compare("strategy", strategy, best, chosen, against=against)
 
 
-def _engines(candidates: Candidates, same_strategy: list[Candidate], chosen: Candidate) -> Iterator[Alternative]:
+def _engines(
+    candidates: Candidates, same_strategy: list[Candidate], chosen: Candidate
+) -> Iterator[Alternative]:
     node = candidates.setting.cluster.devices_per_node
-    roles = {"policy": ("policy engine", candidates.policy), "judge": ("judge's engine", candidates.judge)}
+    roles = {
+        "policy": ("policy engine", candidates.policy),
+        "judge": ("judge's engine", candidates.judge),
+    }
     for role, (choice, options) in roles.items():
         if options is None:
             continue
@@ -85,7 +94,9 @@ def _engines(candidates: Candidates, same_strategy: list[Candidate], chosen: Can
             yield _compare(choice, f"TP {tp}", seconds, chosen, against=against)
 
 
-def _unfit_engine(candidates: Candidates, options: EngineOptions, role: str, tp: int, chosen: Candidate) -> str:
+def _unfit_engine(
+    candidates: Candidates, options: EngineOptions, role: str, tp: int, chosen: Candidate
+) -> str:
     """Return the reason against engines over `tp` devices."""
     job = candidates.setting.job
     usable = candidates.setting.usable_bytes
@@ -98,7 +109,9 @@ def _unfit_engine(candidates: Candidates, options: EngineOptions, role: str, tp:
     needs = options.least_bytes(tp)
     if needs > usable:
         return _over(needs, usable, "of an engine")
-    same_tp = [engines for engines in candidates.policy.of(chosen.num_devices, usable) if engines.tp == tp]
+    same_tp = [
+        engines for engines in candidates.policy.of(chosen.num_devices, usable) if engines.tp == tp
+    ]
     if role == "policy" and same_tp:
         sync_bytes = candidates.sync_bytes(same_tp[0], chosen.training, chosen.num_devices)
         if sync_bytes > usable:
@@ -111,7 +124,8 @@ def _unfit_engine(candidates: Candidates, options: EngineOptions, role: str, tp:
             partner_options = candidates.judge
         if tp not in partner_options.sizes(chosen.num_devices):
             return (
-                f"policy and judge have engines of as many devices, and the {partner}'s heads are not divided by {tp}"
+                "policy and judge have engines of as many devices, "
+                f"and the {partner}'s heads are not divided by {tp}"
             )
         needs = partner_options.least_bytes(tp)
         if needs > usable:
@@ -144,11 +158,17 @@ def _training(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative
             least = min(indices, key=lambda i: float(options.total_bytes[i]))
             parts = parts_at(options.memory, least)
             largest = max(parts, key=lambda name: parts[name])
-            against = _over(float(options.total_bytes[least]), usable, f"{largest} {gigabytes(parts[largest])}")
-        elif options.state_bytes[least] > chosen.training.state_bytes and not chosen.training.offload:
+            against = _over(
+                float(options.total_bytes[least]), usable, f"{largest} {gigabytes(parts[largest])}"
+            )
+        elif (
+            options.state_bytes[least] > chosen.training.state_bytes and not chosen.training.offload
+        ):
             more = gigabytes(float(options.state_bytes[least]) - chosen.training.state_bytes)
             against = f"its state leaves {more} less to the engines"
-        return _compare("training", option, float(seconds[least]), chosen, against=against, is_unfit=not fitting)
+        return _compare(
+            "training", option, float(seconds[least]), chosen, against=against, is_unfit=not fitting
+        )
 
     fit: list[Alternative] = []
     unfit: list[Alternative] = []
@@ -158,13 +178,18 @@ def _training(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative
             group.append(describe(sizes, indices))
     fit.sort(key=_seconds)
     # Of layouts that do not fit, show the simplest, and the fastest.
-    fastest = [layout for layout in unfit[_MOST_LAYOUTS:] if _seconds(layout) < chosen.training.seconds]
+    fastest = [
+        layout for layout in unfit[_MOST_LAYOUTS:] if _seconds(layout) < chosen.training.seconds
+    ]
     fastest.sort(key=_seconds)
     yield from fit[:_MOST_LAYOUTS]
     yield from unfit[:_MOST_LAYOUTS]
     yield from fastest[:_MOST_LAYOUTS]
     if chosen_layout.gradient_checkpointing:
-        yield describe("no recomputation", [i for i in by_sizes[chosen_layout.sizes] if not layouts.recompute[i]])
+        yield describe(
+            "no recomputation",
+            [i for i in by_sizes[chosen_layout.sizes] if not layouts.recompute[i]],
+        )
 
 
 def _not_written(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative]:
@@ -176,7 +201,9 @@ def _not_written(candidates: Candidates, chosen: Candidate) -> Iterator[Alternat
     seconds = np.where(fits, options.seconds + options.moving_s, inf)
     fastest = int(seconds.argmin())
     against = "no settings are written for it (--all-layouts)"
-    yield _compare("training", options.layouts[fastest].sizes, float(seconds[fastest]), chosen, against=against)
+    yield _compare(
+        "training", options.layouts[fastest].sizes, float(seconds[fastest]), chosen, against=against
+    )
 
 
 def _adapters(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative]:
@@ -210,7 +237,13 @@ def _seconds(alternative: Alternative) -> float:
 
 
 def _compare(
-    choice: str, option: str, seconds: float, chosen: Candidate, *, against: str = "", is_unfit: bool = False
+    choice: str,
+    option: str,
+    seconds: float,
+    chosen: Candidate,
+    *,
+    against: str = "",
+    is_unfit: bool = False,
 ) -> Alternative:
     """Return an alternative with its seconds against the plan's, and the reason against it, first if it is unfit."""
     if seconds == inf:
@@ -228,4 +261,6 @@ def _compare(
         reason = f"{against}; {reason}"
     elif against:
         reason = f"{reason}; {against}"
-    return Alternative(choice=choice, option=option, reason=reason, seconds=seconds, difference_s=difference_s)
+    return Alternative(
+        choice=choice, option=option, reason=reason, seconds=seconds, difference_s=difference_s
+    )

@@ -44,16 +44,24 @@ class Candidates:
         job = self.setting.job
         efficiency = self.setting.efficiency
         factor = self.setting.correction.factor
-        products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / efficiency.training
+        products_s = (
+            sum(m.workload.flops_per_token for m in job.trained)
+            * job.training_tokens
+            / efficiency.training
+        )
         if self.setting.state.adapter_parameters:
             # Frozen weights have no gradients.
             products_s *= 2 / 3
         pair_flops = sum(m.workload.flops_per_attended_pair for m in job.trained)
         pairs_s = pair_flops * job.training_pairs / efficiency.attention
         seconds = factor("training") * (products_s + pairs_s)
-        seconds += factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
+        seconds += (
+            factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
+        )
         decoding = float(job.wave_chances @ job.wave_prompts) * job.n / efficiency.decode
-        stages: list[EngineStage] = ["generation"] if job.judge is None else ["generation", "reward"]
+        stages: list[EngineStage] = (
+            ["generation"] if job.judge is None else ["generation", "reward"]
+        )
         for stage in stages:
             model, _, written = job.engine_role(stage)
             seconds += factor(stage) * 2 * model.num_multiplied_parameters * written.mean * decoding
@@ -94,9 +102,12 @@ class Candidates:
                     if split is None:
                         continue
                     sampling_s, policy_replicas, judge_replicas = split
-                    swap_s = num_swaps(self.setting.job, strategy=name) * (swap.sleep_s + swap.wake_s)
+                    swap_s = num_swaps(self.setting.job, strategy=name) * (
+                        swap.sleep_s + swap.wake_s
+                    )
                     yield Candidate(
-                        step_s=sampling_s + (choice.seconds + swap_s + self.sync_s(policy, num_devices)),
+                        step_s=sampling_s
+                        + (choice.seconds + swap_s + self.sync_s(policy, num_devices)),
                         num_devices=num_devices,
                         strategy=name,
                         training=choice,
@@ -149,7 +160,9 @@ class Candidates:
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
         """Return the seconds of sending each device of the policy's engines its part of the new weights."""
-        seconds = sync_seconds(self.setting.cluster, self.setting.efficiency, policy.weights_bytes, num_devices)
+        seconds = sync_seconds(
+            self.setting.cluster, self.setting.efficiency, policy.weights_bytes, num_devices
+        )
         return self.setting.correction.factor("weight_sync") * seconds
 
 
@@ -161,6 +174,8 @@ def swap_costs(cluster: Cluster, efficiency: Efficiency, size_bytes: float) -> S
     return SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
 
 
-def sync_seconds(cluster: Cluster, efficiency: Efficiency, size_bytes: float, num_devices: int) -> float:
+def sync_seconds(
+    cluster: Cluster, efficiency: Efficiency, size_bytes: float, num_devices: int
+) -> float:
     """Return the seconds of sending `size_bytes` of new weights to each of `num_devices`."""
     return size_bytes / (cluster.link_bytes_per_s(num_devices) * efficiency.links)

@@ -49,7 +49,9 @@ class TrainingLayout:
     def sizes(self) -> str:
         """The backend and the sizes of its groups, as text."""
         tp, pp, cp, dp = astuple(self)[1:5]
-        experts = f" EP {self.expert_model_parallel_size}" if self.expert_model_parallel_size > 1 else ""
+        experts = (
+            f" EP {self.expert_model_parallel_size}" if self.expert_model_parallel_size > 1 else ""
+        )
         return f"{self.backend} TP {tp} PP {pp} CP {cp} DP {dp}{experts}"
 
     def __str__(self) -> str:
@@ -121,7 +123,11 @@ class Setting:
 
 
 def training_layouts(
-    job: Job, cluster: Cluster, num_devices: int, *, backends: Collection[Backend] = ("torch", "megatron")
+    job: Job,
+    cluster: Cluster,
+    num_devices: int,
+    *,
+    backends: Collection[Backend] = ("torch", "megatron"),
 ) -> TrainingLayouts:
     """Return all training layouts of `num_devices`, including those that do not fit into memory.
 
@@ -130,9 +136,15 @@ def training_layouts(
     several times.
     """
     node = cluster.devices_per_node
-    tp_sizes = [tp for tp in powers(node) if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)]
+    tp_sizes = [
+        tp
+        for tp in powers(node)
+        if node % tp == 0 and all(divides_heads(m, tp) for m in job.trained)
+    ]
     divisors = [pp for pp in range(1, num_devices + 1) if num_devices % pp == 0]
-    pp_sizes = [pp for pp in divisors if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained)]
+    pp_sizes = [
+        pp for pp in divisors if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained)
+    ]
     rows: list[tuple[float, ...]] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
@@ -162,8 +174,12 @@ def powers(limit: int) -> list[int]:
 
 def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
     """Build layouts from rows whose columns are the fields of `TrainingLayouts`."""
-    sharded, tp, pp, cp, dp, recompute, max_tokens, ep = np.array(rows, dtype=np.float64).reshape(-1, 8).T
-    return TrainingLayouts(sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens, ep)
+    sharded, tp, pp, cp, dp, recompute, max_tokens, ep = (
+        np.array(rows, dtype=np.float64).reshape(-1, 8).T
+    )
+    return TrainingLayouts(
+        sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens, ep
+    )
 
 
 MASTER_BYTES = 4
@@ -212,7 +228,11 @@ class TrainingState(Checked):
             case "8bit":
                 return 2 * (1 + MASTER_BYTES / _BLOCK)
             case "muon":
-                experts = model.workload.num_moe_layers * model.workload.num_experts * model.num_expert_parameters
+                experts = (
+                    model.workload.num_moe_layers
+                    * model.workload.num_experts
+                    * model.num_expert_parameters
+                )
                 with_adam = 0 if self.adapter_parameters else model.num_outer_parameters + experts
                 return MASTER_BYTES * (1 + with_adam / model.num_parameters)
             case "float32":
@@ -263,8 +283,15 @@ def training_memory(
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
     if fills_budget:
         prompts = job.train_batch_size / job.num_updates
-        rank_tokens = prompts * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
-        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, rank_tokens)) / layouts.cp
+        rank_tokens = (
+            prompts
+            * (job.prompt_lengths.longest + job.n * job.response_lengths.longest)
+            / layouts.dp
+        )
+        tokens = (
+            np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, rank_tokens))
+            / layouts.cp
+        )
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
@@ -294,17 +321,27 @@ def training_memory(
         optimizer = optimizer + (state.moment_bytes(model) + master_bytes) * stepped / sharing
         layer = model.num_layer_parameters
         outer = model.num_outer_parameters
-        together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
+        together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(
+            layer, outer
+        )
         gathered.append(np.where(is_gathered, together, 0.0))
         layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
         checkpointed = layouts.recompute * state.checkpointed_share * layers
         inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
-        values = (layers - checkpointed) * model.activations_per_token + inputs * model.workload.hidden_size
+        values = (
+            layers - checkpointed
+        ) * model.activations_per_token + inputs * model.workload.hidden_size
         activation_values.append(values / layouts.tp)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
-    layer_bytes = np.where(layouts.recompute, activations * compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
+    layer_bytes = np.where(
+        layouts.recompute, activations * compute_bytes * tokens * np.max(one_layer, axis=0), 0.0
+    )
     vocab_size = job.policy.workload.vocab_size / layouts.tp
-    head = np.where(is_gathered | bool(state.adapter_parameters), 0.0, job.policy.workload.hidden_size * vocab_size)
+    head = np.where(
+        is_gathered | bool(state.adapter_parameters),
+        0.0,
+        job.policy.workload.hidden_size * vocab_size,
+    )
     chunk = np.minimum(state.max_logits, tokens * vocab_size)
     logits = (MASTER_BYTES * _LOGITS_COPIES + compute_bytes) * chunk + MASTER_BYTES * head
     reference = np.zeros(len(layouts))
@@ -338,12 +375,20 @@ def training_memory(
 
 def embedding_bytes(job: Job) -> float:
     """Return the bytes of the policy's embedding, the largest tensor of a weight sync."""
-    return float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
+    return float(
+        job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size
+    )
 
 
 def resident_state(parts: Bytes) -> Floats:
     """Return the part of `training_memory` that stays between steps unless it is moved to the host."""
-    return parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"] + parts["teachers"]
+    return (
+        parts["weights"]
+        + parts["gradients"]
+        + parts["optimizer"]
+        + parts["reference"]
+        + parts["teachers"]
+    )
 
 
 def total(parts: Bytes) -> Floats:

@@ -147,7 +147,9 @@ def plan_one_device(
     Returns:
         the plan; where it does not fit, with `DevicePlan.remedies`.
     """
-    planner = _Planner(job, layout, engine, device, state, others or {}, efficiency or Efficiency(), residents)
+    planner = _Planner(
+        job, layout, engine, device, state, others or {}, efficiency or Efficiency(), residents
+    )
     plan = planner.plan()
     return plan if plan.fits else replace(plan, remedies=planner.remedies())
 
@@ -210,7 +212,9 @@ class _Planner:
         scoring = 0.0
         if "trainer" in self.residents:
             scoring = max(self.efficiency.activations * layer, parts["logits"])
-        engine_free = usable - resident_models if takes_turns else usable - (resident_models + train)
+        engine_free = (
+            usable - resident_models if takes_turns else usable - (resident_models + train)
+        )
         policy, judge = self._engines(engine_free)
         engine_bytes = (sum(policy.values()), sum(judge.values()))
         engines = max(engine_bytes) if self.engine.judge_takes_turns else sum(engine_bytes)
@@ -243,7 +247,9 @@ class _Planner:
             roles["policy engine"] = policy
             kv_tokens = self._kv_tokens("generation", policy)
         if "trainer" in self.residents:
-            roles["trainer"] = {name: size for name, size in without_critic.items() if name not in _FROZEN}
+            roles["trainer"] = {
+                name: size for name, size in without_critic.items() if name not in _FROZEN
+            }
             if job.critic is not None:
                 roles["critic"] = {name: parts[name] - without_critic[name] for name in _STATE}
             if job.reference:
@@ -265,12 +271,16 @@ class _Planner:
             longest_sequence=job.longest_sequence,
         )
 
-    def _host(self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool) -> dict[str, float]:
+    def _host(
+        self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool
+    ) -> dict[str, float]:
         """Return the bytes in the host's memory: offloaded states and models, and sleeping engines; no gradients."""
         job = self.job
         offload = self.state.offload
         layout = self.layout
-        on_device = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
+        on_device = self._training_parts(
+            job, replace(self.state, offload="none", activation_offload=False)
+        )
         states = on_device["optimizer"] if takes_turns else 0.0
         models = 0.0
         sleeping = 0.0
@@ -278,12 +288,18 @@ class _Planner:
             sleeping = sum(engine.get("weights", 0.0) for engine in engines)
         if offload != "none" and "trainer" in self.residents:
             # Master weights and a gradient in float32, and two moments.
-            states = (2 + self.state.moment_bytes(job.policy) / MASTER_BYTES) * on_device["gradients"]
+            states = (2 + self.state.moment_bytes(job.policy) / MASTER_BYTES) * on_device[
+                "gradients"
+            ]
         if takes_turns or (offload == "all" and self.has_several_models):
             models = on_device["weights"] + sum(on_device[name] for name in _FROZEN)
         offloaded = on_device["activations"] - self._training_parts(job, self.state)["activations"]
         # Master weights and two moments in float32, of which each rank has a share.
-        num_shares = 1 if layout.backend == "torch" else layout.data_parallel_size * layout.context_parallel_size
+        num_shares = (
+            1
+            if layout.backend == "torch"
+            else layout.data_parallel_size * layout.context_parallel_size
+        )
         return {
             "optimizer states": states,
             "models": models,
@@ -307,7 +323,9 @@ class _Planner:
         layouts = TrainingLayouts.of(self.layout)
         if "trainer" not in self.residents:
             return dict.fromkeys(training_memory(job, layouts), 0.0)
-        return parts_at(training_memory(job, layouts, activations=self.efficiency.activations, state=state), 0)
+        return parts_at(
+            training_memory(job, layouts, activations=self.efficiency.activations, state=state), 0
+        )
 
     def _engines(self, free_bytes: float) -> tuple[dict[str, float], dict[str, float]]:
         """Divide the free bytes between the engines of the policy and the judge, by the most tokens of each."""
@@ -316,7 +334,9 @@ class _Planner:
             fixed["generation"] = self._fixed_bytes("generation")
         if "judge" in self.residents and self.job.judge is not None:
             fixed["reward"] = self._fixed_bytes("reward")
-        most_kv = {stage: self._max_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed}
+        most_kv = {
+            stage: self._max_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed
+        }
         engines: dict[EngineStage, dict[str, float]] = {}
         for stage, items in fixed.items():
             awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else list(fixed)
@@ -339,9 +359,15 @@ class _Planner:
         }
 
     def _roofline(self, stage: EngineStage) -> EngineRoofline:
-        tp = self.engine.devices_per_engine if stage == "generation" else self.engine.devices_per_judge
+        tp = (
+            self.engine.devices_per_engine
+            if stage == "generation"
+            else self.engine.devices_per_judge
+        )
         cluster = Cluster(num_devices=tp, device=self.device)
-        return EngineRoofline.of(self.job, stage, cluster=cluster, tp=tp, efficiency=self.efficiency)
+        return EngineRoofline.of(
+            self.job, stage, cluster=cluster, tp=tp, efficiency=self.efficiency
+        )
 
     def _longest(self, stage: EngineStage) -> int:
         _, read, written = self.job.engine_role(stage)
@@ -349,7 +375,9 @@ class _Planner:
 
     def _max_tokens(self, stage: EngineStage) -> int:
         """Return the tokens of all sequences that the engine may run at once, at their longest."""
-        return self._longest(stage) * min(self.engine.max_num_seqs, self.job.train_batch_size * self.job.n)
+        return self._longest(stage) * min(
+            self.engine.max_num_seqs, self.job.train_batch_size * self.job.n
+        )
 
     def _kv_tokens(self, stage: EngineStage, items: Mapping[str, float]) -> int:
         return int(items["keys and values"] / self._roofline(stage).kv_token_bytes + 1e-6)
@@ -399,7 +427,9 @@ def _with_offload(planner: _Planner) -> _Planner:
 def _with_lora(planner: _Planner) -> _Planner:
     if planner.state.adapter_parameters:
         return planner
-    return _with_state(planner, adapter_parameters=planner.job.policy.adapter_parameters(_LORA_RANK))
+    return _with_state(
+        planner, adapter_parameters=planner.job.policy.adapter_parameters(_LORA_RANK)
+    )
 
 
 REMEDIES = {

@@ -43,10 +43,18 @@ class EngineRoofline:
     efficiency: Efficiency
 
     @classmethod
-    def of(cls, job: Job, stage: EngineStage, *, cluster: Cluster, tp: int, efficiency: Efficiency) -> Self:
+    def of(
+        cls, job: Job, stage: EngineStage, *, cluster: Cluster, tp: int, efficiency: Efficiency
+    ) -> Self:
         """Return a replica of a stage's model."""
         model, _, _ = job.engine_role(stage)
-        return cls(model=model, cluster=cluster, tp=tp, compute_bytes=job.compute_bytes, efficiency=efficiency)
+        return cls(
+            model=model,
+            cluster=cluster,
+            tp=tp,
+            compute_bytes=job.compute_bytes,
+            efficiency=efficiency,
+        )
 
     def laws(self, max_num_seqs: Floats) -> EngineLaws:
         """Return the replica's laws for several maxima of running sequences, each linear in the number that runs.
@@ -73,7 +81,10 @@ class EngineRoofline:
     def workspace_bytes(self) -> float:
         """Bytes of a pass over `_PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
         w = self.model.workload
-        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size + w.shared_experts_size)
+        widest = max(
+            w.intermediate_size,
+            w.num_experts_per_tok * w.moe_intermediate_size + w.shared_experts_size,
+        )
         return self.compute_bytes * _PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / self.tp)
 
     @property
@@ -97,12 +108,25 @@ class EngineRoofline:
         The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
         sums over the devices in each layer; and the overhead of a step. The result has the shape of `num_seqs`.
         """
-        reading_s = self.compute_bytes * self.model.parameters_read(num_seqs) / self.tp * self._byte_s
+        reading_s = (
+            self.compute_bytes * self.model.parameters_read(num_seqs) / self.tp * self._byte_s
+        )
         computing_s = num_seqs * self._products_s(self.efficiency.decode)
-        starts_s = 2 * self.model.workload.num_hidden_layers * self.efficiency.all_reduce_s if self.tp > 1 else 0.0
+        starts_s = (
+            2 * self.model.workload.num_hidden_layers * self.efficiency.all_reduce_s
+            if self.tp > 1
+            else 0.0
+        )
         overhead_s = self.efficiency.decode_step_s + num_seqs * self.efficiency.decode_sequence_s
-        overhead_s = overhead_s + self.model.workload.num_moe_layers * self.efficiency.decode_mixture_s
-        return self.efficiency.together_s(reading_s, computing_s) + starts_s + num_seqs * self._sums_s + overhead_s
+        overhead_s = (
+            overhead_s + self.model.workload.num_moe_layers * self.efficiency.decode_mixture_s
+        )
+        return (
+            self.efficiency.together_s(reading_s, computing_s)
+            + starts_s
+            + num_seqs * self._sums_s
+            + overhead_s
+        )
 
     @property
     def _byte_s(self) -> float:
@@ -168,7 +192,11 @@ class EngineOptions:
         self._stage: EngineStage = stage
         self._model, self._read, self._written = setting.job.engine_role(stage)
         self._roofline = partial(
-            EngineRoofline.of, setting.job, stage, cluster=setting.cluster, efficiency=setting.efficiency
+            EngineRoofline.of,
+            setting.job,
+            stage,
+            cluster=setting.cluster,
+            efficiency=setting.efficiency,
         )
         self._build = cache(self._engines)
 
@@ -199,7 +227,11 @@ class EngineOptions:
     def least_bytes(self, tp: int) -> float:
         """Return the bytes that each device of an engine needs: weights, workspace, and the longest sequence."""
         roofline = self._roofline(tp=tp)
-        return roofline.weights_bytes + roofline.workspace_bytes + self._longest * roofline.kv_token_bytes
+        return (
+            roofline.weights_bytes
+            + roofline.workspace_bytes
+            + self._longest * roofline.kv_token_bytes
+        )
 
     @property
     def _longest(self) -> float:
@@ -229,7 +261,9 @@ class EngineOptions:
             memory={
                 "weights": np.full(replicas.size, roofline.weights_bytes),
                 "workspace": np.full(replicas.size, roofline.workspace_bytes),
-                "KV cache": np.maximum(laws.max_num_seqs * sequence_bytes, self._longest * roofline.kv_token_bytes),
+                "KV cache": np.maximum(
+                    laws.max_num_seqs * sequence_bytes, self._longest * roofline.kv_token_bytes
+                ),
             },
             laws=laws,
             waves_s=waves_seconds(laws, job, self._stage, replicas),
@@ -301,14 +335,21 @@ def training_laws(
         w = model.workload
         is_frozen = bool(state.adapter_parameters) and not number
         first_share = 1 - _FORWARD if is_frozen else 1.0
-        recomputed_share = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
+        recomputed_share = np.where(
+            layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token
+        )
         flops = (first_share + _FORWARD * recomputed_share) * w.flops_per_token
         tiles = w.expert_tiles(rank_tokens * np.where(layouts.ep > 1, layouts.ep / tp, 1.0))
         expert_flops = (first_share + _FORWARD * layouts.recompute) * w.expert_flops_per_token
         slow_s = expert_flops * (tiles * expert_flop_s - flop_s)
         logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
         computing = bubble * (flops * flop_s + slow_s + logits_s)
-        pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
+        pairs = (
+            bubble
+            * (1 + _FORWARD * layouts.recompute)
+            * w.flops_per_attended_pair
+            * attention_flop_s
+        )
         model_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
 
         state_bytes = float(w.hidden_size * job.compute_bytes)
@@ -320,30 +361,47 @@ def training_laws(
 
         # Each token's state goes to its experts and comes back.
         sent_bytes = 2 * w.num_experts_per_tok * state_bytes
-        exchange_s = passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep)
+        exchange_s = (
+            passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep)
+        )
         expert_s = np.where(layouts.ep > 1, exchange_s, 0.0)
 
         num_trained = state.adapter_parameters if is_frozen else model.num_parameters
         parameters = num_trained / (tp * pp)
         adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / memory_rate
         if state.offload != "none":
-            moved_s = (MASTER_BYTES + job.compute_bytes) / (cluster.device.host_bytes_per_s * efficiency.host)
+            moved_s = (MASTER_BYTES + job.compute_bytes) / (
+                cluster.device.host_bytes_per_s * efficiency.host
+            )
             adam_s = parameters / ranks * (moved_s + efficiency.host_update_s)
-        zero_1_s = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks / rate(num_devices)
+        zero_1_s = (
+            (MASTER_BYTES + job.compute_bytes)
+            * parameters
+            * (ranks - 1)
+            / ranks
+            / rate(num_devices)
+        )
         gathered_bytes = 2 * job.compute_bytes * model.num_parameters + MASTER_BYTES * num_trained
-        zero_3_s = micro_batches * (gathered_bytes * (num_devices - 1) / num_devices / rate(num_devices))
+        zero_3_s = micro_batches * (
+            gathered_bytes * (num_devices - 1) / num_devices / rate(num_devices)
+        )
 
         computed = computed + flops
         per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s + expert_s)
         per_pair = per_pair + pairs
         base = base + updates * (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
-        base = base + np.where(layouts.sharded, efficiency.together_s(updates * zero_3_s, model_s) - model_s, 0.0)
+        base = base + np.where(
+            layouts.sharded, efficiency.together_s(updates * zero_3_s, model_s) - model_s, 0.0
+        )
         base = base + updates * micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,
         per_token_s=per_token,
         per_pair_s=per_pair,
-        forward_share=_FORWARD * sum(m.workload.flops_per_token for m in job.trained) / computed / len(job.trained),
+        forward_share=_FORWARD
+        * sum(m.workload.flops_per_token for m in job.trained)
+        / computed
+        / len(job.trained),
         num_forward_passes=job.num_forward_passes,
     )
 
@@ -376,7 +434,11 @@ class TrainingOptions:
         # A run meets steps with more than the mean work.
         state = setting.state
         self.memory = training_memory(
-            job, self.layouts, activations=efficiency.activations, state=state, fills_budget=setting.runnable
+            job,
+            self.layouts,
+            activations=efficiency.activations,
+            state=state,
+            fills_budget=setting.runnable,
         )
         self.total_bytes = total(self.memory)
         self.state_bytes = resident_state(self.memory)
@@ -387,7 +449,9 @@ class TrainingOptions:
             self.host_bytes = on_devices["optimizer"] + on_devices["gradients"]
         laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
         self.laws = correction.training(laws)
-        preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)
+        preparation_s, training_s = training_seconds(
+            self.laws, job.training_tokens, job.training_pairs, num_devices
+        )
         self.seconds = preparation_s + training_s
         rate = cluster.device.host_bytes_per_s * efficiency.host
         self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
@@ -401,7 +465,9 @@ class TrainingOptions:
         """
         choices: list[TrainingChoice] = []
         fits = self.total_bytes <= self._setting.usable_bytes
-        in_host = fits & (self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes)
+        in_host = fits & (
+            self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes
+        )
         with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
         if np.isfinite(with_moving).any():
             choices.append(self._choice(int(with_moving.argmin()), offload=True))

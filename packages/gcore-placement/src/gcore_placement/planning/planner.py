@@ -12,7 +12,12 @@ from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
 from gcore_placement.planning.options import EnginePlan
-from gcore_placement.planning.unfit import LORA_RANK, least_training_bytes, nothing_fits, settings_to_try
+from gcore_placement.planning.unfit import (
+    LORA_RANK,
+    least_training_bytes,
+    nothing_fits,
+    settings_to_try,
+)
 from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 
@@ -96,7 +101,11 @@ def plan(
     if strategy is not None:
         check_known("strategy", strategy, PLANNED)
         if job.judge is None and not STRATEGIES[strategy].is_time_shared:
-            raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
+            raise refusal(
+                "strategy",
+                strategy,
+                "colocated, or None, without a judge that the devices are shared with",
+            )
     check_positive("most_num_seqs", most_num_seqs)
     if lora_rank is not None and lora_rank < 0:
         raise refusal("lora_rank", lora_rank, "an integer of at least 0, or None")
@@ -129,7 +138,9 @@ def _fastest(candidates: Candidates, strategy: Strategy | None) -> Candidate | N
     return best
 
 
-def _plan(candidates: Candidates, chosen: Candidate, correction: Correction | None, lora_rank: int) -> Plan:
+def _plan(
+    candidates: Candidates, chosen: Candidate, correction: Correction | None, lora_rank: int
+) -> Plan:
     options = candidates.training(chosen.num_devices)
     index = chosen.training.layout
     moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
@@ -150,7 +161,10 @@ def _plan(candidates: Candidates, chosen: Candidate, correction: Correction | No
         memory["reward"] = {**parts_at(chosen.judge.memory, chosen.judge_replicas - 1), **state}
     sync_bytes = candidates.sync_bytes(chosen.policy, chosen.training, chosen.num_devices)
     if sync_bytes:
-        resident = {"training state": chosen.training.state_bytes, "weights": chosen.policy.weights_bytes}
+        resident = {
+            "training state": chosen.training.state_bytes,
+            "weights": chosen.policy.weights_bytes,
+        }
         memory["weight sync"] = {**resident, "on their way": sync_bytes - sum(resident.values())}
     costs = JobCosts(
         policy=chosen.policy.laws.costs(chosen.policy_replicas - 1),
@@ -172,7 +186,8 @@ def _plan(candidates: Candidates, chosen: Candidate, correction: Correction | No
         lora_rank=lora_rank,
         optimizer_offload=candidates.setting.state.offload != "none",
         trained_parameters=int(
-            candidates.setting.state.adapter_parameters or candidates.setting.job.policy.num_parameters
+            candidates.setting.state.adapter_parameters
+            or candidates.setting.job.policy.num_parameters
         ),
         whole_training_bytes=least_training_bytes(candidates.setting, chosen.num_devices),
         costs=costs,

@@ -9,7 +9,12 @@ from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCost
 from gcore_placement.errors import refusal
 from gcore_placement.forecast import Job, StepTime, predict_step
 from gcore_placement.planning.candidates import swap_costs, sync_seconds
-from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts, resident_state, training_memory
+from gcore_placement.planning.layouts import (
+    TrainingLayout,
+    TrainingLayouts,
+    resident_state,
+    training_memory,
+)
 from gcore_placement.planning.options import EngineRoofline, training_laws
 from gcore_placement.quantities import Checked, Floats, Positive
 from gcore_placement.strategies import Strategy
@@ -76,7 +81,12 @@ def predict_layout(
     swap = SwapCosts()
     if takes_turns or strategy == "colocated":
         swap = swap_costs(cluster, efficiency, largest_bytes)
-    costs = JobCosts(policy=policy_costs, reward=judge_costs, training=replace(training, sync_s=sync_s), swap=swap)
+    costs = JobCosts(
+        policy=policy_costs,
+        reward=judge_costs,
+        training=replace(training, sync_s=sync_s),
+        swap=swap,
+    )
     step = predict_step(
         costs,
         job,
@@ -92,7 +102,13 @@ def predict_layout(
 
 
 def _training_costs(
-    cluster: Cluster, job: Job, layout: TrainingLayout, num_devices: int, efficiency: Efficiency, *, host_moves: int
+    cluster: Cluster,
+    job: Job,
+    layout: TrainingLayout,
+    num_devices: int,
+    efficiency: Efficiency,
+    *,
+    host_moves: int,
 ) -> TrainingCosts:
     layouts = TrainingLayouts.of(layout)
     laws = training_laws(job, layouts, cluster=cluster, efficiency=efficiency)
@@ -101,10 +117,14 @@ def _training_costs(
     costs = laws.costs(0, sync_s=0.0, moving_s=moving_s)
     # Laws are of all devices, of which ranks may be some.
     share = num_devices / layout.num_ranks
-    return replace(costs, per_token_s=costs.per_token_s * share, per_pair_s=costs.per_pair_s * share)
+    return replace(
+        costs, per_token_s=costs.per_token_s * share, per_pair_s=costs.per_pair_s * share
+    )
 
 
 def _engine_costs(job: Job, engines: EngineLayout, roofline: EngineRoofline) -> EngineCosts:
     # No engine is sized for more sequences than it gets.
-    engine_seqs: Floats = np.ceil(job.wave_prompts.max() * job.n / np.array([float(engines.num_engines)]))
+    engine_seqs: Floats = np.ceil(
+        job.wave_prompts.max() * job.n / np.array([float(engines.num_engines)])
+    )
     return roofline.laws(np.clip(engine_seqs, 1, engines.max_num_seqs)).costs(0)

@@ -41,7 +41,9 @@ def settings_to_try(setting: Setting, lora_rank: int | None) -> list[Setting]:
 
 def least_training_bytes(setting: Setting, num_devices: int) -> float:
     """Return the least bytes of each device for training all parameters on `num_devices`."""
-    return float(TrainingOptions(replace(setting, state=TrainingState()), num_devices).total_bytes.min())
+    return float(
+        TrainingOptions(replace(setting, state=TrainingState()), num_devices).total_bytes.min()
+    )
 
 
 def nothing_fits(settings: Sequence[Setting], strategy: Strategy | None) -> PlacementError:
@@ -49,7 +51,9 @@ def nothing_fits(settings: Sequence[Setting], strategy: Strategy | None) -> Plac
     cluster = settings[0].cluster
     usable = settings[0].usable_bytes
     host = gigabytes(cluster.host_memory_bytes)
-    lines = list(_too_large(settings)) or [f"roles do not fit on the same devices, nor states into {host} of the host"]
+    lines = list(_too_large(settings)) or [
+        f"roles do not fit on the same devices, nor states into {host} of the host"
+    ]
     fits = ", or ".join(_what_would_fit(settings, strategy)) or "nothing that was tried"
     memory = gigabytes(cluster.device.memory_bytes)
     free = gigabytes(usable)
@@ -86,7 +90,10 @@ def _too_large(settings: Sequence[Setting]) -> Iterator[str]:
                 form = form_of(candidates.setting.state)
                 yield f"with {form} weights pass to the engine in {needs}, both of them on the device"
         elif candidates is first:
-            parts = [(part_bytes, name) for name, part_bytes in parts_at(options.memory, smallest).items()]
+            parts = [
+                (part_bytes, name)
+                for name, part_bytes in parts_at(options.memory, smallest).items()
+            ]
             parts.sort(reverse=True)
             largest = ", ".join(f"{name} {gigabytes(part_bytes)}" for part_bytes, name in parts[:3])
             yield f"training needs at least {needs} on each device ({largest}; {options.layouts[smallest]})"
@@ -119,7 +126,9 @@ def _what_would_fit(settings: Sequence[Setting], strategy: Strategy | None) -> I
         if num_devices:
             yield f"{num_devices} devices (all parameters)"
     memory_bytes = cluster.device.memory_bytes
-    larger = sorted((d for d in DEVICES.values() if d.memory_bytes > memory_bytes), key=lambda d: d.memory_bytes)
+    larger = sorted(
+        (d for d in DEVICES.values() if d.memory_bytes > memory_bytes), key=lambda d: d.memory_bytes
+    )
     for device in larger:
         form = fitting_form(cluster=replace(cluster, device=device))
         if form is not None:
@@ -178,4 +187,6 @@ def _cut(model: ModelShape, depth: int) -> ModelShape:
     """Return the model with its first layers alone."""
     w = model.workload
     num_moe_layers = int(np.ceil(w.num_moe_layers * depth / w.num_hidden_layers))
-    return replace(model, workload=replace(w, num_hidden_layers=depth, num_moe_layers=num_moe_layers))
+    return replace(
+        model, workload=replace(w, num_hidden_layers=depth, num_moe_layers=num_moe_layers)
+    )

@@ -46,12 +46,20 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     if not len(requests.replica):
         none = np.empty(0)
         return EngineRun(
-            requests=requests, start=none, finish=none, busy_replica=counts[:0], busy_from=none, busy_to=none
+            requests=requests,
+            start=none,
+            finish=none,
+            busy_replica=counts[:0],
+            busy_from=none,
+            busy_to=none,
         )
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)
-    if counts.max() <= costs.max_num_seqs and (arrival == np.repeat(arrival[ends - 1], counts)).all():
+    if (
+        counts.max() <= costs.max_num_seqs
+        and (arrival == np.repeat(arrival[ends - 1], counts)).all()
+    ):
         return _run_together(costs, counts, requests)
     return _Batch(costs, requests, order, counts).run()
 
@@ -138,7 +146,9 @@ class _Batch:
         finish = np.empty_like(self._finish)
         start[self._order] = self._begin
         finish[self._order] = self._finish
-        replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
+        replicas, since, until = (
+            np.concatenate(part) for part in zip(*self._stretches, strict=True)
+        )
         return EngineRun(
             requests=self._requests,
             start=start,
@@ -203,7 +213,9 @@ class _Batch:
         passed = np.where(slot > 0, np.maximum(arrival - time, 0.0), 0.0)
         steps = np.zeros_like(passed)
         has_passed = passed > 0
-        steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held_tokens[has_passed])
+        steps[has_passed] = self._costs.steps_within(
+            passed[has_passed], running[has_passed], held_tokens[has_passed]
+        )
 
         item = self._next[replicas]
         self._steps[replicas] += steps

@@ -31,7 +31,9 @@ def log_normal(u: float, *, median: float, sigma: float) -> float:
 
 def blend(u_shared: float, u_own: float, share: float) -> float:
     """Mix two uniform numbers into one: ``share`` of the variance of its normal quantile comes from the first."""
-    return _NORMAL.cdf(math.sqrt(share) * _INVERSE(u_shared) + math.sqrt(1 - share) * _INVERSE(u_own))
+    return _NORMAL.cdf(
+        math.sqrt(share) * _INVERSE(u_shared) + math.sqrt(1 - share) * _INVERSE(u_own)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +108,9 @@ class SimulatedReplica(Generic[SequenceT]):
         self._admit()
         return ended
 
-    def withdraw(self, which: Callable[[SequenceT], bool], now_s: float) -> list[tuple[SequenceT, float]]:
+    def withdraw(
+        self, which: Callable[[SequenceT], bool], now_s: float
+    ) -> list[tuple[SequenceT, float]]:
         """Take sequences out, waiting or running; return each with the number of its decoded tokens."""
         withdrawn = [(sequence, 0.0) for sequence in self._waiting if which(sequence)]
         if withdrawn:
@@ -136,7 +140,9 @@ class SimulatedReplica(Generic[SequenceT]):
         if now_s > self._since_s:
             if self._running and not self._is_held:
                 running = float(len(self._running))
-                self._count(float(self._costs.steps_within(now_s - self._since_s, running, self._held)))
+                self._count(
+                    float(self._costs.steps_within(now_s - self._since_s, running, self._held))
+                )
             self._since_s = now_s
 
     def _count(self, steps: float) -> None:
@@ -154,7 +160,10 @@ class SimulatedReplica(Generic[SequenceT]):
             self._since_s += sequence.prefill_s
             self._held += sequence.context
             self._num_started += 1
-            heappush(self._running, (self._steps + sequence.length, self._num_started, self._steps, sequence))
+            heappush(
+                self._running,
+                (self._steps + sequence.length, self._num_started, self._steps, sequence),
+            )
 
 
 WORK = ("generation", "reward", "preparation", "training", "sync")
@@ -175,7 +184,12 @@ class RunningLedger:
     """
 
     def __init__(
-        self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
+        self,
+        *,
+        num_devices: int,
+        num_reward_devices: int,
+        num_controllers: int,
+        clock: Callable[[], float],
     ) -> None:
         self._num_devices = num_devices
         self._num_reward_devices = num_reward_devices
@@ -235,7 +249,13 @@ class RunningLedger:
         seconds["generation"] += generating * passed_s
         seconds["reward"] += rewarding * passed_s
         seconds["reward_devices"] += (self._num_reward_devices - rewarding) * passed_s
-        part_s = (self._num_devices - self._num_reward_devices - generating) * passed_s / len(self._stages)
+        part_s = (
+            (self._num_devices - self._num_reward_devices - generating)
+            * passed_s
+            / len(self._stages)
+        )
         seconds["long_tail"] += part_s * self._num_in["gen"]
         seconds["waiting_for_reward"] += part_s * self._num_in["reward"]
-        seconds["barriers"] += part_s * (len(self._stages) - self._num_in["gen"] - self._num_in["reward"])
+        seconds["barriers"] += part_s * (
+            len(self._stages) - self._num_in["gen"] - self._num_in["reward"]
+        )

@@ -89,7 +89,9 @@ class Lender:
         self._loan_s = costs.swap.sleep_s + costs.swap.load_s
         self._rule = LendingRule(2, self._loan_s)
         self._rule.lent(self._loan_s)
-        self._interval_s = max(self._loan_s / _POLLS_PER_LOAN, float(self._done_s[-1]) / _POLLS_PER_WAVE)
+        self._interval_s = max(
+            self._loan_s / _POLLS_PER_LOAN, float(self._done_s[-1]) / _POLLS_PER_WAVE
+        )
         self.now_s = float(self._done_s[0])
         self.loans: list[EngineLoan] = []
 
@@ -114,7 +116,9 @@ class Lender:
         )
         if loan is not None:
             num_devices = loan.num_devices * unit
-            self.loans.append(EngineLoan(num_devices=num_devices, start_s=now_s, arrive_s=now_s + self._loan_s))
+            self.loans.append(
+                EngineLoan(num_devices=num_devices, start_s=now_s, arrive_s=now_s + self._loan_s)
+            )
         self.now_s = now_s + self._interval_s
 
     def _num_lent(self, now_s: float) -> int:
@@ -134,9 +138,19 @@ class Judges:
         assert costs.reward is not None
         self._costs = costs.reward
         self._requests = requests
-        values = zip(requests.length.tolist(), requests.prefill.tolist(), requests.context.tolist(), strict=True)
+        values = zip(
+            requests.length.tolist(),
+            requests.prefill.tolist(),
+            requests.context.tolist(),
+            strict=True,
+        )
         self._judgements = [
-            _Judgement(length=length, prefill_s=tokens * self._costs.prefill_per_token_s, context=context, index=index)
+            _Judgement(
+                length=length,
+                prefill_s=tokens * self._costs.prefill_per_token_s,
+                context=context,
+                index=index,
+            )
             for index, (length, tokens, context) in enumerate(values)
         ]
         self._start = np.empty(len(self._judgements))
@@ -222,7 +236,9 @@ class Judges:
         first = len(self._replicas)
         self._add(count)
         self._queues = [shared] * len(self._replicas)
-        self._loads = sorted((replica.num_running, index) for index, replica in enumerate(self._replicas))
+        self._loads = sorted(
+            (replica.num_running, index) for index, replica in enumerate(self._replicas)
+        )
         for index in range(first, first + count):
             self._fill(index, now_s, at_most=-(-len(shared) // (first + count - index)))
         for index in range(first):

@@ -32,14 +32,20 @@ _ENGINE_32B = EngineCosts(
     decode_per_context_token_s=2.7e-8,
     prefill_per_token_s=3.3e-5,
 )
-_TRAINING_7B = TrainingCosts(base_s=2.0, per_token_s=1.15e-4, per_pair_s=3e-9, num_forward_passes=1, sync_s=4.0)
-_TRAINING_32B = TrainingCosts(base_s=4.0, per_token_s=5.0e-4, per_pair_s=1e-8, num_forward_passes=1, sync_s=12.0)
+_TRAINING_7B = TrainingCosts(
+    base_s=2.0, per_token_s=1.15e-4, per_pair_s=3e-9, num_forward_passes=1, sync_s=4.0
+)
+_TRAINING_32B = TrainingCosts(
+    base_s=4.0, per_token_s=5.0e-4, per_pair_s=1e-8, num_forward_passes=1, sync_s=12.0
+)
 _SWAP_7B = SwapCosts(sleep_s=3.0, wake_s=7.0, load_s=12.0)
 _SWAP_32B = SwapCosts(sleep_s=10.0, wake_s=25.0, load_s=40.0)
 
 JOBS = {
     "7B": JobCosts(policy=_ENGINE_7B, reward=_ENGINE_7B, training=_TRAINING_7B, swap=_SWAP_7B),
-    "7B, 32B judge": JobCosts(policy=_ENGINE_7B, reward=_ENGINE_32B, training=_TRAINING_7B, swap=_SWAP_32B),
+    "7B, 32B judge": JobCosts(
+        policy=_ENGINE_7B, reward=_ENGINE_32B, training=_TRAINING_7B, swap=_SWAP_32B
+    ),
     "32B": JobCosts(policy=_ENGINE_32B, reward=_ENGINE_32B, training=_TRAINING_32B, swap=_SWAP_32B),
 }
 """Costs by the size of the policy; the judge has the same size, or its own."""
@@ -88,7 +94,10 @@ SCENARIOS = {
         _STEADY,
         # Reasoning grows and prompts get easy or stay too hard; the judge's answers stay as they are.
         replace(
-            _STEADY, name="growing", response_median=Drift(first=1000, last=4000), acceptance=Drift(first=0.8, last=0.4)
+            _STEADY,
+            name="growing",
+            response_median=Drift(first=1000, last=4000),
+            acceptance=Drift(first=0.8, last=0.4),
         ),
         # The judge is given longer rubrics, or learns to reason.
         replace(_STEADY, name="judge_grows", judge_median=Drift(first=300, last=2400)),
@@ -137,7 +146,9 @@ def _swinging(name: str, *, is_shuffled: bool = False, **course: Any) -> TraceRe
     """Return a recipe whose load goes from one role to the other: long responses, then judgements that reason."""
     response = Drift(first=4000, last=1000, **course)
     judge = Drift(first=300, last=2400, **course)
-    return replace(_STILL, name=name, response_median=response, judge_median=judge, is_shuffled=is_shuffled)
+    return replace(
+        _STILL, name=name, response_median=response, judge_median=judge, is_shuffled=is_shuffled
+    )
 
 
 FAMILY = {
@@ -209,17 +220,25 @@ def scenario(
     costs = costs or JOBS[job]
     size = SCALES[num_devices]
     if trace is None and name in PUBLISHED:
-        trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)
+        trace = PUBLISHED[name].trace(
+            num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed
+        )
     elif trace is None:
-        trace = resize(recipes[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed).trace()
+        trace = resize(
+            recipes[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed
+        ).trace()
     assert costs.reward is not None
     policy = RoleLimits(devices_per_replica=costs.policy.devices_per_replica)
     reward = RoleLimits(devices_per_replica=costs.reward.devices_per_replica)
-    space = PartitionSpace(num_devices=num_devices, roles=(policy, reward), unit_devices=size.unit_devices)
+    space = PartitionSpace(
+        num_devices=num_devices, roles=(policy, reward), unit_devices=size.unit_devices
+    )
     return Simulator(trace, costs, space, progress=progress)
 
 
-def resize(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int) -> TraceRecipe:
+def resize(
+    recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int
+) -> TraceRecipe:
     """Return the recipe with another number of steps, with jumps at the same fractions of them; periods stay."""
     steps = recipe.num_steps if num_steps is None else num_steps
 

@@ -133,19 +133,34 @@ class Simulator:
     """
 
     def __init__(
-        self, trace: Trace, costs: JobCosts, space: PartitionSpace, *, progress: Callable[[int], None] | None = None
+        self,
+        trace: Trace,
+        costs: JobCosts,
+        space: PartitionSpace,
+        *,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         if costs.reward is None:
-            raise refusal("costs.reward", None, "the costs of a generative reward, to which devices can be given")
+            raise refusal(
+                "costs.reward",
+                None,
+                "the costs of a generative reward, to which devices can be given",
+            )
         if len(space.roles) != 2:
-            raise refusal("space.roles", space.roles, "2 roles, the policy and the reward, which are simulated")
+            raise refusal(
+                "space.roles",
+                space.roles,
+                "2 roles, the policy and the reward, which are simulated",
+            )
         engines = {"policy": costs.policy, "reward": costs.reward}
         for (name, engine), limits in zip(engines.items(), space.roles, strict=True):
             if not engine.decode_base_s + engine.decode_per_sequence_s:
                 raise refusal(f"costs.{name}.decode_base_s", 0.0, "above 0: a token takes time")
             if engine.devices_per_replica != limits.devices_per_replica:
                 accepted = f"{engine.devices_per_replica}, as the costs have it"
-                raise refusal(f"space.{name}.devices_per_replica", limits.devices_per_replica, accepted)
+                raise refusal(
+                    f"space.{name}.devices_per_replica", limits.devices_per_replica, accepted
+                )
         self.trace = trace
         self.costs = costs
         self.space = space
@@ -182,7 +197,9 @@ class Simulator:
 
     def best_split(self) -> StrategyRun:
         """Simulate the split that is fastest over the whole trace, chosen with hindsight."""
-        return self._fastest("split", lambda: [int(self._least_s.sum(axis=0).argmin())] * len(self._waves))
+        return self._fastest(
+            "split", lambda: [int(self._least_s.sum(axis=0).argmin())] * len(self._waves)
+        )
 
     def clairvoyant(self) -> StrategyRun:
         """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
@@ -217,7 +234,9 @@ class Simulator:
             move_s=max(0.0, swap.load_s - swap.wake_s),
             move_within_s=swap.sleep_s + swap.load_s,
         )
-        policy = DynamicPartition(self.space, start or self.space.nearest(self.space.num_devices / 2), config)
+        policy = DynamicPartition(
+            self.space, start or self.space.nearest(self.space.num_devices / 2), config
+        )
         outcomes: list[WaveOutcome] = []
         partitions: list[Partition] = []
         is_within_step = False
@@ -270,19 +289,29 @@ class Simulator:
         """Return the waves, with their chosen partitions, that are not simulated."""
         return [pair for pair in enumerate(chosen) if pair not in self._known]
 
-    def _run(self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()) -> StrategyRun:
+    def _run(
+        self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()
+    ) -> StrategyRun:
         """Combine the outcomes of all waves, and the partitions they ran on; no partitions: colocated."""
         devices = [partition.devices[0] for partition in partitions]
         moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
         steps: list[SimulatedStep] = []
         first = 0
         for step, end in enumerate(self._end):
-            steps.append(self._step(step, outcomes[first:end], partitions[first:end], moved[first:end]))
+            steps.append(
+                self._step(step, outcomes[first:end], partitions[first:end], moved[first:end])
+            )
             first = end
-        return StrategyRun(strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps))
+        return StrategyRun(
+            strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps)
+        )
 
     def _step(
-        self, step: int, waves: Sequence[WaveOutcome], partitions: Sequence[Partition], moved: Sequence[int]
+        self,
+        step: int,
+        waves: Sequence[WaveOutcome],
+        partitions: Sequence[Partition],
+        moved: Sequence[int],
     ) -> SimulatedStep:
         """Combine waves into a step, with the preparation, training and weight sync of all devices after them.
 
@@ -305,7 +334,9 @@ class Simulator:
             "training": float(train_s),
             "weight_sync": sync_s,
         }
-        device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in WORK + IDLE}
+        device_s = {
+            name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in WORK + IDLE
+        }
         for name in ("swap", "preparation", "training"):
             device_s[name] += num_devices * stage_s[name]
         device_s["weight_sync"] += policy_devices * sync_s
@@ -355,7 +386,9 @@ class Simulator:
         rows: list[Floats] = []
         for wave, judging_device_s in zip(self._waves, self._judging_device_s, strict=True):
             judging_P = judging_device_s / self.space.role_devices[:, 1]
-            generating_P = [_least_generating_s(self.costs.policy, p, wave) for p in self.space.partitions]
+            generating_P = [
+                _least_generating_s(self.costs.policy, p, wave) for p in self.space.partitions
+            ]
             rows.append(np.maximum(generating_P, judging_P) * _BOUND)
         return np.array(rows)
 

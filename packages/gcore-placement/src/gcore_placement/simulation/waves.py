@@ -117,7 +117,9 @@ def simulate_waves(
         late_s: seconds by which new replicas are late.
         lends: engines become judges within the wave, as in `judge_with_loans`; only for one wave side by side.
     """
-    assert not lends or (len(waves) == 1 and isinstance(layout, Partition)), "loans are those of one wave side by side"
+    assert not lends or (len(waves) == 1 and isinstance(layout, Partition)), (
+        "loans are those of one wave side by side"
+    )
     outcomes: list[WaveOutcome] = []
     policy = costs.policy
     reward = reward_costs(costs)
@@ -144,8 +146,12 @@ def simulate_waves(
             reward_devices = replicas[1] * reward.devices_per_replica
             idle = {
                 "swap": np.full(len(chunk), swap_s * layout),
-                "long_tail": generation_W * policy_devices - generating_W + judging_s_W * reward_devices - judging_W,
-                "unassigned": generation_W * (layout - policy_devices) + judging_s_W * (layout - reward_devices),
+                "long_tail": generation_W * policy_devices
+                - generating_W
+                + judging_s_W * reward_devices
+                - judging_W,
+                "unassigned": generation_W * (layout - policy_devices)
+                + judging_s_W * (layout - reward_devices),
             }
             uncontended_W = end_W
             lent_devices = 0.0
@@ -158,19 +164,25 @@ def simulate_waves(
             late_after_W = np.minimum(late_W, end_W) - late_before_W
             late_policy = late[0] * policy.devices_per_replica
             late_reward = late[1] * reward.devices_per_replica
-            judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
+            judging_before_W = (
+                _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
+            )
             judging_after_W = judging_W - judging_before_W
             moving_before, lent_before = _loan_device_s(loans, generation_W[0])
             moving, lent = _loan_device_s(loans, end_W[0])
             lent_devices = float(lent / end_W[0])
-            policy_tail_W = generation_W * policy_devices - generating_W - late_policy * late_before_W
+            policy_tail_W = (
+                generation_W * policy_devices - generating_W - late_policy * late_before_W
+            )
             reward_tail_W = after_W * reward_devices - judging_after_W - late_reward * late_after_W
             gone_before = moving_before + lent_before
             gone = moving + lent
             idle = {
                 "swap": (late_policy + late_reward) * (late_before_W + late_after_W) + moving,
                 "long_tail": policy_tail_W - gone_before + reward_tail_W + lent - lent_before,
-                "waiting_for_reward": after_W * policy_devices - late_policy * late_after_W - (gone - gone_before),
+                "waiting_for_reward": after_W * policy_devices
+                - late_policy * late_after_W
+                - (gone - gone_before),
                 "imbalance": generation_W * reward_devices
                 - judging_before_W
                 - late_reward * late_before_W
@@ -184,8 +196,12 @@ def simulate_waves(
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
         policy_work = engine_works(responses, starts)
         reward_work = engine_works(judgements, starts)
-        spare_W = replicas_done_s(generated, len(chunk) * replicas[0]).reshape(len(chunk), -1).min(axis=1)
-        queued_W = np.maximum.reduceat(np.where(judged.start > judgements.arrival, judged.start, 0.0), starts)
+        spare_W = (
+            replicas_done_s(generated, len(chunk) * replicas[0]).reshape(len(chunk), -1).min(axis=1)
+        )
+        queued_W = np.maximum.reduceat(
+            np.where(judged.start > judgements.arrival, judged.start, 0.0), starts
+        )
         num_lent = sum(loan.num_devices for loan in loans)
         at_end = (
             replicas[0] - num_lent // policy.devices_per_replica,
@@ -218,11 +234,15 @@ def _loan_device_s(loans: Sequence[EngineLoan], until_s: float) -> tuple[float, 
     return moving, lent
 
 
-def _chunks(costs: JobCosts, waves: Sequence[TraceWave], layout: Partition | int) -> Iterator[Sequence[TraceWave]]:
+def _chunks(
+    costs: JobCosts, waves: Sequence[TraceWave], layout: Partition | int
+) -> Iterator[Sequence[TraceWave]]:
     """Yield as many waves as may be simulated at once."""
     largest = max(wave.response_length.size for wave in waves)
     engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, layout), strict=True)
-    slots = max(number * min(engine.max_num_seqs, -(-largest // number)) for engine, number in engines)
+    slots = max(
+        number * min(engine.max_num_seqs, -(-largest // number)) for engine, number in engines
+    )
     at_once = max(1, _MAX_SLOTS // slots)
     for first in range(0, len(waves), at_once):
         yield waves[first : first + at_once]
@@ -253,7 +273,9 @@ def run_waves(
     return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
 
 
-def least_seconds(costs: JobCosts, waves: Sequence[TraceWave], partition: Partition, judging_W: Floats) -> Floats:
+def least_seconds(
+    costs: JobCosts, waves: Sequence[TraceWave], partition: Partition, judging_W: Floats
+) -> Floats:
     """Return lower bounds of the seconds of waves on a partition, by simulating only generation: [W].
 
     Args:
@@ -289,7 +311,9 @@ def reward_costs(costs: JobCosts) -> EngineCosts:
 def _replicas(costs: JobCosts, layout: Partition | int) -> tuple[int, int]:
     """Return the replicas of the policy and of the reward."""
     if isinstance(layout, int):
-        return layout // costs.policy.devices_per_replica, layout // reward_costs(costs).devices_per_replica
+        return layout // costs.policy.devices_per_replica, layout // reward_costs(
+            costs
+        ).devices_per_replica
     policy, reward = layout.replicas
     return policy, reward
 
@@ -306,7 +330,9 @@ def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     # Lent replicas are numbered after all others.
     wave_I = np.minimum(run.busy_replica // replicas_per_wave, len(until_W) - 1)
     seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
-    return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
+    return np.asarray(
+        np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64
+    )
 
 
 def engine_works(requests: Requests, starts: Ints) -> list[EngineWork]:
@@ -316,6 +342,13 @@ def engine_works(requests: Requests, starts: Ints) -> list[EngineWork]:
     prefill_W = np.add.reduceat(requests.prefill, starts).tolist()
     longest_W = np.maximum.reduceat(requests.length, starts).tolist()
     return [
-        EngineWork(num_tokens=tokens, num_context_tokens=context, num_prefill_tokens=prefill, longest=longest)
-        for tokens, context, prefill, longest in zip(tokens_W, context_W, prefill_W, longest_W, strict=True)
+        EngineWork(
+            num_tokens=tokens,
+            num_context_tokens=context,
+            num_prefill_tokens=prefill,
+            longest=longest,
+        )
+        for tokens, context, prefill, longest in zip(
+            tokens_W, context_W, prefill_W, longest_W, strict=True
+        )
     ]

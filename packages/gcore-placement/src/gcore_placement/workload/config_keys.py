@@ -25,12 +25,23 @@ def workload_fields(config: Mapping[str, object]) -> dict[str, Any]:
     if shared:
         accepted = "absent (shared experts with a width of their own are not described)"
         raise refusal("shared_expert_intermediate_size", shared, accepted)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
     sizes: dict[str, Any] = {key: require_key(config, key) for key in names}
     for key, value in sizes.items():
         _check_whole(key, value, least=1)
     shared_experts: Any = config.get("n_shared_experts") or 0
-    return {**sizes, **_read_heads(config, sizes), **_read_mixture(config, sizes), "n_shared_experts": shared_experts}
+    return {
+        **sizes,
+        **_read_heads(config, sizes),
+        **_read_mixture(config, sizes),
+        "n_shared_experts": shared_experts,
+    }
 
 
 def _read_heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -43,7 +54,12 @@ def _read_heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[
             _check_whole(key, value, least=1)
         head_dim = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
         queries: Any = config.get("q_lora_rank") or 0
-        return {**latent, "q_lora_rank": queries, "num_key_value_heads": heads, "head_dim": head_dim}
+        return {
+            **latent,
+            "q_lora_rank": queries,
+            "num_key_value_heads": heads,
+            "head_dim": head_dim,
+        }
     if config.get("head_dim") is None and hidden_size % heads:
         raise PlacementError(
             f"config has no 'head_dim', and hidden_size ({hidden_size}) is not a multiple of "
@@ -58,7 +74,11 @@ def _read_heads(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[
 
 def _read_mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the fields of the mixture of experts; none for a dense model."""
-    num_experts: Any = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    num_experts: Any = (
+        config.get("num_experts")
+        or config.get("num_local_experts")
+        or config.get("n_routed_experts")
+    )
     if not num_experts:
         return {}
     dense_layers: Any = config.get("mlp_only_layers") or []
@@ -77,7 +97,9 @@ def _read_mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dic
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": cast("int", require_key(config, "num_experts_per_tok")),
-        "moe_intermediate_size": cast("int", config.get("moe_intermediate_size") or sizes["intermediate_size"]),
+        "moe_intermediate_size": cast(
+            "int", config.get("moe_intermediate_size") or sizes["intermediate_size"]
+        ),
         "num_moe_layers": len(moe_layers),
     }
 

@@ -7,7 +7,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Floats, Positive, check_lengths, check_positive
+from gcore_placement.quantities import (
+    FORWARD_AND_BACKWARD,
+    Checked,
+    Floats,
+    Positive,
+    check_lengths,
+    check_positive,
+)
 
 Architecture = Literal["dit", "mmdit"]
 
@@ -115,5 +122,11 @@ class DiffusionWorkload(Checked):
         weights = image * of_image + of_latent
         if self.architecture == "mmdit":
             of_text = (layers * (4 + 2 * m) - (1 + 2 * m)) * h**2 + self.joint_attention_dim * h
-            weights = weights + text * of_text + (6 * layers - 4) * h**2 + self.pooled_projection_dim * h + h**2
+            weights = (
+                weights
+                + text * of_text
+                + (6 * layers - 4) * h**2
+                + self.pooled_projection_dim * h
+                + h**2
+            )
         return 2 * weights + 4 * layers * (image + text) ** 2 * h

@@ -10,7 +10,17 @@ from gcore_placement.errors import check_known
 from gcore_placement.quantities import Floats, TransformerWorkload
 from gcore_placement.workload.config_keys import require_key
 
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "deepseek_v2", "deepseek_v3")
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen2_5_vl",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 _BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 """Types that have biases in attention where the config says so."""
 _VISION_KEYS = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
@@ -72,7 +82,12 @@ class ModelShape:
         mixture = w.num_experts * (self.num_expert_parameters + h) + 3 * h * w.shared_experts_size
         dense = 3 * h * i + self.mlp_bias * (2 * i + h)
         mlps = self._sum_of_mlps(dense, mixture)
-        return w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters + self.other_parameters
+        return (
+            w.num_hidden_layers * attention_and_norms
+            + mlps
+            + self.num_outer_parameters
+            + self.other_parameters
+        )
 
     @property
     def num_active_parameters(self) -> int:
@@ -96,7 +111,9 @@ class ModelShape:
     @property
     def num_layer_parameters(self) -> int:
         """Parameters of the mean layer, rounded up."""
-        return -(-(self.num_parameters - self.num_outer_parameters) // self.workload.num_hidden_layers)
+        return -(
+            -(self.num_parameters - self.num_outer_parameters) // self.workload.num_hidden_layers
+        )
 
     @property
     def head_flops_per_token(self) -> int:
@@ -122,7 +139,10 @@ class ModelShape:
         outside = 4 * w.hidden_size + w.query_size + w.value_size + w.key_value_size
         outside += 2 * (w.kv_lora_rank + w.q_lora_rank) + w.qk_rope_head_dim
         dense = 4 * w.intermediate_size
-        mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size) + 4 * w.shared_experts_size
+        mixture = (
+            w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size)
+            + 4 * w.shared_experts_size
+        )
         return outside + -(-self._sum_of_mlps(dense, mixture) // w.num_hidden_layers)
 
     def adapter_parameters(self, rank: int) -> int:
@@ -155,7 +175,9 @@ class ModelShape:
 
     @property
     def _num_looked_up(self) -> int:
-        return 0 if self.tie_word_embeddings else self.workload.vocab_size * self.workload.hidden_size
+        return (
+            0 if self.tie_word_embeddings else self.workload.vocab_size * self.workload.hidden_size
+        )
 
     @property
     def num_expert_parameters(self) -> int:

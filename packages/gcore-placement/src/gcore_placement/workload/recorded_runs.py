@@ -68,7 +68,9 @@ def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
     z_top = normal_quantiles(u ** (1 / size))
 
     def fit_median(sigma: float) -> float:
-        return _find_root(lambda m: float(_cut(m * np.exp(sigma * z), limit).mean()), mean, highest=float(limit))
+        return _find_root(
+            lambda m: float(_cut(m * np.exp(sigma * z), limit).mean()), mean, highest=float(limit)
+        )
 
     def predict_cut_share(sigma: float) -> float:
         return float((fit_median(sigma) * np.exp(sigma * z) >= limit - 0.5).mean())
@@ -90,9 +92,13 @@ def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
     top = np.full(num_top, step.longest)
     if not rest:
         return top
-    total = min(max(round(step.number * step.mean) - num_top * step.longest, rest), rest * step.longest)
+    total = min(
+        max(round(step.number * step.mean) - num_top * step.longest, rest), rest * step.longest
+    )
     shape = np.exp(sigma * normal_quantiles((np.arange(rest) + 0.5) / step.number))
-    scale = _find_root(lambda s: float(_cut(s * shape, step.longest).sum()), total, highest=step.longest / shape[0])
+    scale = _find_root(
+        lambda s: float(_cut(s * shape, step.longest).sum()), total, highest=step.longest / shape[0]
+    )
     exact = _cut(scale * shape, step.longest)
     lengths = np.floor(exact).astype(np.int64)
     # The tokens that rounding down has removed go to the lengths that lost most.
@@ -125,7 +131,9 @@ _PROBABILITIES = np.concatenate([np.linspace(0.001, 0.99, 100), 1 - np.geomspace
 Quantiles = Sequence[tuple[float, float]]
 
 
-def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0) -> Trace:
+def run_trace(
+    folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0
+) -> Trace:
     """Read the trace of a gcore-llm run from its `metrics.jsonl`; PlacementError if the folder is not a run.
 
     A step has its prompts, waves and acceptance, and responses whose sum, maximum and cut share are its own; prompts
@@ -143,8 +151,12 @@ def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_leng
         ) from error
     sampled = [row for row in rows if "response_length/mean" in row]
     if not sampled:
-        raise PlacementError(f"{folder}/metrics.jsonl has no step with responses; expected at least one")
-    judge = _cut_log_normal(max(1.0, min(judge_median, max_judge_length)), JUDGE_SIGMA, max_judge_length)
+        raise PlacementError(
+            f"{folder}/metrics.jsonl has no step with responses; expected at least one"
+        )
+    judge = _cut_log_normal(
+        max(1.0, min(judge_median, max_judge_length)), JUDGE_SIGMA, max_judge_length
+    )
     limit = max(int(row["response_length/max"]) for row in sampled)
     lengths = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in sampled]
     _, sigma = fit_lengths(lengths)

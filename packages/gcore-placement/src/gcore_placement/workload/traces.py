@@ -64,7 +64,9 @@ class Trace:
     def __post_init__(self) -> None:
         num_groups = self.response_length.shape[0]
         if self.response_length.ndim != 2 or not self.response_length.size:
-            raise refusal("response_length.shape", self.response_length.shape, "(groups, n), neither 0")
+            raise refusal(
+                "response_length.shape", self.response_length.shape, "(groups, n), neither 0"
+            )
         for field in fields(self):
             if field.name == "name":
                 continue
@@ -132,7 +134,9 @@ class Trace:
             raise PlacementError(f"{path} is not a trace; expected {accepted}") from error
         names = {field.name for field in fields(cls)}
         if set(arrays) != names | {"format"} or int(arrays["format"]) != FORMAT:
-            raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
+            raise PlacementError(
+                f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}"
+            )
         del arrays["format"]
         arrays["name"] = str(arrays["name"])
         return cls(**arrays)
@@ -171,14 +175,20 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
         if not 0 <= step.num_accepted <= groups:
             raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {groups}")
         if step.num_waves > groups:
-            raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({groups})")
+            raise refusal(
+                f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({groups})"
+            )
         row = {
             "step": np.full(groups, number),
             "wave": _waves(step),
             "accepted": rng.permutation(groups) < step.num_accepted,
             "prompt_length": lengths_from_quantiles(step.prompt_quantiles, groups, rng),
-            "response_length": lengths_from_quantiles(step.response_quantiles, groups * n, rng).reshape(-1, n),
-            "judge_length": lengths_from_quantiles(step.judge_quantiles, groups * n, rng).reshape(-1, n),
+            "response_length": lengths_from_quantiles(
+                step.response_quantiles, groups * n, rng
+            ).reshape(-1, n),
+            "judge_length": lengths_from_quantiles(step.judge_quantiles, groups * n, rng).reshape(
+                -1, n
+            ),
             "payload_bytes": np.full(groups, step.payload_bytes),
         }
         rows.append(row)
@@ -197,17 +207,26 @@ def _waves(step: RecordedStep) -> NDArray[np.int64]:
     waves = np.arange(step.num_waves)
     first = np.maximum(np.round(np.concatenate([[0.0], ends[:-1]])), waves)
     first = np.minimum(first, step.num_prompts - step.num_waves + waves)
-    return np.asarray(np.searchsorted(first, np.arange(step.num_prompts), side="right") - 1, dtype=np.int64)
+    return np.asarray(
+        np.searchsorted(first, np.arange(step.num_prompts), side="right") - 1, dtype=np.int64
+    )
 
 
 def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> Floats:
     """Return [count] whole lengths, shuffled, with the given quantiles: one from each of `count` equal shares."""
     table = np.atleast_2d(np.asarray(quantiles, dtype=np.float64))
     if table.shape[1] != 2:
-        raise refusal("quantiles.shape", table.shape, "(number, 2): a probability and a length each")
+        raise refusal(
+            "quantiles.shape", table.shape, "(number, 2): a probability and a length each"
+        )
     probabilities, lengths = table.T
     rises = (np.diff(probabilities) > 0).all() and (np.diff(lengths) >= 0).all()
-    inside = probabilities[0] >= 0 and probabilities[-1] <= 1 and lengths[0] >= 1 and lengths[-1] < np.inf
+    inside = (
+        probabilities[0] >= 0
+        and probabilities[-1] <= 1
+        and lengths[0] >= 1
+        and lengths[-1] < np.inf
+    )
     if not (rises and inside):
         accepted = "probabilities rising from 0 to 1, with rising lengths of at least 1"
         raise refusal("quantiles", table.tolist(), accepted)
@@ -252,7 +271,9 @@ class Drift:
         if self.period is not None:
             phase = step % self.period / self.period
             if self.shape == "sine":
-                return self.first * (self.last / self.first) ** ((1 - np.cos(2 * np.pi * phase)) / 2)
+                return self.first * (self.last / self.first) ** (
+                    (1 - np.cos(2 * np.pi * phase)) / 2
+                )
             last_from = 0.5 if self.shape == "square" else 1 - 1 / self.period
             return np.where(phase >= last_from, self.last, self.first)
         if self.jump_step is None:
@@ -345,7 +366,9 @@ class TraceRecipe(Checked):
             return np.clip(np.round(median[step_G, None] * np.exp(sigma * deviation)), 1, longest)
 
         prompts = self.prompt_median * np.exp(self.prompt_sigma * rng.standard_normal(num_groups))
-        payloads = self.payload_median_bytes * np.exp(self.payload_sigma * rng.standard_normal(num_groups))
+        payloads = self.payload_median_bytes * np.exp(
+            self.payload_sigma * rng.standard_normal(num_groups)
+        )
         responses = self.response_median.over(self.num_steps)[order] * noise[0]
         judgements = self.judge_median.over(self.num_steps)[order] * noise[1]
         return Trace(

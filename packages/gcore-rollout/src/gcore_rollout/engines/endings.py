@@ -49,7 +49,11 @@ class StopStrings:
         )
 
     def find_end(
-        self, new_ids: Sequence[int], stop: Sequence[str], *, before: Sequence[Sequence[int] | NDArray[np.int64]] = ()
+        self,
+        new_ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        before: Sequence[Sequence[int] | NDArray[np.int64]] = (),
     ) -> int | None:
         """Return how many new tokens of a sample there are up to the one that completes a stop string; None: none does.
 
@@ -88,7 +92,9 @@ class StopStrings:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         ids = [int(token) for token in token_ids]
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
 
 def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64]:
@@ -100,7 +106,9 @@ def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64
     return runs_P
 
 
-def extend_runs(runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B: NDArray[np.int64]) -> None:
+def extend_runs(
+    runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B: NDArray[np.int64]
+) -> None:
     """Update `runs_at_end` in place, after a token was written at column ``last_B`` of each row."""
     before_BP = last_B[:, None] - np.arange(1, runs_BP.shape[1] + 1)
     earlier_BP = np.take_along_axis(tokens_BT, np.maximum(before_BP, 0), axis=1)
@@ -109,7 +117,10 @@ def extend_runs(runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B
 
 
 def is_repetitive(
-    runs_BP: NDArray[np.int64], min_size_B: NDArray[np.int64], max_size_B: NDArray[np.int64], count_B: NDArray[np.int64]
+    runs_BP: NDArray[np.int64],
+    min_size_B: NDArray[np.int64],
+    max_size_B: NDArray[np.int64],
+    count_B: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
     """Return whether each row ends in ``count_B`` times a pattern of a size within its bounds; never for bounds of 0.
 

@@ -103,7 +103,9 @@ class _Block:
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._size = size_bytes
         # If pinning fails, copies still work but are slower.
-        self._is_pinned = is_pinned and not int(_cudart().cudaHostRegister(self._bytes.data_ptr(), size_bytes, 0))
+        self._is_pinned = is_pinned and not int(
+            _cudart().cudaHostRegister(self._bytes.data_ptr(), size_bytes, 0)
+        )
 
     def __len__(self) -> int:
         return self._size

@@ -83,7 +83,10 @@ class WeightRecord:
     def explanation(self, tensor: HeldTensor, version: int) -> str:
         """Describe the weights of a tensor that differs from its source at ``version``."""
         for recorded_version, digests in sorted(self._versions.items(), reverse=True):
-            if recorded_version != version and _digest(digests, tensor.source, tensor.dtype) == tensor.digest:
+            if (
+                recorded_version != version
+                and _digest(digests, tensor.source, tensor.dtype) == tensor.digest
+            ):
                 return f"has the values of version {recorded_version}"
         present = self._versions[version]
         for name in present:
@@ -119,7 +122,11 @@ class Rotation:
         for name, (size_bytes, cost_s) in self._costs.items():
             num_bytes += size_bytes
             seconds += cost_s
-            if num_bytes > _MIN_BYTES and seconds > _TIME_SHARE * step_s and len(names) >= _MIN_TENSORS:
+            if (
+                num_bytes > _MIN_BYTES
+                and seconds > _TIME_SHARE * step_s
+                and len(names) >= _MIN_TENSORS
+            ):
                 return names
             names.append(name)
         return None
@@ -176,7 +183,9 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         async with self._sharing.sampling(self._engine):
             with self._time_stage(self._stage):
-                async with aclosing(cast(AsyncGenerator[SampleT], self._engine.generate(requests))) as samples:
+                async with aclosing(
+                    cast(AsyncGenerator[SampleT], self._engine.generate(requests))
+                ) as samples:
                     async for sample in samples:
                         if self._timers is not None:
                             self._timers.generated[self._stage] += sample.work
@@ -199,7 +208,9 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         with self._time_stage("swap"):
             await self._sharing.wake(self._engine, weights=weights, cache=cache)
 
-    async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int
+    ) -> None:
         """Update and compare; a `WrongWeightsError` says that the engine has other weights than these now."""
         # Taken before the update: during it, a `SharedWeights` may be given the next version. Digests of weights that
         # are made one by one are filled in during the update.
@@ -232,19 +243,25 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
             return nullcontext()
         return self._timers.stage(stage, self.name)
 
-    async def _compare(self, record: WeightRecord, digests: Digests, version: int, names: Sequence[str] | None) -> None:
+    async def _compare(
+        self, record: WeightRecord, digests: Digests, version: int, names: Sequence[str] | None
+    ) -> None:
         """Compare the engine's tensors of these names, None: all, with the digests of a version."""
         record.note(version, digests)
         report = await report_weights(self._engine, names)
         if report is None:
             return
         if report.version != version:
-            raise WrongWeightsError(f"{self.name} has weights of version {report.version}; expected version {version}")
+            raise WrongWeightsError(
+                f"{self.name} has weights of version {report.version}; expected version {version}"
+            )
         self._rotation.note(report.tensors)
         compared = [t for t in report.tensors if _digest(digests, t.source, t.dtype) is not None]
         wrong = [t for t in compared if _digest(digests, t.source, t.dtype) != t.digest]
         if wrong:
-            faults = "; ".join(f"{t.name!r} {record.explanation(t, version)}" for t in wrong[:_MAX_NAMED])
+            faults = "; ".join(
+                f"{t.name!r} {record.explanation(t, version)}" for t in wrong[:_MAX_NAMED]
+            )
             if len(wrong) > _MAX_NAMED:
                 faults += f" and {len(wrong) - _MAX_NAMED} more differ"
             raise WrongWeightsError(

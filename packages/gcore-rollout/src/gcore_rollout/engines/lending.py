@@ -76,7 +76,8 @@ class LendingEngines(DeviceSharing):
         if len(pools) < 2:
             raise ValueError(f"pools has {len(pools)} models; expected at least 2")
         self.engines: list[InstrumentedEngine[Any, Any]] = [
-            InstrumentedEngine(pool, name=f"model {number}", sharing=self) for number, pool in enumerate(pools)
+            InstrumentedEngine(pool, name=f"model {number}", sharing=self)
+            for number, pool in enumerate(pools)
         ]
         """The engines of each model as one; the pools themselves must not be called any more."""
         self._pools = list(pools)

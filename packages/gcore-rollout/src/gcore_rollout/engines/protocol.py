@@ -104,7 +104,11 @@ class AnyRequest(ABC):
         if self.n < 1:
             raise RequestError(f"n of request {self.request_id!r} is {self.n}; expected at least 1")
         indices = self.sample_indices
-        if not indices or len(set(indices)) < len(indices) or not 0 <= min(indices) <= max(indices) < self.n:
+        if (
+            not indices
+            or len(set(indices)) < len(indices)
+            or not 0 <= min(indices) <= max(indices) < self.n
+        ):
             raise RequestError(
                 f"indices of request {self.request_id!r} are {indices}; expected one or more of 0 to {self.n - 1}, "
                 "each once"
@@ -198,7 +202,11 @@ class Request(AnyRequest):
         )
 
     def part(self, indices: Sequence[int]) -> Self:
-        return replace(self, indices=tuple(indices), prefixes=tuple(c for c in self.prefixes if c.index in indices))
+        return replace(
+            self,
+            indices=tuple(indices),
+            prefixes=tuple(c for c in self.prefixes if c.index in indices),
+        )
 
     def continuing(self, prefixes: Sequence[AnySample]) -> Self:
         by_index = {prefix.index: prefix for prefix in self.prefixes}
@@ -209,7 +217,9 @@ class Request(AnyRequest):
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
-            raise RequestError(f"request {self.request_id!r} has an empty prompt; expected at least 1 token")
+            raise RequestError(
+                f"request {self.request_id!r} has an empty prompt; expected at least 1 token"
+            )
         if self.expected_tokens is not None and self.expected_tokens < 1:
             fault = f"expected_tokens of request {self.request_id!r} is {self.expected_tokens}"
             raise RequestError(f"{fault}; expected at least 1, or None")
@@ -222,7 +232,9 @@ class Request(AnyRequest):
             if prefix.request_id != self.request_id:
                 fault = f"has request_id {prefix.request_id!r}; expected its own"
             elif prefix.index not in self.sample_indices:
-                fault = f"has index {prefix.index}; expected one of those wanted, {self.sample_indices}"
+                fault = (
+                    f"has index {prefix.index}; expected one of those wanted, {self.sample_indices}"
+                )
             elif prefix.finish_reason != "abort":
                 fault = f"has finish_reason {prefix.finish_reason!r}; expected 'abort'"
             elif shapes != [(size,)] * 3:
@@ -233,7 +245,9 @@ class Request(AnyRequest):
                 continue
             raise RequestError(f"a prefix of request {self.request_id!r} {fault}")
         if len(set(indices)) < len(indices):
-            raise RequestError(f"prefixes of request {self.request_id!r} have indices {indices}; expected each once")
+            raise RequestError(
+                f"prefixes of request {self.request_id!r} have indices {indices}; expected each once"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -284,7 +298,11 @@ class Completion(AnySample):
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays, texts and numbers for a checkpoint, without the texts of an episode's turns."""
-        return {name: value for name, value in vars(self).items() if value is not None and name != "turns"}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and name != "turns"
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
@@ -388,7 +406,9 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
         """
         ...
 
-    async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int
+    ) -> None:
         """Replace the weights in memory; tokens sampled afterwards carry ``version``.
 
         Args:
@@ -408,7 +428,11 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
 
 
 def check_open(
-    is_closed: bool, death: str | None, *, how_to_open: str, unfinished: tuple[tuple[str, int], ...] = ()
+    is_closed: bool,
+    death: str | None,
+    *,
+    how_to_open: str,
+    unfinished: tuple[tuple[str, int], ...] = (),
 ) -> None:
     """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
     if is_closed:

@@ -139,7 +139,9 @@ class QueuedSample(Generic[RequestT, SampleT]):
                 # Completions that come back from storage may have other types.
                 token_ids=np.concatenate([before.token_ids, token_ids]).astype(np.int64),
                 log_probs=np.concatenate([before.log_probs, log_probs]).astype(np.float32),
-                weight_versions=np.concatenate([before.weight_versions, weight_versions]).astype(np.int32),
+                weight_versions=np.concatenate([before.weight_versions, weight_versions]).astype(
+                    np.int32
+                ),
                 finish_reason=reason,
             )
         )
@@ -300,7 +302,9 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
             wakes_weights = weights and self._are_weights_asleep
             wakes_cache = cache and self._is_asleep
             if wakes_cache and self._are_weights_asleep and not weights:
-                raise RolloutError("weights are asleep: wake(cache=False) has to come before wake(weights=False)")
+                raise RolloutError(
+                    "weights are asleep: wake(cache=False) has to come before wake(weights=False)"
+                )
             if wakes_cache and not self._has_weights:
                 raise RolloutError(
                     "weights were dropped by sleep(keep_weights=False): wake(cache=False) and update_weights have to "
@@ -316,7 +320,9 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         self._start()
 
     @abstractmethod
-    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+    async def update_weights(
+        self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int
+    ) -> None:
         """See `Engine`: call `_check_update` before, and `_has_taken` after the new weights are in place."""
 
     @abstractmethod
@@ -325,7 +331,9 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
         """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
-        check_open(self._is_closed, self._death, how_to_open=self._HOW_TO_OPEN, unfinished=unfinished)
+        check_open(
+            self._is_closed, self._death, how_to_open=self._HOW_TO_OPEN, unfinished=unfinished
+        )
 
     def _stop(self) -> None:
         """Refuse later calls, and end those in flight by a `RolloutError`."""
@@ -345,7 +353,9 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         if self._are_weights_asleep:
             raise RolloutError("the engine is asleep: wake it before update_weights")
         if version <= self._version:
-            raise ValueError(f"version is {version}; expected a version above the current {self._version}")
+            raise ValueError(
+                f"version is {version}; expected a version above the current {self._version}"
+            )
 
     def _has_taken(self, version: int) -> None:
         """Note that the weights are now those of this version."""
@@ -356,10 +366,14 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         """Append the samples of a new call; of each request, those that continue others come first."""
         call: Call[SampleT] = Call(pending=sum(len(r.sample_indices) for r in requests))
         for request in requests:
-            new = [index for index in request.sample_indices if index not in request.continued_indices]
+            new = [
+                index for index in request.sample_indices if index not in request.continued_indices
+            ]
             for index in chain(request.continued_indices, new):
                 shares = index in new[1:]
-                self._waiting.append(QueuedSample(call=call, request=request, index=index, shares_prompt=shares))
+                self._waiting.append(
+                    QueuedSample(call=call, request=request, index=index, shares_prompt=shares)
+                )
         return call
 
     def _pop_groups(self) -> list[list[QueuedSample[RequestT, SampleT]]]:
@@ -373,17 +387,23 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
                 groups.append([sample])
         return groups
 
-    def _remove_waiting(self, which: SampleFilter[RequestT, SampleT]) -> list[QueuedSample[RequestT, SampleT]]:
+    def _remove_waiting(
+        self, which: SampleFilter[RequestT, SampleT]
+    ) -> list[QueuedSample[RequestT, SampleT]]:
         removed = [sample for sample in self._waiting if which(sample)]
         self._waiting = deque(sample for sample in self._waiting if not which(sample))
         return removed
 
     def _fail(self, error: Exception) -> None:
         """End all calls with this error; an `EngineDiedError` names the unfinished samples of each."""
-        samples = self._remove_waiting(lambda _: True) + self._remove_running(lambda _: True, as_aborted=False)
+        samples = self._remove_waiting(lambda _: True) + self._remove_running(
+            lambda _: True, as_aborted=False
+        )
         for call in {sample.call for sample in samples}:
             if isinstance(error, EngineDiedError):
-                unfinished = tuple((s.request.request_id, s.index) for s in samples if s.call is call)
+                unfinished = tuple(
+                    (s.request.request_id, s.index) for s in samples if s.call is call
+                )
                 error = EngineDiedError(error.reason, unfinished=unfinished)
             call.finished.put_nowait(error)
 
@@ -394,7 +414,9 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         """Do what a call needs besides a note of it: free memory or allocate it, notify a server."""
 
     def _has_work(self) -> bool:
-        return not (self._is_paused or self._is_asleep) and bool(self._waiting or self._num_running())
+        return not (self._is_paused or self._is_asleep) and bool(
+            self._waiting or self._num_running()
+        )
 
     def _start(self) -> None:
         """Start to work on samples, unless a task works on them already."""
@@ -449,20 +471,30 @@ def check_max_num_seqs(max_num_seqs: int) -> None:
 
 
 def check_weights(
-    shapes: Mapping[str, tuple[int, ...]], new: "Mapping[str, torch.Tensor]", *, optional: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]],
+    new: "Mapping[str, torch.Tensor]",
+    *,
+    optional: frozenset[str],
 ) -> None:
     """Refuse unknown and missing names and other shapes by a `ValueError`; ``optional`` names may be left out."""
     unknown = sorted(new.keys() - shapes.keys() - optional)
     missing = sorted(shapes.keys() - new.keys() - optional)
     if unknown or missing:
-        raise ValueError(f"weights do not match the model: unknown names {unknown[:3]}, missing names {missing[:3]}")
+        raise ValueError(
+            f"weights do not match the model: unknown names {unknown[:3]}, missing names {missing[:3]}"
+        )
     for name, tensor in new.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"shape of weight {name!r} is {tuple(tensor.shape)}; expected {shapes[name]}")
+            raise ValueError(
+                f"shape of weight {name!r} is {tuple(tensor.shape)}; expected {shapes[name]}"
+            )
 
 
 def checked_weights(
-    current: "Mapping[str, torch.Tensor]", weights: "Iterable[tuple[str, torch.Tensor]]", *, at_once: bool
+    current: "Mapping[str, torch.Tensor]",
+    weights: "Iterable[tuple[str, torch.Tensor]]",
+    *,
+    at_once: bool,
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield weights that match the engine's current ones, by `check_weights`; of tied tensors any one will do.
 
@@ -477,10 +509,18 @@ def checked_weights(
         if at_once:
             unchecked[name] = tensor
         else:
-            check_weights({n: shapes[n] for n in shapes.keys() & {name}}, {name: tensor}, optional=frozenset())
+            check_weights(
+                {n: shapes[n] for n in shapes.keys() & {name}}, {name: tensor}, optional=frozenset()
+            )
             yield name, tensor
     pointers = {current[name].data_ptr() for name in names & current.keys()}
-    tied = frozenset(name for name, tensor in current.items() if name not in names and tensor.data_ptr() in pointers)
-    unchecked_shapes = {name: shape for name, shape in shapes.items() if at_once or name not in names}
+    tied = frozenset(
+        name
+        for name, tensor in current.items()
+        if name not in names and tensor.data_ptr() in pointers
+    )
+    unchecked_shapes = {
+        name: shape for name, shape in shapes.items() if at_once or name not in names
+    }
     check_weights(unchecked_shapes, unchecked, optional=tied)
     yield from unchecked.items()

@@ -78,7 +78,12 @@ _KINDS = {
     "vllm": EngineKind(
         make="gcore_rollout.engines.vllm.engine:VLLMEngine",
         own_options=frozenset(
-            ("gpu_memory_utilization", "max_num_batched_tokens", "enable_sleep_mode", "tensor_parallel_size")
+            (
+                "gpu_memory_utilization",
+                "max_num_batched_tokens",
+                "enable_sleep_mode",
+                "tensor_parallel_size",
+            )
         ),
         engine_options=frozenset(
             (
@@ -99,13 +104,19 @@ _KINDS = {
     "sglang": EngineKind(
         make="gcore_rollout.engines.servers.sglang_engine:SGLangEngine",
         takes_device=True,
-        own_options=frozenset(("server_python", "gpu_memory_utilization", "enable_sleep_mode", "tensor_parallel_size")),
+        own_options=frozenset(
+            ("server_python", "gpu_memory_utilization", "enable_sleep_mode", "tensor_parallel_size")
+        ),
         library_options="server_args",
         has_rope_of_batch=True,
     ),
-    "vllm_server": EngineKind(make="gcore_rollout.engines.servers.vllm:VLLMServerEngine", is_server=True),
+    "vllm_server": EngineKind(
+        make="gcore_rollout.engines.servers.vllm:VLLMServerEngine", is_server=True
+    ),
     "sglang_server": EngineKind(
-        make="gcore_rollout.engines.servers.sglang:SGLangServerEngine", is_server=True, has_rope_of_batch=True
+        make="gcore_rollout.engines.servers.sglang:SGLangServerEngine",
+        is_server=True,
+        has_rope_of_batch=True,
     ),
 }
 
@@ -113,7 +124,9 @@ _KINDS = {
 def register_engine(name: str, kind: EngineKind) -> None:
     """Add a kind of engine, for settings to name; a `ValueError` if the name is taken."""
     if name in _KINDS:
-        raise ValueError(f"name is {name!r}; expected one that is not registered yet: {', '.join(_KINDS)} are")
+        raise ValueError(
+            f"name is {name!r}; expected one that is not registered yet: {', '.join(_KINDS)} are"
+        )
     _KINDS[name] = kind
 
 
@@ -159,7 +172,9 @@ def engine_factory(
     unknown = sorted(own_options.keys() - kind.own_options)
     if unknown:
         expected = ", ".join(sorted(kind.own_options)) or "none"
-        raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {expected}")
+        raise RequestError(
+            f"own_options is {unknown} for engine {name!r}; expected some of {expected}"
+        )
     options |= own_options
     options |= _engine_keywords(kind, engine_options or {})
     if kind.takes_device:
@@ -171,7 +186,9 @@ def engine_factory(
     return partial(kind.load().from_pretrained, model, **options)
 
 
-def check_engine_options(name: str, engine_options: Mapping[str, Any], *, server_python: str = "") -> None:
+def check_engine_options(
+    name: str, engine_options: Mapping[str, Any], *, server_python: str = ""
+) -> None:
     """Check the user's options of an engine: of `hf` and of a user's own, its keywords; of others, of its library too.
 
     Where the library is installed, names that it does not have are refused. ``server_python`` is that of SGLang.
@@ -193,11 +210,15 @@ def check_engine_options(name: str, engine_options: Mapping[str, Any], *, server
         reserved = ("device", "dtype", "max_num_seqs", "eos_token_ids")
     elif library_names:
         expected = ", ".join(sorted(kind.engine_options)) or "none, which is running already"
-        raise RequestError(f"engine_options has {library_names[0]!r}; expected some of {expected} with engine {name!r}")
+        raise RequestError(
+            f"engine_options has {library_names[0]!r}; expected some of {expected} with engine {name!r}"
+        )
     unfit = find_unfit_option(library_names, reserved=reserved, accepted=accepted)
     if unfit is not None:
         option, expected = unfit
-        raise RequestError(f"engine_options has {option!r}; expected {expected} with engine {name!r}")
+        raise RequestError(
+            f"engine_options has {option!r}; expected {expected} with engine {name!r}"
+        )
 
 
 def _engine_keywords(kind: EngineKind, engine_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +251,12 @@ def connect_servers(name: str, urls: Sequence[str], **options: Any) -> list[Engi
 
 
 def check_servers(
-    name: str, urls: Sequence[str], model: Path, *, max_length: int | None = None, length_settings: str = "max_length"
+    name: str,
+    urls: Sequence[str],
+    model: Path,
+    *,
+    max_length: int | None = None,
+    length_settings: str = "max_length",
 ) -> None:
     """Ask every server which model it runs, as far as it reports that.
 
@@ -267,7 +293,9 @@ def check_servers(
         return
     from transformers import AutoConfig
 
-    rope: Any = getattr(AutoConfig.from_pretrained(model).get_text_config(), "rope_parameters", None) or {}
+    rope: Any = (
+        getattr(AutoConfig.from_pretrained(model).get_text_config(), "rope_parameters", None) or {}
+    )
     if rope.get("rope_type") != "longrope":
         return
     if engine_kind(name).has_rope_of_batch:

@@ -39,7 +39,10 @@ class Replica(Generic[RequestT, SampleT]):
     def tokens(self) -> tuple[int, int]:
         """Return the numbers of prompt and completion tokens since it joined the pool."""
         now = self.engine.stats()
-        return now.prompt_tokens - self.before.prompt_tokens, now.completion_tokens - self.before.completion_tokens
+        return (
+            now.prompt_tokens - self.before.prompt_tokens,
+            now.completion_tokens - self.before.completion_tokens,
+        )
 
 
 @dataclass(eq=False)
@@ -75,7 +78,9 @@ class PoolCall(Call[SampleT], Generic[RequestT, SampleT]):
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-def start_task(tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+def start_task(
+    tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]
+) -> "asyncio.Task[None]":
     """Start a task that is among these until it is done, and whose exception need not be retrieved."""
     task = asyncio.create_task(work)
     tasks.add(task)

@@ -3,16 +3,37 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from typing import Any, Generic
 
 import torch
 
-from gcore_rollout.engines.protocol import AnySample, Digests, Engine, EngineStats, RequestT, SampleT, check_weights
+from gcore_rollout.engines.protocol import (
+    AnySample,
+    Digests,
+    Engine,
+    EngineStats,
+    RequestT,
+    SampleT,
+    check_weights,
+)
 from gcore_rollout.engines.replica import PoolCall, Replica, RequestPart, fair_parts, start_task
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
-from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
+from gcore_rollout.weight_sync.shared_weights import (
+    FirstSeen,
+    SharedCudaWeights,
+    SharedWeights,
+    share_a_gpu,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +80,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             raise ValueError(f"max_deaths is {max_deaths}; expected at least 1")
         versions = {engine.weight_version for engine in engines}
         if len(versions) != 1:
-            raise ValueError(f"weight versions of engines are {sorted(versions)}; expected one version of one or more")
+            raise ValueError(
+                f"weight versions of engines are {sorted(versions)}; expected one version of one or more"
+            )
         self._version = versions.pop()
         self._replicas = [Replica(engine, is_lent=engine in (lent or ())) for engine in engines]
         self._all_sleep = lent is None
@@ -111,7 +134,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     yield late
             unfinished: list[tuple[str, int]] = []
             for part in run.parts:
-                unfinished += [(part.request.request_id, index) for index in sorted(part.unfinished)]
+                unfinished += [
+                    (part.request.request_id, index) for index in sorted(part.unfinished)
+                ]
             raise EngineDiedError(death.reason, unfinished=tuple(unfinished)) from death
         finally:
             self._runs.discard(run)
@@ -136,7 +161,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         spare: list[Engine[RequestT, SampleT]] = []
         for replica in sorted(samples, key=lambda r: samples[r])[: len(serving) - 1]:
             num_free -= replica.capacity
-            can_move = not num_waiting and all(part.request.can_continue for part in replica.tasks.values())
+            can_move = not num_waiting and all(
+                part.request.can_continue for part in replica.tasks.values()
+            )
             if replica.tasks and not (can_move and num_free >= 0):
                 break
             spare.append(replica.engine)
@@ -146,7 +173,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         ids = frozenset(request_ids or ())
         for run in self._runs:
             for part in run.parts:
-                if (request_ids is None or part.request.request_id in ids) and not part.aborted.done():
+                if (
+                    request_ids is None or part.request.request_id in ids
+                ) and not part.aborted.done():
                     part.aborted.set_result(None)
         await self._call_all(lambda engine: engine.abort(request_ids), self._replicas)
 
@@ -162,7 +191,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
     @property
     def idle(self) -> list[Engine[RequestT, SampleT]]:
         """The replicas that are awake and have no work of this pool."""
-        return [r.engine for r in self._replicas if r.serves and not r.tasks and not self._is_asleep]
+        return [
+            r.engine for r in self._replicas if r.serves and not r.tasks and not self._is_asleep
+        ]
 
     @property
     def is_asleep(self) -> bool:
@@ -205,7 +236,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         # First, because a replica that joins meanwhile is not called.
         self._set_asleep(cache=True, weights=True)
         try:
-            await self._call_all(lambda engine: engine.sleep(keep_weights=keep_weights), self._sleepers)
+            await self._call_all(
+                lambda engine: engine.sleep(keep_weights=keep_weights), self._sleepers
+            )
         except Exception:
             self._set_asleep(*before)
             if not self._is_asleep:
@@ -217,7 +250,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         # First, because a replica that joins meanwhile is not called.
         self._set_asleep(self._is_asleep and not cache, self._are_weights_asleep and not weights)
         try:
-            await self._call_all(lambda engine: engine.wake(weights=weights, cache=cache), self._sleepers)
+            await self._call_all(
+                lambda engine: engine.wake(weights=weights, cache=cache), self._sleepers
+            )
         except Exception:
             self._set_asleep(*before)
             raise
@@ -243,7 +278,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         """The replicas whose weights are in memory; without lent ones all are asked, and refuse if they are asleep."""
         return [r for r in self._replicas if not (r.is_lent and self._are_weights_asleep)]
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
 
         A replica that refuses what another one accepts counts as dead. If all refuse, the error is raised and nothing
@@ -254,10 +291,14 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         self._check_open()
         await asyncio.shield(start_task(self._updates, self._update_weights(weights, version)))
 
-    async def _update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def _update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
         async with self._updating:
             if version <= self._version:
-                raise ValueError(f"version is {version}; expected a version above the current {self._version}")
+                raise ValueError(
+                    f"version is {version}; expected a version above the current {self._version}"
+                )
             # Weights that any number of readers can iterate over, also later, count how often they were written.
             source: Any = weights if hasattr(weights, "num_writes") else self._copy(weights)
             try:
@@ -272,10 +313,15 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                 if isinstance(source, SharedCudaWeights) and source is not weights:
                     source.close()
 
-    def _copy(self, weights: Iterable[tuple[str, torch.Tensor]]) -> "SharedCudaWeights | SharedWeights":
+    def _copy(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> "SharedCudaWeights | SharedWeights":
         """Copy weights once for all: on their GPU if a replica is there, too, until all have them; or in the host."""
         first_seen = FirstSeen(weights)
-        if any(share_a_gpu(first_seen.gpu, getattr(engine, "weights_gpu", None)) for engine in self.engines):
+        if any(
+            share_a_gpu(first_seen.gpu, getattr(engine, "weights_gpu", None))
+            for engine in self.engines
+        ):
             return SharedCudaWeights(first_seen)
         return self._copy_to_host(first_seen)
 
@@ -293,17 +339,27 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             sources = [source] * len(replicas)
             if isinstance(source, SharedCudaWeights):
                 gpu = source.gpu
-                on_gpu = [share_a_gpu(gpu, getattr(replica.engine, "weights_gpu", None)) for replica in replicas]
+                on_gpu = [
+                    share_a_gpu(gpu, getattr(replica.engine, "weights_gpu", None))
+                    for replica in replicas
+                ]
                 if not all(on_gpu):
                     in_host = self._copy_to_host(source)
                     sources = [source if is_on_gpu else in_host for is_on_gpu in on_gpu]
                     source = in_host
-            updates = (r.engine.update_weights(s, version=version) for r, s in zip(replicas, sources, strict=True))
+            updates = (
+                r.engine.update_weights(s, version=version)
+                for r, s in zip(replicas, sources, strict=True)
+            )
             outcomes = await asyncio.gather(*updates, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, WrongWeightsError):
                     raise outcome
-            refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
+            refusals = [
+                e
+                for e in outcomes
+                if isinstance(e, Exception) and not isinstance(e, EngineDiedError)
+            ]
             agreed = None in outcomes
             for replica, outcome in zip(replicas, outcomes, strict=True):
                 if outcome is None:
@@ -349,7 +405,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         if replica is None:
             raise ValueError("the engine to be removed is not one of the replicas")
         if self.num_serving == replica.serves:
-            raise ValueError("the engine to be removed is the last one that serves; add another one first")
+            raise ValueError(
+                "the engine to be removed is the last one that serves; add another one first"
+            )
         replica.leaves = True
         try:
             if not drain and replica.tasks:
@@ -393,12 +451,16 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             run.finished.put_nowait(error)
 
     async def _call_all(
-        self, call: Callable[[Engine[RequestT, SampleT]], Awaitable[None]], replicas: list[Replica[RequestT, SampleT]]
+        self,
+        call: Callable[[Engine[RequestT, SampleT]], Awaitable[None]],
+        replicas: list[Replica[RequestT, SampleT]],
     ) -> None:
         """Call these replicas: bury those that are dead, and raise what any other call raised."""
         self._check_open()
         replicas = list(replicas)  # Others may join or leave meanwhile.
-        outcomes = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(call(replica.engine) for replica in replicas), return_exceptions=True
+        )
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineDiedError):
                 self._bury(replica, outcome.reason)
@@ -427,7 +489,11 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             self._announce(f"{name} is gone: {reason}; {then}")
 
     async def _replace(
-        self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str, *, is_lent: bool
+        self,
+        restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]],
+        name: str,
+        *,
+        is_lent: bool,
     ) -> None:
         if is_lent or self._all_sleep:
             await self._may_start.wait()
@@ -513,7 +579,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
         outstanding = sum(r.work for r in self._replicas)
         num_replicas = max(1, self.num_serving)
-        for request, indices in fair_parts(requests, outstanding=outstanding, num_replicas=num_replicas):
+        for request, indices in fair_parts(
+            requests, outstanding=outstanding, num_replicas=num_replicas
+        ):
             yield RequestPart(request.part(indices), asyncio.get_running_loop().create_future())
 
     def _submit(self, part: RequestPart[RequestT], run: PoolCall[RequestT, SampleT]) -> None:
@@ -538,7 +606,10 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             run.parts.discard(part)
 
     async def _make(
-        self, part: RequestPart[RequestT], run: PoolCall[RequestT, SampleT], replica: Replica[RequestT, SampleT]
+        self,
+        part: RequestPart[RequestT],
+        run: PoolCall[RequestT, SampleT],
+        replica: Replica[RequestT, SampleT],
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -566,7 +637,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                 raise
             part.deaths += 1
             if part.deaths >= self._max_deaths:
-                raise EngineDiedError(f"{self._max_deaths} replicas died with the same sample") from error
+                raise EngineDiedError(
+                    f"{self._max_deaths} replicas died with the same sample"
+                ) from error
         finally:
             try:
                 if hasattr(completions, "aclose"):

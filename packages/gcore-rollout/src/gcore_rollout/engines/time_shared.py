@@ -23,7 +23,8 @@ class TimeSharedEngines(DeviceSharing):
 
     def __init__(self, engines: Sequence[Engine[Any, Any]], *, first_is_awake: bool = True) -> None:
         self.engines: list[InstrumentedEngine[Any, Any]] = [
-            InstrumentedEngine(engine, name=f"model {number}", sharing=self) for number, engine in enumerate(engines)
+            InstrumentedEngine(engine, name=f"model {number}", sharing=self)
+            for number, engine in enumerate(engines)
         ]
         """The same engines, wrapped to wait for the devices; the originals must not be called any more."""
         self._all = list(engines)

@@ -33,7 +33,9 @@ def open_rgb(image: bytes) -> Any:
         if upright.mode.startswith("I;16"):
             upright = _scale_to_8_bits(upright)
         if upright.mode in ("I", "F"):
-            raise RequestError(f"an image of {len(image)} bytes has 32 bits for a pixel of grey; expected 8 or 16")
+            raise RequestError(
+                f"an image of {len(image)} bytes has 32 bits for a pixel of grey; expected 8 or 16"
+            )
         return upright.convert("RGB")
     except _DAMAGED as error:
         if isinstance(error, RequestError):
@@ -52,7 +54,9 @@ def _open(image: bytes) -> Any:
     try:
         return pillow.open(io.BytesIO(image))
     except (*_DAMAGED, pillow.DecompressionBombError) as error:
-        raise RequestError(f"an image of {len(image)} bytes is no image file that Pillow reads: {error}") from None
+        raise RequestError(
+            f"an image of {len(image)} bytes is no image file that Pillow reads: {error}"
+        ) from None
 
 
 def _scale_to_8_bits(image: Any) -> Any:

@@ -66,7 +66,10 @@ class ObjectDetector:
             if self.is_zero_shot:
                 texts["text"] = [list(names)] * len(batch)
             inputs = self._processor(images=batch, **texts, return_tensors="pt").to(self._device)
-            options: dict[str, Any] = {"threshold": threshold, "target_sizes": [image.shape[:2] for image in batch]}
+            options: dict[str, Any] = {
+                "threshold": threshold,
+                "target_sizes": [image.shape[:2] for image in batch],
+            }
             for detected in self._read_outputs(self._model(**inputs), options, texts):
                 surest = [o for o in detected if o.score > threshold]
                 surest.sort(key=lambda o: -o.score)
@@ -77,7 +80,9 @@ class ObjectDetector:
         self, outputs: Any, options: Mapping[str, Any], texts: Mapping[str, list[list[str]]]
     ) -> list[list[Detected]]:
         if self._has_masks:
-            results = self._processor.post_process_instance_segmentation(outputs, return_binary_maps=True, **options)
+            results = self._processor.post_process_instance_segmentation(
+                outputs, return_binary_maps=True, **options
+            )
             return [self._read_segments(result) for result in results]
         if self.is_zero_shot:
             post = self._processor.post_process_grounded_object_detection
@@ -86,7 +91,11 @@ class ObjectDetector:
             results = self._processor.post_process_object_detection(outputs, **options)
         objects: list[list[Detected]] = []
         for result in results:
-            labels = result["text_labels"] if self.is_zero_shot else map(self.labels.get, result["labels"].tolist())
+            labels = (
+                result["text_labels"]
+                if self.is_zero_shot
+                else map(self.labels.get, result["labels"].tolist())
+            )
             rows = zip(result["scores"].tolist(), labels, result["boxes"].tolist(), strict=True)
             objects.append([Detected(score, str(label), tuple(box)) for score, label, box in rows])
         return objects

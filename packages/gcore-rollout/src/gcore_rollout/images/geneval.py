@@ -85,13 +85,19 @@ class GenEvalReward:
                     )
                 if clause.get("color") and self._colours is None:
                     expected = "a CLIP model in reward.head, which names colours"
-                    raise RewardConfigError(f"the row of {prompt!r:.100} has a color; expected {expected}")
+                    raise RewardConfigError(
+                        f"the row of {prompt!r:.100} has a color; expected {expected}"
+                    )
 
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> tuple[list[float], dict[str, list[bool]]]:
+    def __call__(
+        self, images: Images, prompts: Sequence[str], rows: Rows
+    ) -> tuple[list[float], dict[str, list[bool]]]:
         """Return scores [B] and their parts [B]."""
         self.check_prompts(prompts, rows)
         results: list[tuple[float, bool, bool]] = []
-        for image, (objects, masks), row in zip(images, self._detect(images, rows), rows, strict=True):
+        for image, (objects, masks), row in zip(
+            images, self._detect(images, rows), rows, strict=True
+        ):
             colours = cache(partial(self._name_colours, image, masks))
             results.append(geneval_score(objects, row, colours))
         scores, accuracy, strict_accuracy = zip(*results, strict=True)
@@ -110,7 +116,9 @@ class GenEvalReward:
             together[self._names(row), threshold].append(i)
         by_index: dict[int, tuple[Objects, _Masks]] = {}
         for (names, threshold), indices in together.items():
-            detected = self._detector([images[i] for i in indices], names=names, threshold=threshold)
+            detected = self._detector(
+                [images[i] for i in indices], names=names, threshold=threshold
+            )
             by_index |= zip(indices, map(self._by_class, detected), strict=True)
         return [by_index[i] for i in range(len(images))]
 
@@ -137,7 +145,9 @@ class GenEvalReward:
             return label
         return _OTHER_NAMES.get(label, label)
 
-    def _name_colours(self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: tuple[Box, ...]) -> list[str]:
+    def _name_colours(
+        self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: tuple[Box, ...]
+    ) -> list[str]:
         assert self._colours is not None
         return self._colours(image, masks, name, boxes)
 
@@ -151,7 +161,9 @@ def geneval_score(
     """
     values, is_exact = _compare(objects, row, colours)
     _, is_right = _compare(objects, row, colours, are_more_allowed=True)
-    is_excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in row.get("exclude") or ())
+    is_excluded = any(
+        len(objects.get(c["class"], ())) >= c["count"] for c in row.get("exclude") or ()
+    )
     return float(np.mean(values)), is_right and not is_excluded, is_exact
 
 
@@ -184,7 +196,9 @@ def _compare(
         if holds and position:
             reference = matched[position[1]]
             pairs = product(boxes, reference or ())
-            holds = reference is not None and all(position[0] in relative_positions(a, b) for a, b in pairs)
+            holds = reference is not None and all(
+                position[0] in relative_positions(a, b) for a, b in pairs
+            )
             if not holds:
                 values.append(0.0)
             # As published: 1 follows the 0 of a wrong position.
@@ -223,7 +237,9 @@ class _Colours:
         self._classifier = cache(self._embed_colours)
 
     @torch.no_grad()
-    def __call__(self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: Sequence[Box]) -> list[str]:
+    def __call__(
+        self, image: NDArray[np.uint8], masks: _Masks, name: str, boxes: Sequence[Box]
+    ) -> list[str]:
         """Return the colour of each box."""
         crops: list[Any] = []
         for left, top, right, bottom in boxes:
@@ -238,10 +254,18 @@ class _Colours:
 
     def _embed_colours(self, name: str) -> torch.Tensor:
         """Return the mean of each colour's texts, of length 1, [colours, width]."""
-        texts = [template.format(colour, name) for colour, template in product(_COLOURS, _TEMPLATES)]
-        tokens = self._tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(self._device)
+        texts = [
+            template.format(colour, name) for colour, template in product(_COLOURS, _TEMPLATES)
+        ]
+        tokens = self._tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(
+            self._device
+        )
         embeddings = self._model.text_projection(self._model.text_model(**tokens).pooler_output)
-        means = torch.nn.functional.normalize(embeddings, dim=-1).view(len(_COLOURS), len(_TEMPLATES), -1).mean(1)
+        means = (
+            torch.nn.functional.normalize(embeddings, dim=-1)
+            .view(len(_COLOURS), len(_TEMPLATES), -1)
+            .mean(1)
+        )
         return torch.nn.functional.normalize(means, dim=-1)
 
 
@@ -262,7 +286,9 @@ def _clauses(prompt: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _is_clause(clause: Any, index: int) -> bool:
     match clause:
-        case {"class": str(), "count": int(count)} if count >= 1 and (clause.get("color") or "red") in _COLOURS:
+        case {"class": str(), "count": int(count)} if (
+            count >= 1 and (clause.get("color") or "red") in _COLOURS
+        ):
             match clause.get("position"):
                 case None:
                     return True

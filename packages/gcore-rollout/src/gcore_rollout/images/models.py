@@ -66,7 +66,12 @@ class CLIPReward:
     """
 
     def __init__(
-        self, path: str | Path, *, weights: str | Path = "", device: str = "cpu", scale: float | None = 1.0
+        self,
+        path: str | Path,
+        *,
+        weights: str | Path = "",
+        device: str = "cpu",
+        scale: float | None = 1.0,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -81,7 +86,9 @@ class CLIPReward:
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del rows
-        texts = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt").to(self._device)
+        texts = self._tokenizer(
+            list(prompts), padding=True, truncation=True, return_tensors="pt"
+        ).to(self._device)
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
         outputs = self._model(**texts, pixel_values=pixels["pixel_values"])
         cosines = torch.nn.functional.cosine_similarity(outputs.image_embeds, outputs.text_embeds)
@@ -98,11 +105,15 @@ class AestheticReward:
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
         self._model, self._processor = load_clip(path, device)
         tensors = _read("head", Path(head))
-        names = sorted((n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of)
+        names = sorted(
+            (n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of
+        )
         width = int(self._model.config.projection_dim)
         if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
             shapes = {name: tuple(tensors[name].shape) for name in tensors}
-            raise RewardConfigError(f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score")
+            raise RewardConfigError(
+                f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score"
+            )
         self._head = _Head(tensors, names, device)
         self._device = device
 
@@ -133,7 +144,9 @@ class ImageRewardScore:
             self._head = _Head(tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device)
         except (KeyError, RuntimeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise RewardConfigError(f"weights is {str(weights)!r}: it is not ImageReward's: {reason}") from None
+            raise RewardConfigError(
+                f"weights is {str(weights)!r}: it is not ImageReward's: {reason}"
+            ) from None
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -151,13 +164,19 @@ class ImageRewardScore:
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
         image_states = self._vision(pixel_values=pixels).last_hidden_state
         words = self._tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
+            list(prompts),
+            padding="max_length",
+            truncation=True,
+            max_length=_MAX_TOKENS,
+            return_tensors="pt",
         ).to(self._device)
         outputs = self._text(
             input_ids=words["input_ids"],
             attention_mask=words["attention_mask"],
             encoder_hidden_states=image_states,
-            encoder_attention_mask=torch.ones(image_states.shape[:2], dtype=torch.long, device=self._device),
+            encoder_attention_mask=torch.ones(
+                image_states.shape[:2], dtype=torch.long, device=self._device
+            ),
         )
         return (self._head(outputs.last_hidden_state[:, 0]) - _MEAN) / _STD
 
@@ -165,9 +184,12 @@ class ImageRewardScore:
 class _Head:
     """Linear layers to one score, by the names of their weights."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str
+    ) -> None:
         self._layers = [
-            (tensors[name].to(device), tensors[name.removesuffix("weight") + "bias"].to(device)) for name in names
+            (tensors[name].to(device), tensors[name.removesuffix("weight") + "bias"].to(device))
+            for name in names
         ]
 
     def __call__(self, x: torch.Tensor) -> Scores:
@@ -193,7 +215,9 @@ def load_clip(path: str | Path, device: str, weights: str | Path = "") -> tuple[
             _load_open_clip(model, weights)
         else:
             model = CLIPModel.from_pretrained(path, local_files_only=True)
-        return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
+        return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(
+            path
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, RewardConfigError):
             raise
@@ -214,7 +238,9 @@ def report_folder_errors(path: str | Path, content: str) -> Generator[None]:
     try:
         yield
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-        raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
+        raise RewardConfigError(
+            f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}"
+        ) from None
 
 
 def _load_open_clip(model: Any, weights: str | Path) -> None:
@@ -235,7 +261,9 @@ def _load_open_clip(model: Any, weights: str | Path) -> None:
         model.load_state_dict(state_dict)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        raise RewardConfigError(f"weights is {str(weights)!r}: not of the model in path: {reason:.300}") from None
+        raise RewardConfigError(
+            f"weights is {str(weights)!r}: not of the model in path: {reason:.300}"
+        ) from None
 
 
 def _read(setting: str, path: Path) -> dict[str, torch.Tensor]:
@@ -246,14 +274,20 @@ def _read(setting: str, path: Path) -> dict[str, torch.Tensor]:
             return load_file(str(path))
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise RewardConfigError(f"{setting} is {str(path)!r}: {type(error).__name__}: {error}") from None
+        raise RewardConfigError(
+            f"{setting} is {str(path)!r}: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _build_blip(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """Return BLIP's vision model, and its text encoder that attends to images."""
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-    blip = {name.removeprefix("blip."): tensor for name, tensor in tensors.items() if name.startswith("blip.")}
+    blip = {
+        name.removeprefix("blip."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("blip.")
+    }
     patch = blip["visual_encoder.patch_embed.proj.weight"]
     width = patch.shape[0]
     patch_size = patch.shape[-1]
@@ -275,15 +309,21 @@ def _build_blip(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
             vocab_size=words.shape[0],
             hidden_size=words.shape[1],
             encoder_hidden_size=width,
-            intermediate_size=blip["text_encoder.encoder.layer.0.intermediate.dense.weight"].shape[0],
+            intermediate_size=blip["text_encoder.encoder.layer.0.intermediate.dense.weight"].shape[
+                0
+            ],
             num_hidden_layers=_num_layers(blip, r"text_encoder\.encoder\.layer\.(\d+)\."),
             num_attention_heads=words.shape[1] // _HEAD_DIM,
-            max_position_embeddings=blip["text_encoder.embeddings.position_embeddings.weight"].shape[0],
+            max_position_embeddings=blip[
+                "text_encoder.embeddings.position_embeddings.weight"
+            ].shape[0],
         ),
         add_pooling_layer=False,
     )
     vision_state: dict[str, torch.Tensor] = {}
-    text_state = {name: tensor for name, tensor in text.named_buffers() if name in text.state_dict()}
+    text_state = {
+        name: tensor for name, tensor in text.named_buffers() if name in text.state_dict()
+    }
     for name, tensor in blip.items():
         if name.startswith("visual_encoder."):
             vision_state[_rename(name, _VISION_NAMES)] = tensor

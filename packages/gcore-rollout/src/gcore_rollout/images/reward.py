@@ -54,8 +54,12 @@ async def evaluate_images(
         scored: list[Scored] = []
         for i, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
             if not math.isfinite(score):
-                raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
-            scored.append(Scored(score=score, parts={name: values[i] for name, values in parts.items()}))
+                raise RewardError(
+                    f"returned {score} for an image of {prompt!r}; expected a finite number"
+                )
+            scored.append(
+                Scored(score=score, parts={name: values[i] for name, values in parts.items()})
+            )
         return scored
 
 
@@ -67,7 +71,9 @@ def check_images(rewards: Iterable[ImageRewardFunction], height: int, width: int
             check(height, width)
 
 
-def check_prompts(rewards: Iterable[ImageRewardFunction], prompts: Sequence[str], rows: Rows) -> None:
+def check_prompts(
+    rewards: Iterable[ImageRewardFunction], prompts: Sequence[str], rows: Rows
+) -> None:
     """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
     for reward in rewards:
         check: Callable[[Sequence[str], Rows], None] | None = getattr(reward, "check_prompts", None)
@@ -82,7 +88,9 @@ class FrameReward:
     ``one_at_a_time`` calls in other threads wait, so that the memory of a model's passes is that of one call.
     """
 
-    def __init__(self, reward: ImageRewardFunction, *, num_frames: int, one_at_a_time: bool = False) -> None:
+    def __init__(
+        self, reward: ImageRewardFunction, *, num_frames: int, one_at_a_time: bool = False
+    ) -> None:
         require("num_frames", num_frames, num_frames >= 1, "at least 1")
         self._reward = reward
         self._num_frames = num_frames
@@ -219,7 +227,9 @@ class ColourReward:
             if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
                 expected = "three numbers from 0 to 1, one above 0"
                 raise RewardConfigError(f"colours has {word!r}: {colour}; expected {expected}")
-        self._colours = {word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()}
+        self._colours = {
+            word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()
+        }
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]; `RewardConfigError` if a prompt names no known colour."""

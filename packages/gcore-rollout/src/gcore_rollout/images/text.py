@@ -33,7 +33,9 @@ class OCRReward:
         with report_folder_errors(path, "a model that reads text in images"):
             model: Any = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
             self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
-        has_both = hasattr(self._processor, "image_processor") and hasattr(self._processor, "tokenizer")
+        has_both = hasattr(self._processor, "image_processor") and hasattr(
+            self._processor, "tokenizer"
+        )
         require("path", str(path), has_both, "a processor of images with a tokenizer in the folder")
         self._model: Any = model.to(device).eval().requires_grad_(False)
         self._text_key = text_key
@@ -46,7 +48,9 @@ class OCRReward:
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
-        requested = [self._requested_text(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        requested = [
+            self._requested_text(prompt, row) for prompt, row in zip(prompts, rows, strict=True)
+        ]
         texts = zip(self.read(images), requested, strict=True)
         return np.array([text_similarity(read, text) for read, text in texts])
 

@@ -52,7 +52,9 @@ class VisionProcessor:
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in VISION_MODELS:
             expected = f"{' or '.join(VISION_MODELS)} for images"
-            raise UnsupportedModelError(f"model type of {path} is {config.model_type!r}; expected {expected}")
+            raise UnsupportedModelError(
+                f"model type of {path} is {config.model_type!r}; expected {expected}"
+            )
         import_pillow()
         try:
             processor = AutoImageProcessor.from_pretrained(path)
@@ -70,7 +72,9 @@ class VisionProcessor:
         """Return token ids with an image token for each merged patch; `RequestError` if there are other images."""
         num_places = list(token_ids).count(self.image_token_id)
         if num_places != len(images):
-            raise RequestError(f"a prompt has {len(images)} images; expected {num_places}, for which it has places")
+            raise RequestError(
+                f"a prompt has {len(images)} images; expected {num_places}, for which it has places"
+            )
         sizes = iter([self.num_tokens(image) for image in images])
         expanded: list[int] = []
         for token in token_ids:
@@ -91,7 +95,9 @@ class VisionProcessor:
             start += length
         return places
 
-    def check(self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]) -> None:
+    def check(
+        self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]
+    ) -> None:
         """Raise `RequestError` for bytes that are no image, or images that do not fit a prompt's places for them."""
         for image in images:
             open_rgb(image)
@@ -105,7 +111,9 @@ class VisionProcessor:
 
     def process(self, images: Sequence[bytes]) -> Pixels:
         """Return the pixels of one or more encoded images; `RequestError` if bytes are no image."""
-        inputs: Mapping[str, torch.Tensor] = self._processor(images=list(map(open_rgb, images)), return_tensors="pt")
+        inputs: Mapping[str, torch.Tensor] = self._processor(
+            images=list(map(open_rgb, images)), return_tensors="pt"
+        )
         return Pixels(
             pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),
             grid_thw=inputs["image_grid_thw"].numpy().astype(np.int64, copy=False),

@@ -22,11 +22,15 @@ class ChatEncoder:
     messages raise a `RequestError` for messages that are malformed, have images, or are refused by the template.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
 
-    def first(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def first(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens [P] of the first messages, up to where the policy starts.
 
         ``tools`` are JSON schemas of the functions that the template is to announce. A `RolloutError` if there are
@@ -34,9 +38,13 @@ class ChatEncoder:
         """
         normalized = normalize_messages(messages)
         if self._tokenizer.chat_template is not None:
-            return self._tokens(self._render(normalized, tools=[dict(tool) for tool in tools] or None))
+            return self._tokens(
+                self._render(normalized, tools=[dict(tool) for tool in tools] or None)
+            )
         if tools:
-            raise RolloutError("tools are given: the tokenizer has no chat template that could announce them")
+            raise RolloutError(
+                "tools are given: the tokenizer has no chat template that could announce them"
+            )
         return self._tokenizer("".join(m["content"] for m in normalized))["input_ids"]
 
     def next(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
@@ -73,7 +81,9 @@ class ChatEncoder:
         """Decode tokens to text, without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def turn_text(self, token_ids: Sequence[int], *, stop: Sequence[str] = (), is_ended: bool) -> str:
+    def turn_text(
+        self, token_ids: Sequence[int], *, stop: Sequence[str] = (), is_ended: bool
+    ) -> str:
         """Decode a turn, with its special tokens, which may be those of tool calls.
 
         If ``is_ended`` the text is without the last token, which ends the turn, unless it has one of the strings
@@ -84,13 +94,22 @@ class ChatEncoder:
             return self._tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
         return text
 
-    def _render(self, messages: list[dict[str, Any]], *, prompt: bool = True, tools: Any = None) -> str:
-        options = {**self._template_kwargs, "add_generation_prompt": prompt, "tokenize": False, "tools": tools}
+    def _render(
+        self, messages: list[dict[str, Any]], *, prompt: bool = True, tools: Any = None
+    ) -> str:
+        options = {
+            **self._template_kwargs,
+            "add_generation_prompt": prompt,
+            "tokenize": False,
+            "tools": tools,
+        }
         return render_chat(self._tokenizer, messages, **options)
 
     def _is_mark(self, token: int) -> bool:
         """Return whether a token stands for one of the tokenizer's marks, and not for text that is written like one."""
-        return token == self._tokenizer.eos_token_id or token in self._tokenizer.added_tokens_decoder
+        return (
+            token == self._tokenizer.eos_token_id or token in self._tokenizer.added_tokens_decoder
+        )
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -33,7 +33,9 @@ class EnvironmentRole:
         try:
             return self.make(row)
         except (Exception, SystemExit) as error:
-            raise EpisodeError(f"the environment was not made: {type(error).__name__}: {error}") from error
+            raise EpisodeError(
+                f"the environment was not made: {type(error).__name__}: {error}"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +58,28 @@ class MultiTurnConfig:
     """Seconds for the environment to answer one turn."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("max_assistant_turns", 1), ("max_tokens_per_turn", 0), ("max_revisions", 0)):
+        for name, lowest in (
+            ("max_assistant_turns", 1),
+            ("max_tokens_per_turn", 0),
+            ("max_revisions", 0),
+        ):
             value = getattr(self, name)
             require(name, value, value >= lowest, f"{lowest} or more", RequestError)
-        require("good_enough", self.good_enough, math.isfinite(self.good_enough), "a finite number", RequestError)
+        require(
+            "good_enough",
+            self.good_enough,
+            math.isfinite(self.good_enough),
+            "a finite number",
+            RequestError,
+        )
         timeout_s = self.step_timeout_s
-        require("step_timeout_s", timeout_s, 0 < timeout_s < math.inf, "a finite number above 0", RequestError)
+        require(
+            "step_timeout_s",
+            timeout_s,
+            0 < timeout_s < math.inf,
+            "a finite number above 0",
+            RequestError,
+        )
         is_alone = not (self.environment and self.max_revisions)
         expected = f"0 with rollout.multi_turn.environment {self.environment!r}"
         require("max_revisions", self.max_revisions, is_alone, expected, RequestError)
@@ -94,14 +112,24 @@ class MultiTurnConfig:
         encoder = ChatEncoder(tokenizer, chat_template_kwargs=chat_template_kwargs)
         return EnvironmentRole(make=make, encoder=encoder, limits=self, on_error=on_error)
 
-    def _make_revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
+    def _make_revision(
+        self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]
+    ) -> Environment:
         prompt = row[prompt_key]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else normalize_messages(prompt)
+        messages = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else normalize_messages(prompt)
+        )
 
         async def score(completion: str) -> Scored:
-            scored = await reward.score(prompt=str(messages[-1]["content"]), completion=completion, row=row)
+            scored = await reward.score(
+                prompt=str(messages[-1]["content"]), completion=completion, row=row
+            )
             if isinstance(scored, Failed):
                 raise scored.error
             return scored
 
-        return RevisionEnvironment(messages, score, good_enough=self.good_enough, max_revisions=self.max_revisions)
+        return RevisionEnvironment(
+            messages, score, good_enough=self.good_enough, max_revisions=self.max_revisions
+        )

@@ -47,7 +47,9 @@ class Reply:
 
     def __post_init__(self) -> None:
         if not self.done and not self.messages:
-            raise ValueError("messages is empty; expected one or more in a reply that does not end the episode")
+            raise ValueError(
+                "messages is empty; expected one or more in a reply that does not end the episode"
+            )
 
 
 class Environment(Protocol):
@@ -98,8 +100,16 @@ class RevisionEnvironment:
     max_revisions: int
 
     def __post_init__(self) -> None:
-        require("good_enough", self.good_enough, math.isfinite(self.good_enough), "a finite number", RequestError)
-        require("max_revisions", self.max_revisions, self.max_revisions >= 1, "at least 1", RequestError)
+        require(
+            "good_enough",
+            self.good_enough,
+            math.isfinite(self.good_enough),
+            "a finite number",
+            RequestError,
+        )
+        require(
+            "max_revisions", self.max_revisions, self.max_revisions >= 1, "at least 1", RequestError
+        )
         self._num_left = self.max_revisions
         self._score = 0.0
 
@@ -148,7 +158,9 @@ def _parse_call(text: str) -> ToolCall:
         arguments = call.get("arguments", {})
         if isinstance(name, str) and isinstance(arguments, dict):
             return ToolCall(name=name, arguments=arguments)
-    return ToolCall(name="", arguments={}, error="a call is an object with a name and an object of arguments")
+    return ToolCall(
+        name="", arguments={}, error="a call is an object with a name and an object of arguments"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +180,11 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The function's schema in the form of chat templates."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
         return {"type": "function", "function": function}
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:

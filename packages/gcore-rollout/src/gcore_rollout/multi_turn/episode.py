@@ -93,7 +93,9 @@ async def _play(
                 request_id=f"{request_id}/{len(turns)}",
                 session=request_id,
                 prompt_token_ids=(*prompt_ids, *response),
-                sampling=replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
+                sampling=replace(
+                    sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)
+                ),
                 seed=hash((seed, len(turns))),
             )
             completion = await _complete_turn(engine, request)
@@ -155,7 +157,9 @@ def _raise_episode_errors(what: str) -> Generator[None]:
         raise EpisodeError(f"{what}: {error}") from error
 
 
-async def _close(environment: Environment, outcome: EpisodeOutcome, timeout_s: float, what: str) -> None:
+async def _close(
+    environment: Environment, outcome: EpisodeOutcome, timeout_s: float, what: str
+) -> None:
     """Close an environment that can be closed; an `EpisodeError` unless the episode has failed already."""
     close: Callable[[str], Awaitable[None]] | None = getattr(environment, "close", None)
     if close is None:

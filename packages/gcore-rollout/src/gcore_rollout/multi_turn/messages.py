@@ -23,8 +23,13 @@ def normalize_messages(messages: object, *, keeps_parts: bool = False) -> list[d
         RequestError: anything else; it names the message and the field.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise RequestError(f"messages are {messages!r:.80}; expected a list of messages with role and content")
-    return [_normalize_message(message, number, keeps_parts) for number, message in enumerate(messages, 1)]
+        raise RequestError(
+            f"messages are {messages!r:.80}; expected a list of messages with role and content"
+        )
+    return [
+        _normalize_message(message, number, keeps_parts)
+        for number, message in enumerate(messages, 1)
+    ]
 
 
 def drop_none(value: Any, where: str) -> Any:
@@ -37,7 +42,11 @@ def drop_none(value: Any, where: str) -> Any:
         return value
     if isinstance(value, Mapping):
         entries: Mapping[Any, Any] = value
-        return {key: drop_none(entry, f"{where}.{key}") for key, entry in entries.items() if entry is not None}
+        return {
+            key: drop_none(entry, f"{where}.{key}")
+            for key, entry in entries.items()
+            if entry is not None
+        }
     if isinstance(value, list | tuple):
         return [drop_none(entry, where) for entry in value]
     return value
@@ -65,22 +74,30 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
 
 def _normalize_message(message: object, number: int, keeps_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"message {number} is {message!r:.80}; expected a mapping with role and content")
+        raise RequestError(
+            f"message {number} is {message!r:.80}; expected a mapping with role and content"
+        )
     where = f"message {number}"
     normalized: dict[str, Any] = drop_none(message, where)
     if not isinstance(normalized.get("role"), str):
-        raise RequestError(f"{where} has the role {normalized.get('role')!r}; expected text, such as 'user'")
+        raise RequestError(
+            f"{where} has the role {normalized.get('role')!r}; expected text, such as 'user'"
+        )
     content: Any = normalized.get("content")
     if content is None:
         if not normalized.get("tool_calls"):
             fault = "is None" if "content" in message else "is missing"
-            raise RequestError(f"{where}.content {fault}; expected text, which may be None next to tool_calls alone")
+            raise RequestError(
+                f"{where}.content {fault}; expected text, which may be None next to tool_calls alone"
+            )
         normalized["content"] = ""
     elif isinstance(content, list):
         if not keeps_parts:
             normalized["content"] = _join_parts(content, f"{where}.content")
     elif not isinstance(content, str):
-        raise RequestError(f"{where}.content is {content!r:.80}; expected text, or a list of parts of type text")
+        raise RequestError(
+            f"{where}.content is {content!r:.80}; expected text, or a list of parts of type text"
+        )
     return normalized
 
 

@@ -36,7 +36,9 @@ class BatchReward:
         >>> reward = BatchReward(short, max_size=32)
     """
 
-    def __init__(self, function: Callable[..., Any], *, max_size: int = 256, max_wait_s: float = 0.005) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, max_size: int = 256, max_wait_s: float = 0.005
+    ) -> None:
         require("max_size", max_size, max_size >= 1, "at least 1")
         require("max_wait_s", max_wait_s, max_wait_s >= 0, "0 or more")
         self.__name__ = name_of(function)
@@ -82,7 +84,9 @@ class BatchReward:
         try:
             scores = list(await self._scorer(prompts, completions, rows))
             if len(scores) != len(batch):
-                raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(batch)} completions")
+                raise RewardError(
+                    f"returned {len(scores)} scores; expected one for each of {len(batch)} completions"
+                )
         except Exception as error:
             for call in batch:
                 finish_call(call.score, error)

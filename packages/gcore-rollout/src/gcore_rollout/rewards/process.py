@@ -111,7 +111,9 @@ class ProcessReward:
         loop = asyncio.get_running_loop()
         if self._process is None or self._process.loop is not loop or self._process.is_closed:
             describe = partial(describe_call, self)
-            self._process = LimitedProcess(self._make, self.limits, describe=describe, preload=self._preload)
+            self._process = LimitedProcess(
+                self._make, self.limits, describe=describe, preload=self._preload
+            )
         # Calls ahead of this one may each take as long as they are allowed to.
         with pause_time_limit():
             try:
@@ -120,7 +122,11 @@ class ProcessReward:
                 if self._limit_score is None:
                     raise RewardError(str(error)) from None
                 _logger.warning(
-                    "reward %r %s, and scores %g: %.80r", self.__name__, error, self._limit_score, completion
+                    "reward %r %s, and scores %g: %.80r",
+                    self.__name__,
+                    error,
+                    self._limit_score,
+                    completion,
                 )
                 return Scored(score=self._limit_score)
 
@@ -253,7 +259,9 @@ class LimitedProcess:
         else:
             value = message.value
         if isinstance(value, MemoryError):
-            value = LimitExceededError(f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory")
+            value = LimitExceededError(
+                f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory"
+            )
         if message.call_id:
             self._answer(self._calls[0], value)
             self._start_clock()
@@ -327,7 +335,9 @@ def serve_function(channel: socket.socket) -> None:
                 except Exception as error:
                     packed = pickle.dumps(session.make_failure(call_id, error), protocol=5)
                 except BaseException as error:
-                    packed = pickle.dumps(session.make_failure(call_id, make_exit_error(error)), protocol=5)
+                    packed = pickle.dumps(
+                        session.make_failure(call_id, make_exit_error(error)), protocol=5
+                    )
                 try:
                     channel.sendall(pack_frame([packed]))
                 except OSError:

@@ -73,7 +73,10 @@ def _make_image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardF
             return text.OCRReward(settings.path, text_key=settings.text_key, device=settings.device)
         case "geneval":
             return geneval.GenEvalReward(
-                settings.path, clip=settings.head, thresholds=settings.thresholds, device=settings.device
+                settings.path,
+                clip=settings.head,
+                thresholds=settings.thresholds,
+                device=settings.device,
             )
         case "aesthetic":
             return models.AestheticReward(settings.path, settings.head, device=settings.device)
@@ -98,7 +101,9 @@ _REWARDS: dict[str, Callable[..., RewardFunction]] = {
     "code": _code,
 }
 _IMAGE_REWARDS = {
-    name: ImageRewardKind(make=partial(_make_image_reward, name), path=path, head=head, is_model=bool(path))
+    name: ImageRewardKind(
+        make=partial(_make_image_reward, name), path=path, head=head, is_model=bool(path)
+    )
     for name, path, head in (
         ("jpeg_compressibility", "", ""),
         ("jpeg_incompressibility", "", ""),
@@ -125,7 +130,9 @@ def register_image_reward(name: str, kind: ImageRewardKind) -> None:
 
 def _register(kinds: dict[str, KindT], name: str, kind: KindT) -> None:
     if name in kinds:
-        raise ValueError(f"name is {name!r}; expected one that is not registered yet: {', '.join(kinds)} are")
+        raise ValueError(
+            f"name is {name!r}; expected one that is not registered yet: {', '.join(kinds)} are"
+        )
     kinds[name] = kind
 
 
@@ -180,7 +187,9 @@ def build_reward(
             reward = _run_in_process(reward, term, prompt_key, arguments, process_limits)
         rewards[term] = reward
     for name, value in unused.items():
-        raise RewardConfigError(f"reward_kwargs.{name} is {value!r}; expected the name of a parameter of {spec}")
+        raise RewardConfigError(
+            f"reward_kwargs.{name} is {value!r}; expected the name of a parameter of {spec}"
+        )
     if terms == {spec: 1.0}:
         return rewards[spec]
     names = [term.rpartition(":")[2] for term in terms]
@@ -191,14 +200,20 @@ def build_reward(
 
 
 def _run_in_process(
-    reward: RewardFunction, spec: str, prompt_key: str, kwargs: Mapping[str, Any], limits: ProcessLimits
+    reward: RewardFunction,
+    spec: str,
+    prompt_key: str,
+    kwargs: Mapping[str, Any],
+    limits: ProcessLimits,
 ) -> RewardFunction:
     """Return the reward that ``spec`` names with its function in a process of its own."""
     function = _remove_batching(reward)
     if is_async(function):
         expected = f"False with reward {spec!r}, which is async"
         raise RewardConfigError(f"reward_calls.in_process is True; expected {expected}")
-    in_process = ProcessReward(partial(_load_unbatched, spec, prompt_key, kwargs), reward=function, limits=limits)
+    in_process = ProcessReward(
+        partial(_load_unbatched, spec, prompt_key, kwargs), reward=function, limits=limits
+    )
     if function is reward:
         return in_process
     return BatchReward(in_process)
@@ -253,27 +268,39 @@ def build_image_reward(
         if kind.head and not settings.head:
             raise RewardConfigError(f"{group}.head is not set; expected {kind.head} for {name}")
         if kind.path and not settings.path:
-            raise RewardConfigError(f"{group}.path is not set; expected a local folder of {kind.path} for {name}")
-        return FrameReward(kind.make(settings), num_frames=settings.num_frames, one_at_a_time=kind.is_model)
+            raise RewardConfigError(
+                f"{group}.path is not set; expected a local folder of {kind.path} for {name}"
+            )
+        return FrameReward(
+            kind.make(settings), num_frames=settings.num_frames, one_at_a_time=kind.is_model
+        )
     if name.startswith(("http://", "https://")):
         from gcore_rollout.rewards.kinds.http import HTTPImageReward
 
         return FrameReward(HTTPImageReward(name), num_frames=settings.num_frames)
     if ":" in name:
         return load_function(name, setting=setting)
-    raise RewardConfigError(f"{setting} is {name!r}; expected {', '.join(_IMAGE_REWARDS)}, a URL or PATH.py:function")
+    raise RewardConfigError(
+        f"{setting} is {name!r}; expected {', '.join(_IMAGE_REWARDS)}, a URL or PATH.py:function"
+    )
 
 
-def load_reward(spec: str, *, prompt_key: str = "prompt", kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+def load_reward(
+    spec: str, *, prompt_key: str = "prompt", kwargs: Mapping[str, Any] | None = None
+) -> RewardFunction:
     """Import the reward that ``PATH.py:function`` names; see `load_function`.
 
     Its parameters are those of a `RewardFunction`, of verl or of TRL, or lists; see `with_known_parameters`.
     ``prompt_key`` is the column of a row that has the prompt, and ``kwargs`` are further arguments by name.
     """
-    return _with_arguments(load_function(spec, setting="reward"), prompt_key=prompt_key, kwargs=kwargs or {})
+    return _with_arguments(
+        load_function(spec, setting="reward"), prompt_key=prompt_key, kwargs=kwargs or {}
+    )
 
 
-def _with_arguments(function: Callable[..., Any], *, prompt_key: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+def _with_arguments(
+    function: Callable[..., Any], *, prompt_key: str, kwargs: Mapping[str, Any]
+) -> RewardFunction:
     if kwargs:
         name = name_of(function)
         function = partial(function, **kwargs)
@@ -307,9 +334,13 @@ def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{setting} file {path} does not import: {type(error).__name__}: {error}") from error
+        raise RewardError(
+            f"{setting} file {path} does not import: {type(error).__name__}: {error}"
+        ) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise RewardError(f"{setting} is {spec!r}: {path} has no function {name!r}, it has {public}")
+        raise RewardError(
+            f"{setting} is {spec!r}: {path} has no function {name!r}, it has {public}"
+        )
     return function

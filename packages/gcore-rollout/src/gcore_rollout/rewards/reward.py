@@ -217,7 +217,9 @@ def finish_call(future: "asyncio.Future[Any]", value: Any) -> None:
 
 def make_exit_error(error: BaseException) -> RewardExitError:
     """Return the error of a reward that raised something else than an `Exception`."""
-    exit_error = RewardExitError(f"tried to end the process: {type(error).__name__}: {error}".removesuffix(": "))
+    exit_error = RewardExitError(
+        f"tried to end the process: {type(error).__name__}: {error}".removesuffix(": ")
+    )
     exit_error.__cause__ = error
     return exit_error
 
@@ -252,7 +254,9 @@ class ThreadedReward:
             threading.Thread(target=self._work, name=name, daemon=True).start()
         result: Future[Any] = Future()
         describe = partial(describe_call, self, arguments)
-        self._calls.put((result, describe, partial(contextvars.copy_context().run, self._reward, *arguments)))
+        self._calls.put(
+            (result, describe, partial(contextvars.copy_context().run, self._reward, *arguments))
+        )
         value = await asyncio.wrap_future(result)
         if inspect.isawaitable(value):
             value = await value
@@ -286,12 +290,18 @@ class ThreadedReward:
 
 def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return ``reward/PART/mean`` of every part, over the completions that have it."""
-    return {f"reward/{name}/mean": statistics.fmean(numbers) for name, numbers in _by_part(parts).items()}
+    return {
+        f"reward/{name}/mean": statistics.fmean(numbers)
+        for name, numbers in _by_part(parts).items()
+    }
 
 
 def part_stds(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return ``reward/PART/std`` of every part, over the completions that have it."""
-    return {f"reward/{name}/std": statistics.pstdev(numbers) for name, numbers in _by_part(parts).items()}
+    return {
+        f"reward/{name}/std": statistics.pstdev(numbers)
+        for name, numbers in _by_part(parts).items()
+    }
 
 
 def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:

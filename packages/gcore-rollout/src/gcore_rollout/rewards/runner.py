@@ -47,12 +47,16 @@ _interrupted: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 """Loops in which Ctrl-C has interrupted a call: others that are ready would block them again before they can react."""
 
 
-async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+async def score(
+    reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]
+) -> float:
     """Return only the number of `evaluate`."""
     return (await evaluate(reward, prompt=prompt, completion=completion, row=row)).score
 
 
-async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+async def evaluate(
+    reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]
+) -> Scored:
     """Call a reward and check what it returns.
 
     Raises:
@@ -72,7 +76,9 @@ async def evaluate_group(
     with locate_errors(describe_call(reward, (prompt, first))):
         values = await answer(reward, prompt, completions, row)
         if len(values) != len(completions):
-            raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
+            raise RewardError(
+                f"returned {len(values)} scores; expected one for each of {len(completions)} completions"
+            )
         return [check_score(value) for value in values]
 
 
@@ -80,7 +86,9 @@ def check_score(value: object) -> Scored:
     """Return a reward's result, a number or a `Scored` of finite numbers; `RewardError` for anything else."""
     if not isinstance(value, Scored):
         return Scored(score=_finite("returned", value))
-    parts = {name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()}
+    parts = {
+        name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()
+    }
     return replace(value, score=_finite("returned a score of", value.score), parts=parts)
 
 
@@ -283,7 +291,12 @@ class RetryPolicy:
         require("max_retries", self.max_retries, self.max_retries >= 0, "0 or more")
         require("backoff_s", self.backoff_s, self.backoff_s >= 0, "0 or more")
         longest_s = self.max_backoff_s
-        require("max_backoff_s", longest_s, longest_s >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
+        require(
+            "max_backoff_s",
+            longest_s,
+            longest_s >= self.backoff_s,
+            f"at least backoff_s={self.backoff_s}",
+        )
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``attempt``, or raise its last error, or the first that cannot pass."""
@@ -316,13 +329,17 @@ class RewardRunnerConfig:
         accepted = get_args(OnError)
         require("max_concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
         require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
-        require("on_error", self.on_error, self.on_error in accepted, f"one of {', '.join(accepted)}")
+        require(
+            "on_error", self.on_error, self.on_error in accepted, f"one of {', '.join(accepted)}"
+        )
 
 
 class RewardRunner:
     """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time."""
 
-    def __init__(self, reward: RewardFunction | GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
+    def __init__(
+        self, reward: RewardFunction | GroupRewardFunction, config: RewardRunnerConfig | None = None
+    ) -> None:
         self.failures = FailureLog()
         """Counts calls, and those that ended in an error after their retries."""
         self._config = config or RewardRunnerConfig()
@@ -350,21 +367,29 @@ class RewardRunner:
     def stats(self) -> RewardStats:
         return replace(self._stats)
 
-    async def score(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
+    async def score(
+        self, *, prompt: str, completion: str, row: Mapping[str, Any]
+    ) -> Scored | Failed:
         """Score one completion; `Failed` if the reward raised `NoScoreError`, or failed and ``on_error`` is "drop".
 
         `RewardError` if it failed, after its retries, and ``on_error`` is "raise"; `RewardExitError` if it tried to end
         the process.
         """
-        return await self._run(partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row))
+        return await self._run(
+            partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row)
+        )
 
     async def score_group(
         self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
     ) -> list[Scored] | Failed:
         """Return one `Scored` for each completion, in their order, from one call; otherwise as `score`."""
-        return await self._run(partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row))
+        return await self._run(
+            partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row)
+        )
 
-    async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
+    async def try_on(
+        self, *, prompt: str, completion: str, row: Mapping[str, Any]
+    ) -> Scored | Failed:
         """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too; see `score`.
 
         `RewardExitError` also if the reward blocked the process for longer than ``timeout_s``.

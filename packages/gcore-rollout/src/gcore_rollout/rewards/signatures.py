@@ -25,12 +25,16 @@ _TRL_RESERVED = {"prompt", "prompts", "completion", "completions", "completion_i
 _TRL_UNSUPPORTED = ("trainer_state", "completion_ids", "environments")
 """Parameters of TRL's form that gcore has no values for."""
 
-CALL_PARAMETERS = _BATCH | _VERL | _TRL_RESERVED | {"row", "data_source", "extra_info", "log_metric", "log_extra"}
+CALL_PARAMETERS = (
+    _BATCH | _VERL | _TRL_RESERVED | {"row", "data_source", "extra_info", "log_metric", "log_extra"}
+)
 CALL_PARAMETERS.update(_TRL_UNSUPPORTED)
 """Names of parameters that calls have in one of the forms: no further arguments may have them."""
 
 
-def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_key: str) -> RewardFunction:
+def with_known_parameters(
+    function: Callable[..., Any], *, setting: str, prompt_key: str
+) -> RewardFunction:
     """Return a reward function as ``(prompt, completion, row)``, whose form is recognised by its parameters' names.
 
     verl's gets columns of the row: data_source, the ground_truth of reward_model, and extra_info. It returns a number,
@@ -54,11 +58,18 @@ def with_known_parameters(function: Callable[..., Any], *, setting: str, prompt_
     if names >= _VERL:
         return _adapt(function, signature, _verl_arguments, _verl_result)
     if names >= _TRL:
-        return _adapt(function, signature, _trl_arguments(function, signature, setting, prompt_key), _trl_result)
+        return _adapt(
+            function,
+            signature,
+            _trl_arguments(function, signature, setting, prompt_key),
+            _trl_result,
+        )
     try:
         signature.bind("", "", {})
     except TypeError:
-        raise RewardError(f"{setting} is {name_of(function)}{signature}; expected the parameters {_FORMS}") from None
+        raise RewardError(
+            f"{setting} is {name_of(function)}{signature}; expected the parameters {_FORMS}"
+        ) from None
     return function
 
 
@@ -69,7 +80,10 @@ _Result = Callable[[Any, dict[str, float]], float | Scored]
 
 
 def _adapt(
-    function: Callable[..., Any], signature: inspect.Signature, arguments: _Arguments, result: _Result
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    arguments: _Arguments,
+    result: _Result,
 ) -> RewardFunction:
     """Return a function as ``(prompt, completion, row)``, by functions for its arguments and its result."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -77,7 +91,11 @@ def _adapt(
     def select(completion: str, row: Mapping[str, Any], logged: dict[str, float]) -> dict[str, Any]:
         """Return the arguments that the function has a parameter for."""
         by_name = arguments(completion, row, logged)
-        return {name: value for name, value in by_name.items() if takes_any or name in signature.parameters}
+        return {
+            name: value
+            for name, value in by_name.items()
+            if takes_any or name in signature.parameters
+        }
 
     async def asynchronous(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
         del prompt
@@ -109,7 +127,9 @@ def _ground_truth(row: Mapping[str, Any]) -> Any:
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         return reward_model["ground_truth"]
     if "ground_truth" not in row:
-        raise RewardError(f"the row has neither reward_model.ground_truth nor ground_truth: it has {sorted(row)}")
+        raise RewardError(
+            f"the row has neither reward_model.ground_truth nor ground_truth: it has {sorted(row)}"
+        )
     return row["ground_truth"]
 
 
@@ -117,8 +137,14 @@ def _verl_result(value: Any, _: dict[str, float]) -> float | Scored:
     if not isinstance(value, Mapping):
         return value
     if "score" not in value:
-        raise RewardError(f"returned a dict with {sorted(value)}; expected a number, or a dict with 'score'")
-    parts = {name: float(v) for name, v in value.items() if name != "score" and isinstance(v, numbers.Real)}
+        raise RewardError(
+            f"returned a dict with {sorted(value)}; expected a number, or a dict with 'score'"
+        )
+    parts = {
+        name: float(v)
+        for name, v in value.items()
+        if name != "score" and isinstance(v, numbers.Real)
+    }
     return Scored(score=value["score"], parts=parts)
 
 
@@ -129,15 +155,25 @@ def _trl_arguments(
         parameter = signature.parameters.get(name)
         if parameter is not None and parameter.default is parameter.empty:
             value = f"{name_of(function)}{signature}"
-            raise RewardError(f"{setting} is {value}; expected no {name}, which gcore does not pass")
+            raise RewardError(
+                f"{setting} is {value}; expected no {name}, which gcore does not pass"
+            )
     skipped = _TRL_RESERVED | {prompt_key}
     # Arguments that settings give it, rather than columns.
     fixed = function.keywords if isinstance(function, partial) else {}
 
-    def arguments(completion: str, row: Mapping[str, Any], logged: dict[str, float]) -> dict[str, Any]:
+    def arguments(
+        completion: str, row: Mapping[str, Any], logged: dict[str, float]
+    ) -> dict[str, Any]:
         prompt = column(row, prompt_key, "a reward of TRL's form")
-        answer = completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
-        by_name: dict[str, Any] = {name: [value] for name, value in row.items() if name not in skipped}
+        answer = (
+            completion
+            if isinstance(prompt, str)
+            else [{"role": "assistant", "content": completion}]
+        )
+        by_name: dict[str, Any] = {
+            name: [value] for name, value in row.items() if name not in skipped
+        }
         by_name["prompts"] = [prompt]
         by_name["completions"] = [answer]
         by_name["log_metric"] = logged.__setitem__

@@ -109,7 +109,11 @@ def _watch(first: int, watched: set[signal.Signals]) -> "dict[str, Any]":
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(first, signal.SIGKILL)
     _, status, usage = os.wait4(first, 0)
-    return {"exit_code": _exit_code(status), "timed_out": timed_out, "cpu_s": usage.ru_utime + usage.ru_stime}
+    return {
+        "exit_code": _exit_code(status),
+        "timed_out": timed_out,
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+    }
 
 
 def _exit_code(status: int) -> int:
@@ -179,7 +183,12 @@ def _start_the_program(setup: "Setup", inside: tuple[int, int]) -> "NoReturn":
                 os.setgroups([])
                 os.setresgid(group, group, group)
                 os.setresuid(user, user, user)
-            _check(_libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()), "capset")
+            _check(
+                _libc.capset(
+                    (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+                ),
+                "capset",
+            )
             _limit(resource.RLIMIT_NPROC, setup["processes"] + 1)
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
         _limit(resource.RLIMIT_CPU, setup["cpu_s"])
@@ -282,16 +291,25 @@ def _read_only(path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     result = _libc.syscall(
-        ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size
+        ctypes.c_long(SYS_MOUNT_SETATTR),
+        AT_FDCWD,
+        path.encode(),
+        AT_RECURSIVE,
+        ctypes.byref(attributes),
+        size,
     )
     _check(result, f"mount_setattr {path}")
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     source_bytes = source and source.encode()
     kind_bytes = kind and kind.encode()
     data_bytes = data and data.encode()
-    result = _libc.mount(source_bytes, target.encode(), kind_bytes, ctypes.c_ulong(flags), data_bytes)
+    result = _libc.mount(
+        source_bytes, target.encode(), kind_bytes, ctypes.c_ulong(flags), data_bytes
+    )
     _check(result, f"mount {target}")
 
 

@@ -120,20 +120,32 @@ class Sandbox:
     ) -> None:
         self._limits = limits or SandboxLimits()
         accepted = get_args(Isolation)
-        require("isolation", isolation, isolation in accepted, f"one of {', '.join(accepted)}", SandboxError)
+        require(
+            "isolation",
+            isolation,
+            isolation in accepted,
+            f"one of {', '.join(accepted)}",
+            SandboxError,
+        )
         if max_concurrency is None:
             max_concurrency = os.cpu_count() or 1
-        require("max_concurrency", max_concurrency, max_concurrency >= 1, "at least 1", SandboxError)
+        require(
+            "max_concurrency", max_concurrency, max_concurrency >= 1, "at least 1", SandboxError
+        )
         for path in map(Path, import_paths):
             if not path.is_absolute() or not path.is_dir():
-                raise SandboxError(f"import_paths holds {str(path)!r}; expected an absolute path of a folder")
+                raise SandboxError(
+                    f"import_paths holds {str(path)!r}; expected an absolute path of a folder"
+                )
         self._isolation: Isolation = isolation
         self._import_paths = [str(path) for path in import_paths]
         self._syscall_filter = build_syscall_filter(os.uname().machine).hex()
         self._slots = asyncio.Semaphore(max_concurrency)
         self._try_isolation()
 
-    async def run(self, program: str, *, stdin: str = "", tests: Sequence[str] = ()) -> SandboxResult:
+    async def run(
+        self, program: str, *, stdin: str = "", tests: Sequence[str] = ()
+    ) -> SandboxResult:
         """Run a program to its end, and then, if it did not exit, the tests among its variables.
 
         Without tests it is ``__main__``; with tests it is the module ``solution``, as those may import it. A test
@@ -182,7 +194,9 @@ class Sandbox:
                     # Without a namespace that ends with the program, a process that got away may hold them open.
                     await asyncio.wait(tasks, timeout=LEFT_OPEN_S)
                 except TimeoutError:
-                    raise SandboxError(f"a program's watcher is silent {GRACE_S} s after the time limit") from None
+                    raise SandboxError(
+                        f"a program's watcher is silent {GRACE_S} s after the time limit"
+                    ) from None
                 finally:
                     for task in tasks:
                         task.cancel()
@@ -191,13 +205,17 @@ class Sandbox:
         error = stderr.data.decode(errors="replace")
         if heard[:1] != [SET_UP] or not report.data:
             message = b"".join(heard[:1]).decode(errors="replace")
-            raise SandboxError(f"a program could not be started: {message or error or process.returncode}")
+            raise SandboxError(
+                f"a program could not be started: {message or error or process.returncode}"
+            )
         end = json.loads(report.data)
         outcome: Outcome = "finished"
         if stdout.too_much or stderr.too_much:
             outcome = "output_limit"
         # The kernel's count at the kill, in ticks, and the one reported differ a little.
-        elif end["timed_out"] or (end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._limits.cpu_s):
+        elif end["timed_out"] or (
+            end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._limits.cpu_s
+        ):
             outcome = "timed_out"
         elif end["exit_code"]:
             outcome = "failed"
@@ -211,7 +229,9 @@ class Sandbox:
             wall_s=time.monotonic() - start_s,
         )
 
-    def _start(self, control: socket.socket, report: IO[bytes], **options: Any) -> "subprocess.Popen[bytes]":
+    def _start(
+        self, control: socket.socket, report: IO[bytes], **options: Any
+    ) -> "subprocess.Popen[bytes]":
         """Start a child with one end of a socket, which is closed here, and the write end of the report's pipe."""
         setup = {
             "isolation": self._isolation,
@@ -225,7 +245,9 @@ class Sandbox:
         python = str(Path(sys.executable).resolve())
         command = [python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
         with control:
-            return subprocess.Popen[bytes](command, pass_fds=(control.fileno(), report.fileno()), **options)
+            return subprocess.Popen[bytes](
+                command, pass_fds=(control.fileno(), report.fileno()), **options
+            )
 
     def _try_isolation(self) -> None:
         """Start a child that gets no program."""
@@ -272,7 +294,9 @@ class _OutputPipe(AbstractContextManager["_OutputPipe"]):
         self.write_end.close()
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._read_end)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._read_end
+        )
         try:
             while part := await reader.read(1 << 16):
                 self.data += part[: self._max_bytes - len(self.data)]
@@ -286,7 +310,11 @@ class _OutputPipe(AbstractContextManager["_OutputPipe"]):
 
 
 async def _talk(
-    ours: socket.socket, program: str, tests: Sequence[str], tokens: Sequence[str], heard: list[bytes]
+    ours: socket.socket,
+    program: str,
+    tests: Sequence[str],
+    tokens: Sequence[str],
+    heard: list[bytes],
 ) -> None:
     """Send a program, and then its tests, each with the token that says it passed; add the answers to ``heard``."""
     reader, writer = await asyncio.open_connection(sock=ours)

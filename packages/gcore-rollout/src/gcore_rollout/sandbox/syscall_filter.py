@@ -125,7 +125,9 @@ def build_syscall_filter(machine: str) -> bytes:
     """
     if machine not in MACHINES:
         expected = " or ".join(MACHINES)
-        raise SandboxError(f"machine is {machine!r}; expected {expected}, for which the sandbox has a filter of calls")
+        raise SandboxError(
+            f"machine is {machine!r}; expected {expected}, for which the sandbox has a filter of calls"
+        )
     index = MACHINES.index(machine)
     denied = _return(FAIL | errno.EPERM)
     missing = _return(FAIL | errno.ENOSYS)

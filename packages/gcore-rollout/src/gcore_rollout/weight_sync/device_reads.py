@@ -16,7 +16,9 @@ class DeviceReads:
         self._unread: list[torch.Tensor] = []
         self._read: list[list[int]] = []
 
-    def add(self, values_K: "torch.Tensor", convert: Callable[[Sequence[int]], T]) -> Callable[[], T]:
+    def add(
+        self, values_K: "torch.Tensor", convert: Callable[[Sequence[int]], T]
+    ) -> Callable[[], T]:
         """Return a function that waits for the device, and converts the values that it has found."""
         index = len(self._read) + len(self._unread)
         self._unread.append(values_K)

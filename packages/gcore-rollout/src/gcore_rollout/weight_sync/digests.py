@@ -28,9 +28,9 @@ _BLOCK_WORDS = 1 << 16
 """Words with multipliers of their own; each block of this many words is also weighted by its number."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64
-_MULTIPLIERS = (splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) | np.uint64(1)).view(
-    np.int64
-)
+_MULTIPLIERS = (
+    splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) | np.uint64(1)
+).view(np.int64)
 """Odd int64 multipliers [BLOCK_WORDS]: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
 _BLOCKS_AT_ONCE = 1
 _BLOCKS_AT_ONCE_ON_DEVICE = 128
@@ -113,7 +113,9 @@ def dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest_held_tensor(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = None) -> HeldTensor:
+def digest_held_tensor(
+    name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = None
+) -> HeldTensor:
     """Digest a tensor that an engine computes with; ``read`` returns it as it was published."""
     start_s = time.perf_counter()
     tensor = read()

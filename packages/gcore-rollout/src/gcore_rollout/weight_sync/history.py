@@ -58,9 +58,14 @@ class _Update:
         adapters: AdapterWeights | None = None
         if self.scaling is not None:
             base_version = self.version if self.base_version is None else self.base_version
-            factors = {name: tensors.pop(name) for name in list(tensors) if name.endswith((A_OF, B_OF))}
+            factors = {
+                name: tensors.pop(name) for name in list(tensors) if name.endswith((A_OF, B_OF))
+            }
             adapters = AdapterWeights(
-                base_version=base_version, version=self.version, scaling=self.scaling, tensors=factors
+                base_version=base_version,
+                version=self.version,
+                scaling=self.scaling,
+                tensors=factors,
             )
         if self.base_version is None:
             return FullWeights(version=self.version, tensors=tensors.items(), adapters=adapters)
@@ -70,11 +75,17 @@ class _Update:
         dense: dict[str, torch.Tensor] = {}
         for name in self.layout:
             if name + _INDICES in tensors:
-                sparse[name] = SparseValues(indices=tensors[name + _INDICES], values=tensors[name + _VALUES])
+                sparse[name] = SparseValues(
+                    indices=tensors[name + _INDICES], values=tensors[name + _VALUES]
+                )
             if name in tensors:
                 dense[name] = tensors[name]
         return WeightDelta(
-            base_version=self.base_version, version=self.version, layout=self.layout, sparse=sparse, dense=dense
+            base_version=self.base_version,
+            version=self.version,
+            layout=self.layout,
+            sparse=sparse,
+            dense=dense,
         )
 
 
@@ -102,7 +113,10 @@ class WeightHistory:
         """The version that the next changes should be made to; None: the next weights should be whole."""
         changes = self.updates[1:]
         most_bytes = _MOST_BYTES * self.updates[0].size_bytes
-        if len(changes) < _MOST_UPDATES and sum(change.size_bytes for change in changes) < most_bytes:
+        if (
+            len(changes) < _MOST_UPDATES
+            and sum(change.size_bytes for change in changes) < most_bytes
+        ):
             return self.version
         return None
 
@@ -182,7 +196,9 @@ class DeltaSender:
             tensors = WeightReferences.put(self._copy_each(weights))
             sent = self._sent
         else:
-            changes = make_delta(self._sent, self._copy_each(weights), base_version=base_version, version=version)
+            changes = make_delta(
+                self._sent, self._copy_each(weights), base_version=base_version, version=version
+            )
             sent = dict(changes.dense)
             for name, part in changes.sparse.items():
                 sent[name + _INDICES] = part.indices
@@ -199,7 +215,9 @@ class DeltaSender:
         )
         return WeightHistory([update], tensors.digests)
 
-    def _put_unmerged(self, weights: UnmergedWeights, *, version: int, base_version: int | None) -> WeightHistory:
+    def _put_unmerged(
+        self, weights: UnmergedWeights, *, version: int, base_version: int | None
+    ) -> WeightHistory:
         if base_version is None:
             self._frozen_version = version
         else:
@@ -208,7 +226,9 @@ class DeltaSender:
 
         def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal size_bytes
-            for name, tensor in chain(weights.frozen() if base_version is None else (), weights.adapters()):
+            for name, tensor in chain(
+                weights.frozen() if base_version is None else (), weights.adapters()
+            ):
                 if not tensor.is_meta:
                     size_bytes += tensor.nbytes
                 yield name, tensor
@@ -225,7 +245,9 @@ class DeltaSender:
         )
         return WeightHistory([update])
 
-    def _copy_each(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _copy_each(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's tensors, and keep a copy of each once it has been compared with the one before."""
         for name, tensor in weights:
             if tensor.is_meta:

@@ -92,7 +92,9 @@ def check_layout(layout: Layout, expected: Layout) -> None:
     unknown = sorted(layout.keys() - expected.keys())
     missing = sorted(expected.keys() - layout.keys())
     if unknown or missing:
-        raise ValueError(f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}")
+        raise ValueError(
+            f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}"
+        )
     for name, spec in layout.items():
         if spec != expected[name]:
             raise ValueError(f"weight {name!r} is {spec}; expected {expected[name]}")
@@ -101,7 +103,9 @@ def check_layout(layout: Layout, expected: Layout) -> None:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """View the bits of a contiguous tensor as integers, shape [N], in which NaN equals itself and -0.0 is not 0.0."""
     if tensor.dtype.itemsize not in _INTEGERS:
-        raise ValueError(f"{tensor.dtype} has elements of {tensor.dtype.itemsize} bytes; expected 8 or fewer")
+        raise ValueError(
+            f"{tensor.dtype} has elements of {tensor.dtype.itemsize} bytes; expected 8 or fewer"
+        )
     return tensor.detach().view(-1).view(_INTEGERS[tensor.dtype.itemsize])
 
 

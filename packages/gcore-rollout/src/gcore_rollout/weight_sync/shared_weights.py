@@ -147,7 +147,9 @@ class SharedWeights:
 
     def _require_memory(self) -> _Memory:
         if self._present is None:
-            raise RolloutError("there are no weights: nothing was written, writing failed, or the memory was closed")
+            raise RolloutError(
+                "there are no weights: nothing was written, writing failed, or the memory was closed"
+            )
         return self._present
 
 
@@ -165,8 +167,12 @@ class SharedWeightsReader:
             if mapping is None or mapping.numel() < now.st_size:
                 with warnings.catch_warnings():
                     # A write must fail and not change the weights.
-                    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-                    mapping = torch.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
+                    warnings.filterwarnings(
+                        "ignore", "The given buffer is not writable", UserWarning
+                    )
+                    mapping = torch.frombuffer(
+                        mmap.mmap(fd, 0, access=mmap.ACCESS_READ), dtype=torch.uint8
+                    )
         finally:
             os.close(fd)
         # Least recently used first; dropping a mapping frees memory of a sender that has ended.
@@ -208,7 +214,9 @@ class SharedCudaWeights:
 
     num_writes = 1
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int = 256 << 20
+    ) -> None:
         require("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1", ValueError)
         self._pools: dict[torch.device, Any] = {}
         self._buckets: list[Bucket] = []
@@ -247,7 +255,9 @@ class SharedCudaWeights:
 
     def handles(self) -> bytes:
         """Return the handles that one receiver opens once; each receiver must trust this process."""
-        return pickle.dumps([(*self._share(bucket.whole), bucket.layout) for bucket in self._buckets])
+        return pickle.dumps(
+            [(*self._share(bucket.whole), bucket.layout) for bucket in self._buckets]
+        )
 
     def close(self) -> None:
         """Return the memory to the device. Idempotent."""
@@ -266,7 +276,9 @@ class SharedCudaWeights:
         with plain_segments(), torch.cuda.use_mem_pool(pool, device):
             return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
-    def _share(self, buffer: torch.Tensor) -> tuple[str | None, Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def _share(
+        self, buffer: torch.Tensor
+    ) -> tuple[str | None, Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the GPU of a buffer, and a function with arguments that opens the buffer in another process."""
         rebuild, arguments = reduce_tensor(buffer)
         return _uuid(buffer.device), rebuild, arguments
@@ -308,7 +320,9 @@ def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
         arguments: list[Any] = list(shared_arguments)
         if rebuild is rebuild_cuda_tensor:
             if uuid not in devices:
-                raise ValueError(f"weight {next(iter(layout))!r} is on GPU {uuid}: this process sees {sorted(devices)}")
+                raise ValueError(
+                    f"weight {next(iter(layout))!r} is on GPU {uuid}: this process sees {sorted(devices)}"
+                )
             arguments[_DEVICE_ARGUMENT] = devices[uuid]
         opened += unpack(rebuild(*arguments), layout)
     return opened
@@ -374,7 +388,10 @@ def without_expandable_segments(settings: str) -> str:
     options = [option.strip() for option in settings.split(",")]
     plain: list[str] = []
     for option in options:
-        is_on = option.replace(" ", "").lower() in ("expandable_segments:true", "expandable_segments:1")
+        is_on = option.replace(" ", "").lower() in (
+            "expandable_segments:true",
+            "expandable_segments:1",
+        )
         plain.append("expandable_segments:False" if is_on else option)
     if plain == options:
         return settings
@@ -389,7 +406,12 @@ def allocator_settings() -> str:
         settings = get()
     elif _settings:
         settings = _settings[0]
-    return settings or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return (
+        settings
+        or os.environ.get("PYTORCH_ALLOC_CONF")
+        or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        or ""
+    )
 
 
 def set_allocator_settings(settings: str) -> None:

@@ -18,7 +18,14 @@ import torch
 from gcore_rollout.engines.protocol import Digest, Engine
 from gcore_rollout.errors import WrongBaseError
 from gcore_rollout.weight_sync.digests import DigestedWeights, digest, dtype_name
-from gcore_rollout.weight_sync.layout import Layout, TensorSpec, bits, check_layout, host_copy, layout_of
+from gcore_rollout.weight_sync.layout import (
+    Layout,
+    TensorSpec,
+    bits,
+    check_layout,
+    host_copy,
+    layout_of,
+)
 
 _MOST_INT32 = 2**31 - 1
 
@@ -54,12 +61,16 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
     """Refuse adapters that these weights cannot be merged with, by a `ValueError`."""
     for name in adapters.tensors:
         if not name.endswith((A_OF, B_OF)):
-            raise ValueError(f"{name!r} is no name of an adapter; expected one that ends in {A_OF} or {B_OF}")
+            raise ValueError(
+                f"{name!r} is no name of an adapter; expected one that ends in {A_OF} or {B_OF}"
+            )
     for layer in sorted(adapters.layers):
         a = adapters.tensors.get(layer + A_OF)
         b = adapters.tensors.get(layer + B_OF)
         if a is None or b is None:
-            raise ValueError(f"the adapter of {layer!r} has no {'A' if a is None else 'B'}; expected both")
+            raise ValueError(
+                f"the adapter of {layer!r} has no {'A' if a is None else 'B'}; expected both"
+            )
         if f"{layer}.weight" not in base:
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
@@ -71,7 +82,9 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
             )
 
 
-def merge_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
+def merge_adapters(
+    base: Mapping[str, torch.Tensor], adapters: AdapterWeights
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield Hugging Face names and merged weights, one at a time.
 
     The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end, as in a
@@ -120,7 +133,11 @@ class WeightDelta:
 
 
 def make_delta(
-    base: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], *, base_version: int, version: int
+    base: Mapping[str, torch.Tensor],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    base_version: int,
+    version: int,
 ) -> WeightDelta:
     """Return the delta from ``base`` to ``weights``.
 
@@ -144,10 +161,14 @@ def make_delta(
         elif change is not None:
             dense[name] = change
     check_layout(layout, base_layout)
-    return WeightDelta(base_version=base_version, version=version, layout=layout, sparse=sparse, dense=dense)
+    return WeightDelta(
+        base_version=base_version, version=version, layout=layout, sparse=sparse, dense=dense
+    )
 
 
-def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, *, version: int) -> WeightDelta:
+def apply_delta(
+    weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, *, version: int
+) -> WeightDelta:
     """Change weights in place, and return the delta that changes them back.
 
     Args:
@@ -172,11 +193,16 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
         flat[part.indices] = bits(part.values)
     dense = {name: weights[name] for name in delta.dense}
     weights.update({name: host_copy(tensor) for name, tensor in delta.dense.items()})
-    return replace(delta, base_version=delta.version, version=delta.base_version, sparse=sparse, dense=dense)
+    return replace(
+        delta, base_version=delta.version, version=delta.base_version, sparse=sparse, dense=dense
+    )
 
 
 def _wrong_base(
-    update: WeightDelta | AdapterWeights, *, version: int | None, adapters: AdapterWeights | None = None
+    update: WeightDelta | AdapterWeights,
+    *,
+    version: int | None,
+    adapters: AdapterWeights | None = None,
 ) -> WrongBaseError:
     """Return the error of an update that does not build on this version, or on these adapters."""
     needs = f"adapters of version {update.version} belong to"
@@ -222,7 +248,9 @@ def _check_whole(delta: WeightDelta) -> None:
                 f"expected as many of both, of {spec.dtype}"
             )
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < spec.numel:
-            raise ValueError(f"the delta of {name!r} has an index outside its {spec.numel} elements")
+            raise ValueError(
+                f"the delta of {name!r} has an index outside its {spec.numel} elements"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -252,7 +280,9 @@ class WeightMirror:
     has to be a full one.
     """
 
-    def __init__(self, engine: Engine, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, weights: Iterable[tuple[str, torch.Tensor]] | None = None
+    ) -> None:
         self._engine = engine
         self._base = {name: host_copy(tensor) for name, tensor in weights or ()}
         self._base_version = None if weights is None else engine.weight_version
@@ -300,7 +330,9 @@ class WeightMirror:
             try:
                 for update in updates:
                     self._take(update, changes_back)
-                weights = iter(self) if self._adapters is None else self._add_digests(self._adapters)
+                weights = (
+                    iter(self) if self._adapters is None else self._add_digests(self._adapters)
+                )
                 await self._engine.update_weights(weights, version=updates[-1].version)
             except BaseException:
                 # Otherwise it failed after it had taken the weights.
@@ -310,10 +342,14 @@ class WeightMirror:
                     self._base, self._base_version, self._adapters = before
                 raise
 
-    def _take(self, update: WeightUpdate, changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]]) -> None:
+    def _take(
+        self, update: WeightUpdate, changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]]
+    ) -> None:
         """Apply an update, and add what was changed in place with the delta that reverts it."""
         if self.version is not None and update.version <= self.version:
-            raise ValueError(f"version is {update.version}; expected a version above the current {self.version}")
+            raise ValueError(
+                f"version is {update.version}; expected a version above the current {self.version}"
+            )
         match update:
             case FullWeights():
                 self._base = {name: host_copy(tensor) for name, tensor in update.tensors}
@@ -343,7 +379,9 @@ class WeightMirror:
         def merge(name: str) -> torch.Tensor:
             return dict(merge_adapters({name: self._base[name]}, adapters))[name]
 
-        return DigestedWeights(self, digests={name: _DigestsOnDemand(partial(merge, name)) for name in self._base})
+        return DigestedWeights(
+            self, digests={name: _DigestsOnDemand(partial(merge, name)) for name in self._base}
+        )
 
 
 class _DigestsOnDemand(Mapping[str, Digest]):

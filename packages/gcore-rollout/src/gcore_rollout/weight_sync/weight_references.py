@@ -41,7 +41,9 @@ class _Bucket:
         for (name, spec), array in zip(self.layout.items(), arrays, strict=True):
             with warnings.catch_warnings():
                 # The store's memory is read-only: a write must fail and not change the weights of others.
-                warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+                warnings.filterwarnings(
+                    "ignore", "The given NumPy array is not writable", UserWarning
+                )
                 flat = torch.from_numpy(array)
             yield name, spec.view(flat)
 
@@ -65,7 +67,9 @@ class WeightReferences:
         """Digests that the weights came with; empty if there were none."""
 
     @classmethod
-    def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
+    def put(
+        cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20
+    ) -> Self:
         """Copy weights into the store of this node.
 
         Args:
@@ -73,7 +77,9 @@ class WeightReferences:
                 the meta device are put by another rank (`divide_weights`), and left out here.
             bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
         """
-        require("bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError)
+        require(
+            "bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError
+        )
         buckets: list[_Bucket] = []
         filled: dict[str, torch.Tensor] = {}
         left_bytes = bucket_size_bytes

@@ -11,7 +11,9 @@ from gcore_trainer.sample import Sample, require_finite
 
 
 def distillation_advantages(
-    log_probs: NDArray[np.floating], teacher_log_probs: NDArray[np.floating], mask: NDArray[np.bool_]
+    log_probs: NDArray[np.floating],
+    teacher_log_probs: NDArray[np.floating],
+    mask: NDArray[np.bool_],
 ) -> NDArray[np.float64]:
     """Return the advantages of one response's tokens [R], 0 outside the mask: A_t = log q(y_t) - log p(y_t).
 
@@ -65,7 +67,9 @@ async def add_distillation(
         for sample, teacher in zip(group_samples, group_log_probs, strict=True):
             log_probs = sample.policy_log_probs
             if sample.advantages is None or log_probs is None:
-                raise BatchError("advantages or log-probs is None; expected arrays for every sample of distillation")
+                raise BatchError(
+                    "advantages or log-probs is None; expected arrays for every sample of distillation"
+                )
             if teacher is not None:
                 further = distillation_advantages(log_probs, teacher, sample.mask)
                 sample.advantages = (sample.advantages + coef * further).astype(np.float32)
@@ -74,6 +78,9 @@ async def add_distillation(
                 num_taught += 1
     parts = await group.all_gather((kl_sum, num_tokens, num_taught, len(everyone)))
     kl, tokens, taught, total = (sum(column) for column in zip(*parts, strict=True))
-    metrics = {"distillation/reverse_kl": kl / max(tokens, 1), "distillation/taught": taught / max(total, 1)}
+    metrics = {
+        "distillation/reverse_kl": kl / max(tokens, 1),
+        "distillation/taught": taught / max(total, 1),
+    }
     counted = [s.advantages[s.mask] for s in everyone if s.advantages is not None]
     return metrics | await statistics("critic/advantages", counted, group)

@@ -39,7 +39,10 @@ class ScoredGroup:
 
     def at_every_token(self, advantages: ArrayLike) -> list[NDArray[np.floating]]:
         """Give all tokens of response i the advantage i."""
-        return [np.full(mask.shape, a) for mask, a in zip(self.masks, np.asarray(advantages), strict=True)]
+        return [
+            np.full(mask.shape, a)
+            for mask, a in zip(self.masks, np.asarray(advantages), strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +53,9 @@ class AdvantagesAndReturns:
     returns: Sequence[NDArray[np.floating]]
 
 
-_Function = Callable[[ScoredGroup, AdvantageConfig], Sequence[NDArray[np.floating]] | AdvantagesAndReturns]
+_Function = Callable[
+    [ScoredGroup, AdvantageConfig], Sequence[NDArray[np.floating]] | AdvantagesAndReturns
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +78,14 @@ class AdvantageEstimator:
         self, group: ScoredGroup, config: AdvantageConfig
     ) -> tuple[Sequence[NDArray[np.floating]], Sequence[NDArray[np.floating]] | None]:
         """Return advantages and any returns; raise `BatchError` if the group or the function does not fit the needs."""
-        for field, is_needed in (("values", self.needs_critic), ("greedy_score", self.needs_greedy)):
+        for field, is_needed in (
+            ("values", self.needs_critic),
+            ("greedy_score", self.needs_greedy),
+        ):
             if is_needed and getattr(group, field) is None:
-                raise BatchError(f"{field} is None; expected a value, which the advantage estimator needs")
+                raise BatchError(
+                    f"{field} is None; expected a value, which the advantage estimator needs"
+                )
         advantages: Any = self.function(group, config)
         returns: Any = None
         has_returns = isinstance(advantages, AdvantagesAndReturns)
@@ -93,7 +103,9 @@ class AdvantageEstimator:
                 continue
             shapes = [np.shape(array) for array in arrays]
             if shapes != expected:
-                raise BatchError(f"{field} has shapes {shapes}; expected those of the responses, {expected}")
+                raise BatchError(
+                    f"{field} has shapes {shapes}; expected those of the responses, {expected}"
+                )
         return advantages, returns
 
 
@@ -124,7 +136,9 @@ def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
     """Return the scores [n] of a group in float64; raise `BatchError` if there are none, or one is not finite."""
     r = np.asarray(scores, dtype=np.float64)
     if r.ndim != 1 or r.size == 0 or not np.isfinite(r).all():
-        raise BatchError(f"scores is {r}; expected one dimension, at least one entry and finite numbers")
+        raise BatchError(
+            f"scores is {r}; expected one dimension, at least one entry and finite numbers"
+        )
     return r
 
 
@@ -148,7 +162,9 @@ def whitening_moments(
     return np.array([count, total, squares], np.float64)
 
 
-def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray[np.float64]) -> NDArray[np.float32]:
+def whiten(
+    values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray[np.float64]
+) -> NDArray[np.float32]:
     """Shift and scale the values of one response to the batch's mean 0 and standard deviation 1; 0 outside the mask.
 
     (v - mean) / sqrt(var + 1e-8), var with n - 1 in the denominator. A batch of one token is only centred.
@@ -183,7 +199,9 @@ class FixedKLController:
     def load_state(self, state: Mapping[str, float]) -> None:
         """Take over a saved weight; raise `StateError` for a state that is not one of `state`."""
         if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
-            raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
+            raise StateError(
+                f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more"
+            )
         self.value = float(state["value"])
 
 
@@ -284,10 +302,14 @@ async def add_advantages(
     """
     everyone: list[Any] = []
     scores: list[NDArray[np.float64]] = []
-    for group_samples, group_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
+    for group_samples, group_rewards, greedy_score in zip(
+        samples, rewards, greedy_scores, strict=True
+    ):
         values = [s.values for s in group_samples if s.values is not None] or None
         masks = [s.mask for s in group_samples]
-        scored = ScoredGroup(rewards=group_rewards, masks=masks, values=values, greedy_score=greedy_score)
+        scored = ScoredGroup(
+            rewards=group_rewards, masks=masks, values=values, greedy_score=greedy_score
+        )
         advantages, returns = estimator(scored, config)
         for sample, sample_advantages in zip(group_samples, advantages, strict=True):
             sample.advantages = sample_advantages.astype(np.float32)
@@ -326,7 +348,12 @@ async def rollout_mismatch(
     joined = np.concatenate([np.zeros(0), *differences])
     log_ratio = np.nan_to_num(joined, nan=MAX_LOG_RATIO).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     size = np.abs(log_ratio)
-    part = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
+    part = (
+        log_ratio.size,
+        size.sum(),
+        size.max(initial=0.0),
+        (np.expm1(log_ratio) - log_ratio).sum(),
+    )
     counts, sums, highest, k3 = zip(*await group.all_gather(part), strict=True)
     if not sum(counts):
         return {"training/rollout_probs_diff_valid": 0.0}
@@ -338,7 +365,9 @@ async def rollout_mismatch(
     }
 
 
-async def statistics(name: str, values: Sequence[NDArray[Any]], group: AdvantageCollectives) -> dict[str, float]:
+async def statistics(
+    name: str, values: Sequence[NDArray[Any]], group: AdvantageCollectives
+) -> dict[str, float]:
     """Return mean, maximum and minimum of the numbers of all processes, as metrics; none without any number."""
     joined = np.concatenate([*values, np.zeros(0)])
     part = None
@@ -348,4 +377,8 @@ async def statistics(name: str, values: Sequence[NDArray[Any]], group: Advantage
     if not parts:
         return {}
     count, total, highest, lowest = zip(*parts, strict=True)
-    return {f"{name}/mean": sum(total) / sum(count), f"{name}/max": max(highest), f"{name}/min": min(lowest)}
+    return {
+        f"{name}/mean": sum(total) / sum(count),
+        f"{name}/max": max(highest),
+        f"{name}/min": min(lowest),
+    }

@@ -34,7 +34,10 @@ def overlong_penalty(
 
 
 def kl_estimates(
-    log_probs: NDArray[np.floating], ref_log_probs: NDArray[np.floating], mask: NDArray[np.bool_], kind: RewardKL
+    log_probs: NDArray[np.floating],
+    ref_log_probs: NDArray[np.floating],
+    mask: NDArray[np.bool_],
+    kind: RewardKL,
 ) -> NDArray[np.float64]:
     """Estimate KL(policy || reference) at every token, shape [R], 0 outside the mask; without a gradient.
 

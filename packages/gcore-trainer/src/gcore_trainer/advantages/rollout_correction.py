@@ -84,7 +84,9 @@ def rollout_correction(
 
 
 async def add_rollout_correction(
-    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: AdvantageCollectives
+    samples: Sequence[Sequence[Sample]],
+    config: RolloutCorrectionConfig,
+    group: AdvantageCollectives,
 ) -> dict[str, float]:
     """Set weights and masks against the mismatch of engine and trainer; return metrics of the whole batch.
 
@@ -107,7 +109,9 @@ async def add_rollout_correction(
     if counted:
         weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch)
     for sample in chain(*samples):
-        sample.rollout_is_weights = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+        sample.rollout_is_weights = (
+            np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+        )
     for sample, sample_weights in zip(counted, weights or (), strict=weights is not None):
         sample.rollout_is_weights = sample_weights
     for sample, mask in zip(counted, masks, strict=True):
@@ -167,14 +171,24 @@ class _Tokens:
 
     @classmethod
     def of(
-        cls, old_log_probs: Sequence[_Floats], rollout_log_probs: Sequence[_Floats], masks: Sequence[NDArray[np.bool_]]
+        cls,
+        old_log_probs: Sequence[_Floats],
+        rollout_log_probs: Sequence[_Floats],
+        masks: Sequence[NDArray[np.bool_]],
     ) -> "_Tokens":
-        shapes = [[array.shape for array in arrays] for arrays in (old_log_probs, rollout_log_probs, masks)]
+        shapes = [
+            [array.shape for array in arrays]
+            for arrays in (old_log_probs, rollout_log_probs, masks)
+        ]
         if shapes[0] != shapes[2] or shapes[1] != shapes[2]:
-            raise BatchError(f"old_log_probs, rollout_log_probs and masks have shapes {shapes}; expected equal shapes")
+            raise BatchError(
+                f"old_log_probs, rollout_log_probs and masks have shapes {shapes}; expected equal shapes"
+            )
         counts = np.array([mask.sum() for mask in masks], np.int64)
         if not counts.any():
-            raise BatchError(f"masks of {len(masks)} samples have no token that counts; expected at least one")
+            raise BatchError(
+                f"masks of {len(masks)} samples have no token that counts; expected at least one"
+            )
         old = _join("old_log_probs", old_log_probs, masks)
         rollout = _join("rollout_log_probs", rollout_log_probs, masks)
         return cls(log_ratio=old - rollout, old=old, rollout=rollout, counts=counts[counts > 0])
@@ -201,7 +215,9 @@ class _Tokens:
         """Repeat each sequence's value at its tokens: [N]."""
         return np.repeat(values_S, self.counts)
 
-    def scatter(self, values_N: NDArray[_Scalar], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[_Scalar]]:
+    def scatter(
+        self, values_N: NDArray[_Scalar], masks: Sequence[NDArray[np.bool_]]
+    ) -> list[NDArray[_Scalar]]:
         """Distribute to samples: [R_i] of each, 0 outside its mask."""
         results = [np.zeros(mask.shape, values_N.dtype) for mask in masks]
         ends = np.cumsum([mask.sum() for mask in masks])
@@ -261,7 +277,9 @@ def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, 
     return weights_N, metrics
 
 
-def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[NDArray[np.bool_], dict[str, Any]]:
+def _within_thresholds(
+    tokens: _Tokens, config: RolloutCorrectionConfig
+) -> tuple[NDArray[np.bool_], dict[str, Any]]:
     """Return the tokens [N] that ``rollout_rs`` keeps, and metrics of its statistic."""
     log_ratio_N = tokens.log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     level, _, estimator = str(config.rollout_rs).rpartition("_")

@@ -106,7 +106,9 @@ def _make_groups(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
     return group
 
 
-def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank: int) -> NDArray[np.int64]:
+def _ring_shard(
+    segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank: int
+) -> NDArray[np.int64]:
     if ring_size == 1:
         return np.arange(segment_lengths.sum())
     if (segment_lengths % (2 * ring_size)).any():
@@ -160,7 +162,9 @@ class DividedRow:
             v_TKD = _repeat_heads(v_TKD, num_query_heads=num_heads, size=size)
             q_THD, k_TKD, v_TKD = _scatter_heads([q_THD, k_TKD, v_TKD], cp.ulysses)
             if attention.sinks is not None:
-                attention = replace(attention, sinks=attention.sinks.unflatten(0, (size, -1))[cp.rank % size])
+                attention = replace(
+                    attention, sinks=attention.sinks.unflatten(0, (size, -1))[cp.rank % size]
+                )
         attend = attend_whole if self._ring is None else self._ring.attend
         out_THD = attend(q_THD, k_TKD, v_TKD, attention)
         if cp.ulysses is None:

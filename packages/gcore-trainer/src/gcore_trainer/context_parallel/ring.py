@@ -17,9 +17,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
+from gcore_trainer.packing.block_attention import (
+    AttentionKind,
+    Scoring,
+    has_varlen_kernel,
+    sink_gradients,
+)
 from gcore_trainer.packing.layout import Tile, TokenSpan, causal_tiles, earlier_tiles
-from gcore_trainer.packing.tiles import TileCall, attend_calls, finish_row, gradients_of_calls, make_calls, scoring_of
+from gcore_trainer.packing.tiles import (
+    TileCall,
+    attend_calls,
+    finish_row,
+    gradients_of_calls,
+    make_calls,
+    scoring_of,
+)
 
 
 class EqualSegments(NamedTuple):
@@ -49,7 +61,9 @@ class RingRow:
     A rank keeps no more than its own tokens' tensors for the backward pass, in which all travel once more.
     """
 
-    def __init__(self, segments: list[EqualSegments], group: dist.ProcessGroup, *, device: torch.device) -> None:
+    def __init__(
+        self, segments: list[EqualSegments], group: dist.ProcessGroup, *, device: torch.device
+    ) -> None:
         self.group = group
         self.num_tokens = sum(s.num_segments * 2 * s.chunk_length for s in segments)
         self._segments = segments
@@ -57,11 +71,21 @@ class RingRow:
         self._calls: dict[tuple[int, int | None, bool], list[TileCall]] = {}
 
     def attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        attention: AttentionKind,
     ) -> torch.Tensor:
         """Compute [T, H, V] of this rank, of the queries' dtype; partial results are merged in float32 at least."""
         return _RingAttention.apply(
-            q_THD, k_TKD, v_TKV, attention.sinks, self, attention, scoring_of(attention, q_THD.shape[-1])
+            q_THD,
+            k_TKD,
+            v_TKV,
+            attention.sinks,
+            self,
+            attention,
+            scoring_of(attention, q_THD.shape[-1]),
         )
 
     def num_rows(self, window: int | None) -> int:
@@ -77,7 +101,9 @@ class RingRow:
             tiles: list[Tile] = []
             for segments in self._segments:
                 tiles.extend(_tiles(segments, rank, source=source, size=size, window=window))
-            self._calls[key] = make_calls(tiles, num_tokens=self.num_tokens, device=self._device, is_varlen=is_varlen)
+            self._calls[key] = make_calls(
+                tiles, num_tokens=self.num_tokens, device=self._device, is_varlen=is_varlen
+            )
         return self._calls[key]
 
 
@@ -127,7 +153,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
+        grad_THV = grad_outputs[
+            0
+        ].contiguous()  # that of a sum has no strides, which kernels do not take
         row: RingRow = ctx.row
         group = row.group
         rank = group.rank()
@@ -154,8 +182,18 @@ class _RingAttention(torch.autograd.Function):
                 kv = passing.wait()
         assert passing_grad is not None
         grad_k_TKD, grad_v_TKV = passing_grad.wait().to(kv.dtype).split(ctx.head_dims, dim=-1)
-        grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
-        return grad_q_THD[: row.num_tokens].to(q_THD.dtype), grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None, None
+        grad_sinks_H = (
+            sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        )
+        return (
+            grad_q_THD[: row.num_tokens].to(q_THD.dtype),
+            grad_k_TKD,
+            grad_v_TKV,
+            grad_sinks_H,
+            None,
+            None,
+            None,
+        )
 
 
 class _Passing:
@@ -180,10 +218,14 @@ class _Passing:
         return self._received
 
 
-def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window: int | None) -> Iterator[Tile]:
+def _tiles(
+    segments: EqualSegments, rank: int, *, source: int, size: int, window: int | None
+) -> Iterator[Tile]:
     """Yield the tiles of this rank's queries with the keys of rank `source`: chunks `source` and 2R - 1 - `source`."""
     length = segments.chunk_length
-    for start in range(segments.start, segments.start + segments.num_segments * 2 * length, 2 * length):
+    for start in range(
+        segments.start, segments.start + segments.num_segments * 2 * length, 2 * length
+    ):
         early = TokenSpan(start, length)
         late = TokenSpan(start + length, length)
         both_chunks = TokenSpan(start, 2 * length)
@@ -200,4 +242,6 @@ def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window
                 if query_chunk == key_chunk:
                     yield from causal_tiles(queries, window)
                 elif query_chunk > key_chunk:
-                    yield from earlier_tiles(queries, keys, (query_chunk - key_chunk) * length, window)
+                    yield from earlier_tiles(
+                        queries, keys, (query_chunk - key_chunk) * length, window
+                    )

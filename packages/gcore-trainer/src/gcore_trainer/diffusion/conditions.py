@@ -53,7 +53,9 @@ class Conditioned:
         return combined
 
 
-def with_appended(latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+def with_appended(
+    latents: torch.Tensor, arguments: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Append the inputs named ``NAME+AXIS`` to the latents along that axis; return them and the other arguments."""
     options: dict[str, Any] = {}
     for name, value in arguments.items():

@@ -57,7 +57,9 @@ class Denoiser:
         self.device: torch.device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
         self._latents = next(iter(parameters))
-        self._timesteps = next((name for name in ("timesteps", "t") if name in parameters), "timestep")
+        self._timesteps = next(
+            (name for name in ("timesteps", "t") if name in parameters), "timestep"
+        )
         # Z-Image's model takes and gives a list of images, each [C, frames, H, W].
         self._is_of_lists = str(parameters[self._latents].annotation).startswith("list")
         if is_checkpointed(gradient_checkpointing, model, self.device):
@@ -93,7 +95,9 @@ class Denoiser:
         model = load(Path(path) / name, dtype=torch.float32, variant=variant, local_files_only=True)
         return cls(model.to(device), **options)
 
-    def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
+    def __call__(
+        self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned
+    ) -> torch.Tensor:
         """Predict the scheduler's input [B, ...] in float32 from latents [B, ...] and timesteps [B]."""
         if conditions.guidance_scale is not None:
             latents = torch.cat([latents, latents])
@@ -108,14 +112,19 @@ class Denoiser:
             outputs.append(self._call_model(latents[rows], timesteps[rows], arguments))
         return conditions.combine(torch.cat(outputs)[np.argsort(order)])
 
-    def _call_model(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def _call_model(
+        self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]
+    ) -> torch.Tensor:
         dtype = self._compute_dtype
         inputs, options = with_appended(latents, arguments)
         if self._is_of_lists:
             inputs = [image.unsqueeze(1) for image in inputs]
         arguments = {self._latents: inputs, self._timesteps: timesteps, **options}
         adapters = nullcontext() if self._adapters is None else self._adapters.use(self._adapter)
-        with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        with (
+            adapters,
+            torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32),
+        ):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
             output = torch.stack(output).squeeze(2)
@@ -199,12 +208,16 @@ class Denoiser:
         """Return the trained ones of `parameters`."""
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
-    def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterable[tuple[str, torch.Tensor]]:
+    def weights(
+        self, trained: dict[str, torch.Tensor] | None = None
+    ) -> Iterable[tuple[str, torch.Tensor]]:
         """Return diffusers' names and full tensors, on every rank; ``trained`` replaces the model's own.
 
         See `Trainer.export_weights`.
         """
-        replaced: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
+        replaced: dict[str, torch.Tensor] = trained or {
+            n: p.detach() for n, p in self.trained_parameters().items()
+        }
 
         def gather_parameters() -> Iterator[tuple[str, torch.Tensor]]:
             for name, parameter in self.parameters().items():
@@ -226,10 +239,14 @@ def pipeline_component(path: str | Path, component: str = "") -> tuple[str, str]
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
-        raise UnsupportedModelError(f"{path} has no model_index.json; expected a pipeline's folder of diffusers")
+        raise UnsupportedModelError(
+            f"{path} has no model_index.json; expected a pipeline's folder of diffusers"
+        )
     components = json.loads(index.read_text())
     names = [component] if component else _COMPONENTS
     for name in names:
         if components.get(name) and components[name][1]:
             return name, components[name][1]
-    raise UnsupportedModelError(f"{index} names none of {', '.join(names)}; expected a pipeline with one")
+    raise UnsupportedModelError(
+        f"{index} names none of {', '.join(names)}; expected a pipeline with one"
+    )

@@ -13,7 +13,9 @@ from gcore_trainer.lora_config import ADAPTER_CONFIG, LoRAConfig, check_settings
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """The file that ``pipeline.load_lora_weights`` of diffusers looks for in a folder."""
-_MATRIX = re.compile(r"(?P<layer>.+)\.(?:lora_(?P<letter>[AB])|lora\.(?P<direction>down|up))\.weight")
+_MATRIX = re.compile(
+    r"(?P<layer>.+)\.(?:lora_(?P<letter>[AB])|lora\.(?P<direction>down|up))\.weight"
+)
 _LETTERS = {"down": "A", "up": "B"}
 """The matrices by their older names."""
 
@@ -30,7 +32,9 @@ def read_component_lora_config(path: str | Path, component: str) -> LoRAConfig:
     return config
 
 
-def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
+def read_lora_file(
+    path: str | Path, component: str | None = None
+) -> tuple[LoRAConfig, dict[str, torch.Tensor]]:
     """Read the settings of the adapters in a file of diffusers, and their matrices under peft's names.
 
     The scale is that of the file's alphas, or of the settings of peft in its header; without either it is 1.
@@ -70,7 +74,9 @@ def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRA
         else:
             letter = match["letter"] or _LETTERS[match["direction"]]
             matrices[f"{match['layer']}.lora_{letter}.weight"] = tensor
-    ranks = {matrix.shape[0] for name, matrix in matrices.items() if name.endswith(".lora_A.weight")}
+    ranks = {
+        matrix.shape[0] for name, matrix in matrices.items() if name.endswith(".lora_A.weight")
+    }
     if len(ranks) != 1:
         raise ConfigError(f"{file} has adapters of ranks {sorted(ranks)}; expected one rank")
     [rank] = ranks
@@ -78,7 +84,9 @@ def read_lora_file(path: str | Path, component: str | None = None) -> tuple[LoRA
         alphas.add(float(settings["lora_alpha"]))
     alphas = alphas or {float(rank)}
     if len(alphas) != 1 or not min(alphas).is_integer():
-        raise ConfigError(f"{file} has adapters with alphas {sorted(alphas)}; expected one whole number")
+        raise ConfigError(
+            f"{file} has adapters with alphas {sorted(alphas)}; expected one whole number"
+        )
     layers = {name.rpartition(".lora_")[0] for name in matrices}
     config = LoRAConfig(
         rank=rank,

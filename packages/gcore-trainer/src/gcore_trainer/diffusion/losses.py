@@ -79,7 +79,11 @@ def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def clipped_step_loss(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_ratio: float
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_ratio: float,
 ) -> PolicyLoss:
     """Compute PPO's clipped surrogate of one denoising step.
 

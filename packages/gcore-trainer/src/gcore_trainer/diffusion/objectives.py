@@ -18,7 +18,12 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stack_fields
+from gcore_trainer.diffusion.sample import (
+    DiffusionMicroBatch,
+    DiffusionSample,
+    require_fields,
+    stack_fields,
+)
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.objective import PartialLoss
 
@@ -76,7 +81,9 @@ class DiffusionObjective(ABC):
         return len(samples)
 
     @abstractmethod
-    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
+    def partial_loss(
+        self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
+    ) -> PartialLoss:
         """Compute the part of the batch's loss that a pass over these images makes up.
 
         Args:
@@ -98,7 +105,15 @@ class DenoisingPolicyObjective(DiffusionObjective):
     def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
         self._config = config
         self._kernel = kernel
-        self.reads = ("latents", "next_latents", "old_log_probs", "levels", "next_levels", "timesteps", "advantage")
+        self.reads = (
+            "latents",
+            "next_latents",
+            "old_log_probs",
+            "levels",
+            "next_levels",
+            "timesteps",
+            "advantage",
+        )
         if config.loss_mode == "guard":
             self.reads += ("old_means",)
         if config.kl_loss_coef:
@@ -113,9 +128,13 @@ class DenoisingPolicyObjective(DiffusionObjective):
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         return samples[0].num_steps
 
-    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
+    def partial_loss(
+        self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
+    ) -> PartialLoss:
         device = models.policy.device
-        following, old_log_probs = stack_fields(samples, device, "next_latents", "old_log_probs", step=index)
+        following, old_log_probs = stack_fields(
+            samples, device, "next_latents", "old_log_probs", step=index
+        )
         [advantages] = stack_fields(samples, device, "advantage")
         drawn, dt = drawn_at(models.policy, self._kernel, samples, index)
         log_probs = drawn.log_prob(following)
@@ -123,9 +142,13 @@ class DenoisingPolicyObjective(DiffusionObjective):
             [old_means] = stack_fields(samples, device, "old_means", step=index)
             std = drawn.std.flatten()
             clip_ratio = self._config.clip_ratio
-            policy = guard_step_loss(following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio)
+            policy = guard_step_loss(
+                following, drawn.mean, old_means, std, dt, advantages, clip_ratio=clip_ratio
+            )
         else:
-            policy = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
+            policy = clipped_step_loss(
+                log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio
+            )
         loss = policy.loss.sum() / total
         sums = {
             "actor/pg_loss": loss.detach(),
@@ -159,7 +182,9 @@ class NFTObjective(DiffusionObjective):
         self.num_timesteps = config.num_timesteps
         self.needs_reference = config.kl_loss_coef > 0
 
-    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
+    def partial_loss(
+        self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
+    ) -> PartialLoss:
         assert models.old is not None
         device = models.policy.device
         bound = self._config.adv_clip_max
@@ -201,12 +226,16 @@ class DiffusionDPOObjective(DiffusionObjective):
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len(samples) % 2:
-            raise BatchError(f"micro_batches hold {len(samples)} images; expected pairs of a chosen and a rejected one")
+            raise BatchError(
+                f"micro_batches hold {len(samples)} images; expected pairs of a chosen and a rejected one"
+            )
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
         return len(samples) // 2
 
-    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
+    def partial_loss(
+        self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
+    ) -> PartialLoss:
         assert models.reference is not None
         device = models.policy.device
         [clean] = stack_fields(samples, device, "clean_latents")
@@ -223,7 +252,9 @@ class DiffusionDPOObjective(DiffusionObjective):
 
         with torch.no_grad():
             ref_errors = errors(models.reference)
-        losses, is_right = diffusion_dpo_loss(errors(models.policy), ref_errors, beta=self._config.beta)
+        losses, is_right = diffusion_dpo_loss(
+            errors(models.policy), ref_errors, beta=self._config.beta
+        )
         loss = losses.sum() / total
         return loss, {"actor/dpo_loss": loss.detach(), "actor/dpo_accuracy": is_right.sum() / total}
 
@@ -240,16 +271,28 @@ class RewardGradientObjective(DiffusionObjective):
 
     reads = ("latents", "levels", "next_levels", "timesteps")
 
-    def __init__(self, kernel: TransitionKernel, reward: Callable[[torch.Tensor, Sequence[str]], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        kernel: TransitionKernel,
+        reward: Callable[[torch.Tensor, Sequence[str]], torch.Tensor],
+    ) -> None:
         self._kernel = kernel
         self._reward = reward
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         for sample in samples:
-            if not sample.num_steps or sample.next_levels is None or sample.next_levels[-1] not in (0.0, 1.0):
-                raise BatchError("the recorded steps end before sampling does; expected the last steps of sampling")
+            if (
+                not sample.num_steps
+                or sample.next_levels is None
+                or sample.next_levels[-1] not in (0.0, 1.0)
+            ):
+                raise BatchError(
+                    "the recorded steps end before sampling does; expected the last steps of sampling"
+                )
 
-    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
+    def partial_loss(
+        self, index: int, models: Models, samples: DiffusionMicroBatch, total: int
+    ) -> PartialLoss:
         del index
         [latents] = stack_fields(samples, models.policy.device, "latents", step=0)
         for step in range(samples[0].num_steps):

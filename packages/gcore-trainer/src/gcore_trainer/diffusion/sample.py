@@ -16,7 +16,16 @@ Conditions = Mapping[str, Any]
 strings, None, and lists, tuples and dicts of them). ``a.b`` is entry b of a dict a, or of a tuple, where b is a number;
 ``a[]`` is an image's entry of a list a; ``a+1`` follows the latents, which are argument a, along axis 1."""
 
-_PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means", "levels", "next_levels", "timesteps")
+_PER_STEP = (
+    "latents",
+    "next_latents",
+    "old_means",
+    "old_log_probs",
+    "ref_means",
+    "levels",
+    "next_levels",
+    "timesteps",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +75,9 @@ class DiffusionSample:
         for name in _PER_STEP:
             value = getattr(self, name)
             if self.latents is not None and value is not None and len(value) != self.num_steps:
-                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {self.num_steps}")
+                raise BatchError(
+                    f"{name} has {len(value)} steps; expected as many as latents, {self.num_steps}"
+                )
 
     @property
     def num_steps(self) -> int:

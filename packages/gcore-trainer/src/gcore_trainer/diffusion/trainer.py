@@ -14,7 +14,12 @@ from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.lora_file import FILE_NAME
-from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
+from gcore_trainer.diffusion.objectives import (
+    DiffusionObjective,
+    Models,
+    TransitionKernel,
+    drawn_at,
+)
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stack_fields
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
@@ -39,7 +44,9 @@ class MovingAverage:
         BELOW_ONE.require("ema_decay", decay)
         self._parameters = dict(parameters)
         self._decay = decay
-        self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
+        self.tensors: dict[str, torch.Tensor] = {
+            n: p.detach().clone() for n, p in self._parameters.items()
+        }
 
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
@@ -77,7 +84,9 @@ class DiffusionTrainer(BaseTrainer):
         parallel: TorchParallel | None = None,
     ) -> None:
         if objective.needs_reference and reference is None:
-            raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
+            raise ConfigError(
+                f"reference is None: {type(objective).__name__} asks the initial policy"
+            )
         old = denoiser.copied() if objective.needs_old else None
         self._models = Models(policy=denoiser, old=old, reference=reference)
         group = None
@@ -96,7 +105,9 @@ class DiffusionTrainer(BaseTrainer):
         if not parameters:
             raise ConfigError("the model has no parameters to train")
         self._adamw = _make_adamw(parameters, optimizer)
-        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group))
+        super().__init__(
+            config=optimizer, optimizer=self._adamw, objective=objective, replicas=Replicas(group)
+        )
         self._ema = None if ema_decay is None else MovingAverage(parameters, ema_decay)
         self._old_decay = old_decay
         self._sleeper = Sleeper(denoiser.model, self._stored_tensors)
@@ -126,7 +137,9 @@ class DiffusionTrainer(BaseTrainer):
         policy = self._models.policy
         models = [policy]
         further = (self._models.old, self._models.reference)
-        models += [model for model in further if model is not None and model.model is not policy.model]
+        models += [
+            model for model in further if model is not None and model.model is not policy.model
+        ]
         return models
 
     def _stored_tensors(self) -> dict[str, Mapping[str, torch.Tensor]]:
@@ -155,28 +168,40 @@ class DiffusionTrainer(BaseTrainer):
         def check_batches() -> tuple[int, int, int, set[int]]:
             samples = list(chain.from_iterable(micro_batches))
             if not samples:
-                raise BatchError("micro_batches holds no image; expected at least one on every replica")
+                raise BatchError(
+                    "micro_batches holds no image; expected at least one on every replica"
+                )
             self._objective.check(samples)
             for i, batch in enumerate(micro_batches):
                 for j, sample in enumerate(batch):
                     sample.check_finite(f"micro_batches[{i}][{j}]", *self._objective.reads)
             calls = {num_calls(batch) for batch in micro_batches}
-            return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
+            return (
+                self._objective.weight(samples),
+                self._objective.num_passes(samples),
+                len(micro_batches),
+                calls,
+            )
 
         weight = 0
         num_batches = len(micro_batches)
         passes: set[int] = set()
         calls: set[int] = set()
-        for replica_weight, replica_passes, replica_batches, replica_calls in self._replicas.gather_or_raise(
-            check_batches
-        ):
+        for (
+            replica_weight,
+            replica_passes,
+            replica_batches,
+            replica_calls,
+        ) in self._replicas.gather_or_raise(check_batches):
             weight += replica_weight
             passes.add(replica_passes)
             calls |= replica_calls
             if self._is_sharded:
                 num_batches = max(num_batches, replica_batches)
         if len(passes) != 1:
-            raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
+            raise BatchError(
+                f"replicas make {sorted(passes)} passes over an image; expected one number"
+            )
         (num_passes,) = passes
         if self._is_sharded:
             _require_one(calls)
@@ -190,7 +215,11 @@ class DiffusionTrainer(BaseTrainer):
         return metrics
 
     def score_steps(
-        self, micro_batches: Sequence[DiffusionMicroBatch], kernel: TransitionKernel, *, by_reference: bool = False
+        self,
+        micro_batches: Sequence[DiffusionMicroBatch],
+        kernel: TransitionKernel,
+        *,
+        by_reference: bool = False,
     ) -> list[list[StepScores]]:
         """Compute the policy's or the reference's Gaussians at the recorded steps; see the function `score_steps`.
 
@@ -203,10 +232,16 @@ class DiffusionTrainer(BaseTrainer):
         self._sleeper.check_awake()
         model = self._models.reference if by_reference else self._models.policy
         assert model is not None
-        return score_steps(model, micro_batches, kernel, self._replicas if self._is_sharded else None)
+        return score_steps(
+            model, micro_batches, kernel, self._replicas if self._is_sharded else None
+        )
 
     def _backward(
-        self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
+        self,
+        micro_batches: Sequence[DiffusionMicroBatch],
+        num_batches: int,
+        num_passes: int,
+        total: int,
     ) -> dict[str, float]:
         self._adamw.zero_grad()
         sums: dict[str, torch.Tensor] = {}
@@ -313,7 +348,9 @@ def score_steps(
     replicas = replicas or Replicas()
     counts: list[int] = []
     calls: set[int] = set()
-    for count, replica_calls in replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches})):
+    for count, replica_calls in replicas.gather(
+        (len(micro_batches), {num_calls(batch) for batch in micro_batches})
+    ):
         counts.append(count)
         calls |= replica_calls
     if replicas.size > 1 and any(counts):
@@ -336,6 +373,8 @@ def score_steps(
             means.append(drawn.mean.cpu())
             log_probs.append(log_prob.cpu())
         if i < len(micro_batches):
-            by_image = map(StepScores, torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy())
+            by_image = map(
+                StepScores, torch.stack(means, dim=1).numpy(), torch.stack(log_probs, dim=1).numpy()
+            )
             scores.append(list(by_image))
     return scores

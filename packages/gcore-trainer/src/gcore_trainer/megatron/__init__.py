@@ -16,6 +16,12 @@ with warnings.catch_warnings():
     # As it is imported it warns of every accelerator library that is not installed.
     warnings.simplefilter("ignore")
     _cpp_extension.setLevel(logging.ERROR)
-    for _name in ("distributed", "optimizer", "models.gpt", "models.gpt.gpt_layer_specs", "pipeline_parallel"):
+    for _name in (
+        "distributed",
+        "optimizer",
+        "models.gpt",
+        "models.gpt.gpt_layer_specs",
+        "pipeline_parallel",
+    ):
         import_module(f"megatron.core.{_name}")
     _cpp_extension.setLevel(_level)

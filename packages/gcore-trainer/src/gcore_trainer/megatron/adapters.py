@@ -49,7 +49,9 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
     return frozenset(targets)
 
 
-def check_targets(targets: frozenset[str], architecture: Architecture, parallel: ParallelConfig) -> None:
+def check_targets(
+    targets: frozenset[str], architecture: Architecture, parallel: ParallelConfig
+) -> None:
     """Raise `ConfigError` if adapted queries, keys and values of one group are divided among ranks."""
     tp = parallel.tensor_model_parallel_size
     groups = architecture.num_query_groups
@@ -80,7 +82,10 @@ def add_adapters(
             stage.embedding.register_forward_hook(_require_grad)
         for name, module in list(stage.named_modules()):
             # A head that is the embedding has no weight of its own.
-            if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.weight is None:
+            if (
+                not isinstance(module, ColumnParallelLinear | RowParallelLinear)
+                or module.weight is None
+            ):
                 continue
             weight = pieces[module.weight]
             if not targets.isdisjoint(piece.name.removesuffix(".weight") for piece in weight):
@@ -133,13 +138,18 @@ class AdaptedLinear(torch.nn.Module):
             self.lora_B.append(b)
             self.pieces[a] = [piece_of_a]
             self.pieces[b] = [piece_of_b]
-        self._blocks = [(number_of.get(piece.name.removesuffix(".weight")), piece.shape[0]) for piece in weight]
+        self._blocks = [
+            (number_of.get(piece.name.removesuffix(".weight")), piece.shape[0]) for piece in weight
+        ]
         """Number of the adapter, if any, and number of rows of each block of the output."""
 
     def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return output [T, 1, O] without the bias, and the bias, divided like the outputs of the base layer."""
         output_T1O, bias = self.base(input_T1I)
-        hidden = self._gather_hidden(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._config.scaling
+        hidden = (
+            self._gather_hidden(linear(input_T1I, torch.cat(list(self.lora_A))))
+            * self._config.scaling
+        )
         parts = hidden.split(self._config.rank, dim=-1)
         updates = [linear(part, b) for part, b in zip(parts, self.lora_B, strict=True)]
         return output_T1O + self._join_updates(updates, output_T1O), bias
@@ -155,7 +165,9 @@ class AdaptedLinear(torch.nn.Module):
             return gather_from_sequence_parallel_region(hidden_T1R, group=group)
         return copy_to_tensor_model_parallel_region(hidden_T1R, group=group)
 
-    def _join_updates(self, updates: Sequence[torch.Tensor], output_T1O: torch.Tensor) -> torch.Tensor:
+    def _join_updates(
+        self, updates: Sequence[torch.Tensor], output_T1O: torch.Tensor
+    ) -> torch.Tensor:
         """Join the layers' rows in the order of the fused output, [T, 1, O]."""
         rows: list[Iterator[torch.Tensor]] = []
         for number, update in enumerate(updates):

@@ -32,12 +32,18 @@ class Architecture:
     def __init__(self, hf_config: Any) -> None:
         model_type = hf_config.model_type
         if model_type not in MODEL_TYPES:
-            raise UnsupportedModelError(f"model_type is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
+            raise UnsupportedModelError(
+                f"model_type is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}"
+            )
         for name, neutral in _NEUTRAL.items():
             value = getattr(hf_config, name, neutral)
             if value not in (neutral, None):
-                raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}; expected {neutral!r}")
-        unsupported = sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"})
+                raise UnsupportedModelError(
+                    f"{name} of {model_type!r} is {value!r}; expected {neutral!r}"
+                )
+        unsupported = sorted(
+            set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}
+        )
         if unsupported:
             raise UnsupportedModelError(
                 f"layer_types of {model_type!r} has {', '.join(unsupported)}; expected full_attention only: the torch "
@@ -50,13 +56,17 @@ class Architecture:
             )
         share = rope.get("partial_rotary_factor", 1.0)
         if share != 1.0:
-            raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}; expected 1.0")
+            raise UnsupportedModelError(
+                f"partial_rotary_factor of {model_type!r} is {share}; expected 1.0"
+            )
         self.hf_config = hf_config
         self.num_layers: int = hf_config.num_hidden_layers
         self.num_heads: int = hf_config.num_attention_heads
         self.num_query_groups: int = hf_config.num_key_value_heads
         """Key-value heads."""
-        self.head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // self.num_heads
+        self.head_dim: int = (
+            getattr(hf_config, "head_dim", None) or hf_config.hidden_size // self.num_heads
+        )
         self.has_qkv_bias = model_type == "qwen2"
         self.has_qk_norm = model_type in ("qwen3", "qwen3_moe")
         self.is_tied: bool = hf_config.tie_word_embeddings
@@ -67,12 +77,16 @@ class Architecture:
     def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
         """Raise `ConfigError` for a layout that does not divide the world or the model."""
         shards = parallel.fsdp_size
-        require("fsdp_size", shards, shards == 0, "0 for the megatron backend, or the torch backend")
+        require(
+            "fsdp_size", shards, shards == 0, "0 for the megatron backend, or the torch backend"
+        )
         pp = parallel.pipeline_model_parallel_size
         vpp = parallel.virtual_pipeline_model_parallel_size
         tp = parallel.tensor_model_parallel_size
         ep = parallel.expert_model_parallel_size
-        ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
+        ranks_of_stage = parallel.data_parallel_size(world_size) * (
+            parallel.model_parallel_size // pp
+        )
         pipeline = f"pipeline_model_parallel_size={pp}"
         if vpp > 1:
             pipeline += f" x virtual_pipeline_model_parallel_size={vpp}"
@@ -90,11 +104,20 @@ class Architecture:
         _require_divides(pipeline, pp * vpp, "layers", self.num_layers)
         if not self.num_experts:
             if ep > 1:
-                raise ConfigError(f"expert_model_parallel_size is {ep}; expected 1 for a model without experts")
-            _require_divides("tensor_model_parallel_size", tp, "columns of the MLP", self.hf_config.intermediate_size)
+                raise ConfigError(
+                    f"expert_model_parallel_size is {ep}; expected 1 for a model without experts"
+                )
+            _require_divides(
+                "tensor_model_parallel_size",
+                tp,
+                "columns of the MLP",
+                self.hf_config.intermediate_size,
+            )
             return
         _require_divides("expert_model_parallel_size", ep, "experts", self.num_experts)
-        _require_divides("expert_model_parallel_size", ep, "ranks of a pipeline stage", ranks_of_stage)
+        _require_divides(
+            "expert_model_parallel_size", ep, "ranks of a pipeline stage", ranks_of_stage
+        )
         if tp > 1 and not parallel.sequence_parallel:
             raise ConfigError(
                 f"sequence_parallel is false with tensor_model_parallel_size={tp} and {self.num_experts} "
@@ -110,7 +133,9 @@ class Architecture:
 def _require_divides(name: str, value: int, what: str, count: int) -> None:
     if count % value:
         size = name if "=" in name else f"{name}={value}"
-        raise ConfigError(f"{size} does not divide {count} {what}; expected one of {_divisors(count)}")
+        raise ConfigError(
+            f"{size} does not divide {count} {what}; expected one of {_divisors(count)}"
+        )
 
 
 def _divisors(*counts: int) -> list[int]:
@@ -157,6 +182,8 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
         context_group: Any = parallel_state.get_context_parallel_group()
         dist.all_gather_object(groups, dist.get_process_group_ranks(context_group))
         unique = sorted({tuple(ranks) for ranks in groups})
-        context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
+        context_parallel = make_context_parallel(
+            [list(r) for r in unique], parallel.ulysses_sequence_parallel_size
+        )
     joined = parallel, context_parallel
     return context_parallel

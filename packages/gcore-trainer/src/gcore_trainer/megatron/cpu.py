@@ -23,13 +23,19 @@ def megatron_runtime(device: torch.device) -> Generator[None]:
     with warnings.catch_warnings(), ExitStack() as stack:
         # Settings and functions that Megatron-Core itself uses are deprecated; a user cannot change them.
         warnings.filterwarnings("ignore", message=".*deprecated", module="megatron")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger"
+        )
         # Of inputs of functions that Megatron-Core hands to torch.compile, by torch itself.
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings(
+            "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
+        )
         # 0.16.1 leaves the name unbound where Transformer Engine is not installed, and its router then fails with a
         # NameError on any device; where the name is None, the router computes with torch.
         router_gemm = getattr(moe_utils, "te_general_gemm", None)
-        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", router_gemm, create=True))
+        stack.enter_context(
+            mock.patch.object(moe_utils, "te_general_gemm", router_gemm, create=True)
+        )
         if device.type != "cpu":
             yield
             return
@@ -66,7 +72,10 @@ def _patches() -> list[tuple[Any, dict[str, Any]]]:
             },
         ),
         (torch.cuda.random, {"get_rng_state": rng_state}),
-        (megatron_random, {"_set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state)}),
+        (
+            megatron_random,
+            {"_set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state)},
+        ),
         # It moves CUDA tensors only, and all-to-all needs its counts as numbers.
         (token_dispatcher, {"maybe_move_tensor_to_cpu": on_cpu}),
     ]
@@ -76,7 +85,11 @@ class _CudaToCpu(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on CPU."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         keywords = dict(kwargs or {})
         if func is torch.Tensor.cuda:

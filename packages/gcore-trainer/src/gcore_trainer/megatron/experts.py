@@ -19,7 +19,9 @@ class GroupedExperts(torch.nn.Module):
     Its dispatcher sorts tokens by expert, and says how many each has.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any
+    ) -> None:
         super().__init__()
         assert pg_collection.expt_tp.size() == 1, "single experts are not divided"
         ffn = config.moe_ffn_hidden_size
@@ -47,14 +49,18 @@ class GroupedExperts(torch.nn.Module):
 
 
 def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    weight = torch.nn.Parameter(
+        torch.zeros(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+    )
     # Marks of the experts' linear layers: their replicas are other ranks, and every rank's part counts in norms.
     weight.allreduce = config.expert_model_parallel_size == 1  # pyright: ignore[reportAttributeAccessIssue]
     set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
     return weight
 
 
-def _multiply(inputs_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _multiply(
+    inputs_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
     """Multiply the inputs of each expert by its matrix: [N, O]."""
     if not inputs_NI.shape[0]:
         # A rank that no token was sent to: its weights still have gradients, of zeros.

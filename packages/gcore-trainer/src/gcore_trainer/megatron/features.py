@@ -12,14 +12,20 @@ from gcore_trainer.megatron_config import MegatronConfig
 from gcore_trainer.torch.activations import LARGE_MODEL
 
 
-def recompute_options(config: MegatronConfig, *, device_type: str, num_parameters: Callable[[], int]) -> dict[str, Any]:
+def recompute_options(
+    config: MegatronConfig, *, device_type: str, num_parameters: Callable[[], int]
+) -> dict[str, Any]:
     """Return settings of Megatron-Core's ``TransformerConfig``; parameters are counted only where they matter."""
     granularity = config.recompute_granularity
     if granularity == "auto":
         is_large = device_type == "cuda" and num_parameters() >= LARGE_MODEL
         granularity = "full" if is_large else "none"
     if granularity == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if granularity == "selective":
         # Attention keeps no scores here; what an MLP keeps is most of a layer's.
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
@@ -58,22 +64,30 @@ def has_grouped_experts(
     if setting:
         require("grouped_gemm", setting, is_there, "auto or false before torch 2.10")
         sizes = f"hidden_size {hidden} and moe_intermediate_size {ffn}"
-        accepted = f"false for {sizes}, of which one is not a multiple of {multiple}, as {dtype} needs"
+        accepted = (
+            f"false for {sizes}, of which one is not a multiple of {multiple}, as {dtype} needs"
+        )
         require("grouped_gemm", setting, fits, accepted)
     return setting
 
 
-def uses_transformer_engine(config: MegatronConfig, *, device_type: str, is_installed: bool, has_lora: bool) -> bool:
+def uses_transformer_engine(
+    config: MegatronConfig, *, device_type: str, is_installed: bool, has_lora: bool
+) -> bool:
     """Return whether linear layers are Transformer Engine's; raise `ConfigError` where they are to be and cannot."""
     setting = config.transformer_engine
     if setting == "auto":
         return device_type == "cuda" and is_installed and not has_lora
     if setting:
         name = "transformer_engine"
-        require(name, setting, device_type == "cuda", f"auto or false on {device_type}: it needs CUDA")
+        require(
+            name, setting, device_type == "cuda", f"auto or false on {device_type}: it needs CUDA"
+        )
         hint = "auto or false where it is not installed: pip install 'transformer-engine[pytorch]'"
         require(name, setting, is_installed, hint)
-        require(name, setting, not has_lora, "auto or false with lora: adapters are of other layers")
+        require(
+            name, setting, not has_lora, "auto or false with lora: adapters are of other layers"
+        )
     return setting
 
 

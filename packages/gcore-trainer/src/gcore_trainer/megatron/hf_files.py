@@ -37,7 +37,9 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Tens
         StateError: the folder has layers that its configuration does not have.
     """
     with ExitStack() as stack:
-        open_file = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
+        open_file = cache(
+            lambda name: stack.enter_context(safe_open(folder / name, framework="pt"))
+        )
         file_of = tensor_files(folder)
         if file_of is None:
             raise UnsupportedModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -52,7 +54,9 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Tens
             tensor = open_file(file_of[name]).get_slice(name)
             shape = tuple(tensor.get_shape())
             if shape != global_shape:
-                raise UnsupportedModelError(f"{name!r} of {folder} has shape {shape}: its config needs {global_shape}")
+                raise UnsupportedModelError(
+                    f"{name!r} of {folder} has shape {shape}: its config needs {global_shape}"
+                )
             return tensor[box]
 
         def read_piece(piece: TensorPiece) -> torch.Tensor:
@@ -64,7 +68,9 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Tens
             linears = _linears(match[2])
             shape = (piece.shape[1] // len(linears), piece.shape[2])
             box = (slice(None), slice(None))
-            return torch.cat([read(f"{expert}.{linear}.weight", shape, box) for linear in linears])[None]
+            return torch.cat([read(f"{expert}.{linear}.weight", shape, box) for linear in linears])[
+                None
+            ]
 
         for parameter, parameter_pieces in pieces.items():
             for piece in parameter_pieces:
@@ -79,7 +85,9 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Tens
                 f"the weights in {folder} have layers that config.json does not have, such as {name}; expected the "
                 f"configuration that the weights were saved with (num_hidden_layers is {num_layers})"
             )
-    unread = {_NUMBER.sub("*", name) for name in file_of if name.startswith("model.layers.")} - kinds
+    unread = {
+        _NUMBER.sub("*", name) for name in file_of if name.startswith("model.layers.")
+    } - kinds
     # Old folders hold the frequencies, which the config gives.
     unknown = sorted(name for name in unread if not name.endswith(".rotary_emb.inv_freq"))
     if unknown:
@@ -98,12 +106,21 @@ def num_parameters(folder: Path) -> int:
 
 
 def write_folder(
-    folder: Path, source: Path, hf_config: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_classifier: bool
+    folder: Path,
+    source: Path,
+    hf_config: Any,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    is_classifier: bool,
 ) -> None:
     """Write a folder that ``from_pretrained`` loads, with no more than one file's weights in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = copy.deepcopy(hf_config)
-    names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if is_classifier else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        if is_classifier
+        else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     hf_config.architectures = [names[hf_config.model_type]]
     if is_classifier:
         hf_config.num_labels = 1
@@ -113,7 +130,9 @@ def write_folder(
     hf_config.save_pretrained(folder)
 
 
-def _split_experts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _split_experts(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the matrices of every expert as tensors of their own, as other programs read them."""
     for name, tensor in weights:
         match = _EXPERTS.fullmatch(name)

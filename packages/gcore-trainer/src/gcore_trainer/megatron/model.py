@@ -9,7 +9,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -31,7 +34,9 @@ class HiddenStatesGPT(GPTModel):
 class RMSNorm(torch.nn.RMSNorm):
     """torch's norm with a mark for sequence parallelism, which Megatron-Core's wrapper refuses."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **options: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, **options: Any
+    ) -> None:
         del options
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # With sequence parallelism each rank has a partial gradient; Megatron-Core sums them.
@@ -73,7 +78,9 @@ class RowRotary(torch.nn.Module):
         # All known architectures have Llama's, and its scaled form.
         self._inv_freq: torch.Tensor = LlamaRotaryEmbedding(architecture.hf_config).inv_freq
 
-    def get_rotary_seq_len(self, inference: Any, decoder: Any, hidden: Any, config: Any, row: Row) -> Row:
+    def get_rotary_seq_len(
+        self, inference: Any, decoder: Any, hidden: Any, config: Any, row: Row
+    ) -> Row:
         """Return the argument of `forward`."""
         del inference, decoder, hidden, config
         return row
@@ -87,7 +94,11 @@ class RowRotary(torch.nn.Module):
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, features: Mapping[str, Any], *, dtype: torch.dtype
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    features: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
 ) -> TransformerConfig:
     """Describe the model and its layout for Megatron-Core, with further settings of it in ``features``."""
     hf = architecture.hf_config
@@ -169,8 +180,12 @@ def make_chunks(
             block,
             vocab_size=-(-architecture.hf_config.vocab_size // tp) * tp,
             max_sequence_length=architecture.hf_config.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
             share_embeddings_and_output_weights=architecture.is_tied and not has_value_head,
             position_embedding_type="rope",
             vp_stage=vp_stage,
@@ -179,7 +194,9 @@ def make_chunks(
         chunk.rotary_pos_emb = rotary
         if chunk.post_process and has_value_head:
             del chunk.output_layer
-            chunk.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            chunk.score = torch.nn.Linear(
+                config.hidden_size, 1, bias=False, dtype=config.params_dtype
+            )
             torch.nn.init.zeros_(chunk.score.weight)
         chunks.append(chunk)
     return chunks

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from gcore_trainer.adamw import AdamW
@@ -57,7 +60,12 @@ class DistributedAdamW(AdamW):
         device: torch.device,
     ) -> None:
         self._grad_clip = config.grad_clip
-        require("name", config.name, config.name == "adamw", "'adamw' for the megatron backend, or the torch backend")
+        require(
+            "name",
+            config.name,
+            config.name == "adamw",
+            "'adamw' for the megatron backend, or the torch backend",
+        )
         self._chunks = chunks
         self._pieces = pieces
         self._device = device
@@ -104,7 +112,9 @@ class DistributedAdamW(AdamW):
         groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for number, shard in enumerate(self._shards):
             for group in _GROUPS:
-                groups[group][str(number)] = shard.main if group == "model" else shard.moments[group]
+                groups[group][str(number)] = (
+                    shard.main if group == "model" else shard.moments[group]
+                )
         return groups
 
     @torch.no_grad()
@@ -148,7 +158,9 @@ class DistributedAdamW(AdamW):
             for parameter_piece in self._pieces[shard.parameter]:
                 for piece in parameter_piece.split_range(shard.start, shard.end):
                     tensor = piece.view(flat, shard.start)
-                    part = TensorPart(global_shape=piece.global_shape, offset=piece.offset, tensor=tensor)
+                    part = TensorPart(
+                        global_shape=piece.global_shape, offset=piece.offset, tensor=tensor
+                    )
                     parts.setdefault(piece.name, []).append(part)
         return parts
 
@@ -165,11 +177,17 @@ def _shards(part: Any) -> list[_Shard]:
         (part.model_fp32_groups, part.shard_fp32_groups),
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
     ):
-        for parameter, main in zip(chain.from_iterable(parameters), chain.from_iterable(mains), strict=True):
+        for parameter, main in zip(
+            chain.from_iterable(parameters), chain.from_iterable(mains), strict=True
+        ):
             buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
             span = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
             moments = part.optimizer.state[main]
             moments["exp_avg"] = torch.zeros_like(main.detach())
             moments["exp_avg_sq"] = torch.zeros_like(main.detach())
-            result.append(_Shard(parameter=parameter, start=span.start, end=span.end, main=main, moments=moments))
+            result.append(
+                _Shard(
+                    parameter=parameter, start=span.start, end=span.end, main=main, moments=moments
+                )
+            )
     return result

@@ -84,11 +84,15 @@ def pieces_of(
             number_of[f"decoder.layers.{i}."] = int(layer.layer_number) - 1
         for name, parameter in stage.named_parameters():
             prefix = next((p for p in number_of if name.startswith(p)), "")
-            pieces[parameter] = _pieces(architecture, parallel, name.removeprefix(prefix), number_of.get(prefix))
+            pieces[parameter] = _pieces(
+                architecture, parallel, name.removeprefix(prefix), number_of.get(prefix)
+            )
     return pieces
 
 
-def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[TensorPiece]:
+def _pieces(
+    architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None
+) -> list[TensorPiece]:
     a = architecture
     config = architecture.hf_config
     tp = parallel.tensor_model_parallel_size
@@ -112,7 +116,10 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
     module, _, parameter_name = name.rpartition(".")
     if parameter_name == "layer_norm_weight":
         # Transformer Engine's layers hold the norm before them.
-        module = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}[module]
+        module = {
+            "self_attention.linear_qkv": "input_layernorm",
+            "mlp.linear_fc1": "pre_mlp_layernorm",
+        }[module]
     if name == "score.weight":
         return [_box(name, (1, hidden))]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -141,7 +148,11 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         ]
     if module == "self_attention.linear_qkv":
         # Queries, key and value of each query group, one group after the other; a rank may have a part of a group.
-        rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}
+        rows_of = {
+            "q": a.num_heads // a.num_query_groups * a.head_dim,
+            "k": a.head_dim,
+            "v": a.head_dim,
+        }
         num_rows = a.num_query_groups * sum(rows_of.values()) // tp
         columns = (hidden,) if parameter_name == "weight" else ()
         pieces: list[TensorPiece] = []
@@ -154,11 +165,22 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
                     shape = (a.num_query_groups * rows, *columns)
                     hub_name = f"{prefix}self_attn.{letter}_proj.{parameter_name}"
                     offset = group * rows + begin - first
-                    pieces.append(_box(hub_name, shape, 0, offset, end - begin, start=begin * math.prod(columns)))
+                    pieces.append(
+                        _box(
+                            hub_name,
+                            shape,
+                            0,
+                            offset,
+                            end - begin,
+                            start=begin * math.prod(columns),
+                        )
+                    )
                 first += rows
         return pieces
     # Each expert is a piece of a tensor that holds all of a layer's; a parameter has one expert, or all of this rank.
-    match = re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|weight([12]))", name)
+    match = re.fullmatch(
+        r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|weight([12]))", name
+    )
     assert match is not None, f"no rule for parameter {name!r}"
     number, *halves = match.groups()
     ffn = config.moe_intermediate_size
@@ -180,7 +202,13 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
 
 
 def _box(
-    name: str, global_shape: tuple[int, ...], dim: int = 0, offset: int = 0, size: int | None = None, *, start: int = 0
+    name: str,
+    global_shape: tuple[int, ...],
+    dim: int = 0,
+    offset: int = 0,
+    size: int | None = None,
+    *,
+    start: int = 0,
 ) -> TensorPiece:
     """Make a piece of a tensor that is cut in one dimension; without a size the piece is the full tensor."""
     offsets = [0] * len(global_shape)
@@ -188,10 +216,14 @@ def _box(
     if size is not None:
         offsets[dim] = offset
         shape[dim] = size
-    return TensorPiece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
+    return TensorPiece(
+        name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start
+    )
 
 
-def adapter_pieces(weight: Sequence[TensorPiece], rank: int) -> dict[str, tuple[TensorPiece, TensorPiece]]:
+def adapter_pieces(
+    weight: Sequence[TensorPiece], rank: int
+) -> dict[str, tuple[TensorPiece, TensorPiece]]:
     """Return this rank's pieces of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
     of_layer: dict[str, list[TensorPiece]] = {}
     for piece in weight:
@@ -210,7 +242,10 @@ def adapter_pieces(weight: Sequence[TensorPiece], rank: int) -> dict[str, tuple[
 
 
 def gather_weights(
-    pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]], *, dtype: torch.dtype, device: torch.device
+    pieces: Mapping[torch.nn.Parameter, Sequence[TensorPiece]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and full tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
     pairs_of: dict[str, list[tuple[TensorPiece, torch.Tensor]]] = {}
@@ -218,7 +253,9 @@ def gather_weights(
         for piece in of_parameter:
             pairs_of.setdefault(piece.name, []).append((piece, parameter))
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in pairs_of.items()})
+    dist.all_gather_object(
+        everyones, {name: [piece for piece, _ in pairs] for name, pairs in pairs_of.items()}
+    )
     for name, senders in _senders(everyones).items():
         first = next(iter(senders.values()))[0]
         full = torch.empty(first.global_shape, dtype=dtype, device=device)
@@ -237,7 +274,9 @@ def gather_weights(
         yield name, full
 
 
-def _senders(everyones: Sequence[Mapping[str, Sequence[TensorPiece]]]) -> dict[str, dict[int, list[TensorPiece]]]:
+def _senders(
+    everyones: Sequence[Mapping[str, Sequence[TensorPiece]]],
+) -> dict[str, dict[int, list[TensorPiece]]]:
     """Return by tensor name the boxes that each rank sends; the first of the ranks with the same box sends it."""
     senders: dict[str, dict[int, list[TensorPiece]]] = {}
     assigned: set[tuple[str, tuple[int, ...]]] = set()

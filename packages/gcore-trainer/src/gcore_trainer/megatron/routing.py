@@ -20,7 +20,9 @@ from gcore_trainer.packing.row import Row
 class LayerRouters:
     """The routers of this rank's layers. All layers have experts, or none."""
 
-    def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
+    def __init__(
+        self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]
+    ) -> None:
         self.num_routers = 0
         self._top_k = 0
         self._is_sliced = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
@@ -31,7 +33,9 @@ class LayerRouters:
         self._top_k = architecture.hf_config.num_experts_per_tok
         for layer in chain.from_iterable(stage.decoder.layers for stage in stages):
             router: TopKRouter = layer.mlp.router
-            replayed = ReplayedRouter(router, num_experts=architecture.num_experts, top_k=self._top_k)
+            replayed = ReplayedRouter(
+                router, num_experts=architecture.num_experts, top_k=self._top_k
+            )
             self._routers[int(layer.layer_number) - 1] = replayed
             # A layer that is computed again in the backward pass is called again, with its own row.
             layer.register_forward_pre_hook(self._impose, with_kwargs=True)
@@ -60,19 +64,29 @@ class LayerRouters:
             routing_TK = row.routing[:, index]
             if self._is_sliced:
                 tp_rank = parallel_state.get_tensor_model_parallel_rank()
-                routing_TK = routing_TK.chunk(parallel_state.get_tensor_model_parallel_world_size())[tp_rank]
+                routing_TK = routing_TK.chunk(
+                    parallel_state.get_tensor_model_parallel_world_size()
+                )[tp_rank]
         self._routers[index].imposed = routing_TK
 
     def _gather_stages(self, number: int, row: Row) -> torch.Tensor:
         """Gather the choices [T, L, K] of one pass from all stages."""
         num_tokens = row.input_ids.shape[1]
         groups = [parallel_state.get_pipeline_model_parallel_group()]
-        routing = torch.zeros(num_tokens, self.num_routers, self._top_k, dtype=torch.int64, device=row.input_ids.device)
+        routing = torch.zeros(
+            num_tokens,
+            self.num_routers,
+            self._top_k,
+            dtype=torch.int64,
+            device=row.input_ids.device,
+        )
         local_routing = routing
         if self._is_sliced:
             groups.append(parallel_state.get_tensor_model_parallel_group())
             size = parallel_state.get_tensor_model_parallel_world_size()
-            local_routing = routing[num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :]
+            local_routing = routing[
+                num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :
+            ]
         for layer, router in self._routers.items():
             assert router.recorded is not None
             chosen_TK = router.recorded[number]

@@ -10,7 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -37,7 +41,13 @@ from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import gather_weights, pieces_of
 from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.megatron_config import MegatronConfig
-from gcore_trainer.objectives.objective import BatchTotals, Objective, TokenScores, add_sums, named_scores
+from gcore_trainer.objectives.objective import (
+    BatchTotals,
+    Objective,
+    TokenScores,
+    add_sums,
+    named_scores,
+)
 from gcore_trainer.packing.head import VocabShard, token_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.row import Row, make_rows
@@ -89,7 +99,11 @@ class MegatronTrainer(Trainer):
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+            device = (
+                torch.device("cuda", torch.cuda.current_device())
+                if torch.cuda.is_available()
+                else _CPU
+            )
         megatron = megatron or MegatronConfig()
         has_te = uses_transformer_engine(
             megatron, device_type=device.type, is_installed=HAVE_TE, has_lora=lora is not None
@@ -107,7 +121,9 @@ class MegatronTrainer(Trainer):
         architecture.check_layout(parallel, dist.get_world_size())
         targets = frozenset[str]() if lora is None else target_layers(architecture, lora)
         check_targets(targets, architecture, parallel)
-        has_grouped = has_grouped_experts(megatron, architecture, device_type=device.type, dtype=dtype)
+        has_grouped = has_grouped_experts(
+            megatron, architecture, device_type=device.type, dtype=dtype
+        )
         self._device = device
         self._path = Path(path)
         self._base = str(path)
@@ -122,7 +138,9 @@ class MegatronTrainer(Trainer):
             cp = join_groups(parallel, self._device)
             replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=False)
             features = fusion_options(megatron, device_type=device.type) | recompute_options(
-                megatron, device_type=device.type, num_parameters=partial(num_parameters, self._path)
+                megatron,
+                device_type=device.type,
+                num_parameters=partial(num_parameters, self._path),
             )
             config = transformer_config(architecture, parallel, features, dtype=dtype)
             config.finalize_model_grads_func = finalize_model_grads
@@ -139,13 +157,19 @@ class MegatronTrainer(Trainer):
             if lora is not None:
                 self._trained = add_adapters(stages, self._pieces, targets, lora)
             settings = DistributedDataParallelConfig(**data_parallel_options(megatron))
-            self._chunks = [DistributedDataParallel(config, settings, stage.to(device)) for stage in stages]
+            self._chunks = [
+                DistributedDataParallel(config, settings, stage.to(device)) for stage in stages
+            ]
             if megatron.overlap_grad_reduce:
                 no_sync: Any = [chunk.no_sync for chunk in self._chunks]
                 config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self._module = torch.nn.ModuleList(self._chunks)
-            adamw = DistributedAdamW(optimizer, self._chunks, self._trained, dtype=dtype, device=device)
-            super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(replicas))
+            adamw = DistributedAdamW(
+                optimizer, self._chunks, self._trained, dtype=dtype, device=device
+            )
+            super().__init__(
+                config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(replicas)
+            )
             self._routers = LayerRouters(architecture, parallel, stages)
             self.num_routers = self._routers.num_routers
         self._make_rows = partial(
@@ -174,19 +198,25 @@ class MegatronTrainer(Trainer):
         self._finish_param_gather()
         if self._lora is not None:
             gather = self._gather
-            return LoRAWeights(lambda: gather(self._pieces), lambda: dict(gather(self._trained)), self._lora)
+            return LoRAWeights(
+                lambda: gather(self._pieces), lambda: dict(gather(self._trained)), self._lora
+            )
         return self._gather(self._pieces)
 
     def save_pretrained(self, path: str | Path) -> None:
         weights = self.export_weights()
         if dist.get_rank() == 0:
             hf_config = self._architecture.hf_config
-            write_folder(Path(path), self._path, hf_config, weights, is_classifier=self._has_value_head)
+            write_folder(
+                Path(path), self._path, hf_config, weights, is_classifier=self._has_value_head
+            )
         else:
             deque(weights, maxlen=0)
         dist.barrier()
 
-    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
+    def _backward(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals
+    ) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
         def finish(chunk: Any, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, None]:
@@ -201,7 +231,11 @@ class MegatronTrainer(Trainer):
                 chunk.zero_grad_buffer()
             _run_passes(self._chunks, rows, finish)
         total = _from_last_stage({name: value.item() for name, value in sums.items()})
-        return total | {"perf/computed_tokens": sum(row.num_tokens for row in rows if row.samples is not NOTHING)}
+        return total | {
+            "perf/computed_tokens": sum(
+                row.num_tokens for row in rows if row.samples is not NOTHING
+            )
+        }
 
     @torch.no_grad()
     def _predict(
@@ -227,12 +261,16 @@ class MegatronTrainer(Trainer):
         """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
         if self._parallel.sequence_parallel:
             # Each rank back-propagates the whole gradient: slices of it are taken, not sums.
-            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+            hidden_T1D = gather_from_sequence_parallel_region(
+                hidden_T1D, tensor_parallel_output_grad=False
+            )
         hidden_nD = hidden_T1D[row.source_index, 0]
         if self._has_value_head:
             return row.of_all_ranks(chunk.score(hidden_nD)[:, 0])
         weight_VD = (
-            chunk.shared_embedding_or_output_weight() if self._architecture.is_tied else chunk.output_layer.weight
+            chunk.shared_embedding_or_output_weight()
+            if self._architecture.is_tied
+            else chunk.output_layer.weight
         )
         if self._megatron.overlap_param_gather:
             # Megatron-Core waits for parameters in the forward pass of their module, and the head's is not called.
@@ -252,7 +290,10 @@ class MegatronTrainer(Trainer):
                 vocab_size=self._architecture.hf_config.vocab_size,
             ),
         )
-        return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
+        return TokenScores(
+            log_probs=row.of_all_ranks(scores.log_probs),
+            entropies=row.of_all_ranks(scores.entropies),
+        )
 
     def _rows(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Row]:
         # Also in a step of which no sample has a gradient.
@@ -266,7 +307,9 @@ class MegatronTrainer(Trainer):
         return rows
 
 
-def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[..., Any]) -> list[Any]:
+def _run_passes(
+    chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[..., Any]
+) -> list[Any]:
     """Run all forward passes, and backward passes if gradients are enabled; return the results on the last stage.
 
     ``finish`` computes a loss and a result from the last stage, its output and the row.
@@ -277,7 +320,9 @@ def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[...
         output = chunk(row.input_ids, row.positions, None, packed_seq_params=row)
         return output, partial(compute_loss, chunk.module, row)
 
-    def compute_loss(chunk: Any, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def compute_loss(
+        chunk: Any, row: Row, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         loss, result = finish(chunk, output, row)
         # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result

@@ -53,7 +53,9 @@ class BatchTotals:
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
         num_sequences = self.num_sequences + other.num_sequences
-        return BatchTotals(num_sequences=num_sequences, num_tokens=self.num_tokens + other.num_tokens)
+        return BatchTotals(
+            num_sequences=num_sequences, num_tokens=self.num_tokens + other.num_tokens
+        )
 
 
 def aggregation_weights(
@@ -120,7 +122,9 @@ class Objective(ABC, Generic[ScoresT]):
         return not sample.mask.any()
 
     @abstractmethod
-    def partial_loss(self, scores: ScoresT, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+    def partial_loss(
+        self, scores: ScoresT, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
         """Compute the part of the batch's loss that these samples make up.
 
         Args:
@@ -180,10 +184,17 @@ def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Te
 
 
 def token_weights(
-    samples: MicroBatch, mode: LossAggMode, longest: int | None, *, totals: BatchTotals, like: torch.Tensor
+    samples: MicroBatch,
+    mode: LossAggMode,
+    longest: int | None,
+    *,
+    totals: BatchTotals,
+    like: torch.Tensor,
 ) -> torch.Tensor:
     """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
-    weights = aggregation_weights([s.mask for s in samples], mode, totals=totals, max_response_length=longest)
+    weights = aggregation_weights(
+        [s.mask for s in samples], mode, totals=totals, max_response_length=longest
+    )
     return on_device(np.concatenate(weights), like.device)
 
 
@@ -192,5 +203,7 @@ def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -
     for field in fields:
         for sample in chain.from_iterable(micro_batches):
             if getattr(sample, field) is None:
-                raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
+                raise BatchError(
+                    f"{field} is None; expected an array for every sample, which {loss} needs"
+                )
     check_finite_tokens(micro_batches, *fields)

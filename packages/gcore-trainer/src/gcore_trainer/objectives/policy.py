@@ -103,7 +103,9 @@ def policy_loss(
     result = _loss_function(config.loss_mode)(tokens, config)
     if isinstance(result, torch.Tensor):
         nothing = torch.zeros_like(result, dtype=torch.bool)
-        result = PolicyLoss(loss=result, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing)
+        result = PolicyLoss(
+            loss=result, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing
+        )
     if result.loss.shape != mask.shape:
         raise BatchError(
             f"the policy loss has shape {tuple(result.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
@@ -111,16 +113,25 @@ def policy_loss(
     return result
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> PolicyLoss:
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
+) -> PolicyLoss:
     """Compute max(-A r, -A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, eq. 7)."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     is_clipped = clipped > unclipped
     nothing = torch.zeros_like(is_clipped)
-    return PolicyLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio, clipped=is_clipped, clipped_lower=nothing)
+    return PolicyLoss(
+        loss=torch.maximum(unclipped, clipped),
+        ratio=ratio,
+        clipped=is_clipped,
+        clipped_lower=nothing,
+    )
 
 
-def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:
+def kl_penalty(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty
+) -> torch.Tensor:
     """Estimate KL(policy || reference) at every token, shape [N] (J. Schulman, "Approximating KL divergence", 2020).
 
     k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4), at most
@@ -159,18 +170,29 @@ class PolicyObjective(Objective[TokenScores]):
 
     def __init__(self, config: PolicyLossConfig) -> None:
         is_read = config.clip_ratio_c is None or has_dual_clip(config.loss_mode)
-        require("clip_ratio_c", config.clip_ratio_c, is_read, f"None with loss_mode {config.loss_mode!r}")
+        require(
+            "clip_ratio_c",
+            config.clip_ratio_c,
+            is_read,
+            f"None with loss_mode {config.loss_mode!r}",
+        )
         self._config = config
         self.entropy_grad = config.entropy_coeff > 0
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         check_fields(micro_batches, "the policy loss", "advantages")
         if self._config.kl_loss_coef:
-            check_fields(micro_batches, f"kl_loss_coef={self._config.kl_loss_coef}", "ref_log_probs")
+            check_fields(
+                micro_batches, f"kl_loss_coef={self._config.kl_loss_coef}", "ref_log_probs"
+            )
         for field in _OPTIONAL:
-            are_missing = {getattr(sample, field) is None for sample in chain.from_iterable(micro_batches)}
+            are_missing = {
+                getattr(sample, field) is None for sample in chain.from_iterable(micro_batches)
+            }
             if len(are_missing) > 1:
-                raise BatchError(f"{field} is None for some samples of the step; expected it for all of them or none")
+                raise BatchError(
+                    f"{field} is None for some samples of the step; expected it for all of them or none"
+                )
         check_finite_tokens(micro_batches, *_OPTIONAL)
 
     def has_no_gradient(self, sample: Sample) -> bool:
@@ -178,14 +200,18 @@ class PolicyObjective(Objective[TokenScores]):
             return super().has_no_gradient(sample)
         return not sample.advantages[sample.mask].any()
 
-    def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+    def partial_loss(
+        self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
         config = self._config
         mask = mask_of(samples, like=scores.log_probs)
         log_probs = torch.where(mask, scores.log_probs, 0.0)
         entropies = torch.where(mask, scores.entropies, 0.0)
         current = log_probs.detach()
         longest = config.max_response_length
-        weight_N = token_weights(samples, config.loss_agg_mode, longest, totals=totals, like=current)
+        weight_N = token_weights(
+            samples, config.loss_agg_mode, longest, totals=totals, like=current
+        )
         optional: dict[str, torch.Tensor] = {}
         for field in _OPTIONAL:
             if getattr(samples[0], field) is not None:

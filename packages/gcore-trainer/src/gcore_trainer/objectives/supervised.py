@@ -38,13 +38,18 @@ class SFTObjective(Objective[TokenScores]):
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Accept every sample: the loss reads nothing but tokens and masks."""
 
-    def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+    def partial_loss(
+        self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
         weight_N = token_weights(samples, "token-mean", None, totals=totals, like=scores.log_probs)
         mask = mask_of(samples, like=scores.log_probs)
         log_probs = torch.where(mask, scores.log_probs, 0.0)
         entropies = torch.where(mask, scores.entropies, 0.0)
         loss = -(weight_N * log_probs).sum()
-        return loss, {"sft/loss": loss.detach(), "sft/entropy": (weight_N * entropies.detach()).sum()}
+        return loss, {
+            "sft/loss": loss.detach(),
+            "sft/entropy": (weight_N * entropies.detach()).sum(),
+        }
 
 
 class DPOLoss(NamedTuple):
@@ -95,14 +100,19 @@ def dpo_loss(
             f"(loss_type is {loss_type!r})"
         )
     _require_one_shape(
-        policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
     )
     chosen = policy_chosen - ref_chosen
     rejected = policy_rejected - ref_rejected
     h = chosen - rejected
     match loss_type:
         case "sigmoid":
-            loss = -(1 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(-beta * h)
+            loss = -(1 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(
+                -beta * h
+            )
         case "ipo":
             loss = (h - 1 / (2 * beta)).square()
         case "hinge":
@@ -113,7 +123,11 @@ def dpo_loss(
 
 
 def bradley_terry_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, *, margin: torch.Tensor | None = None, center_coefficient: float = 0.0
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    *,
+    margin: torch.Tensor | None = None,
+    center_coefficient: float = 0.0,
 ) -> torch.Tensor:
     """Compute a reward model's loss of every pair, shape [P].
 
@@ -162,17 +176,23 @@ class DPOObjective(Objective[TokenScores]):
         _check_pairs(micro_batches)
         for sample in chain.from_iterable(micro_batches):
             if not sample.mask.any():
-                raise BatchError("response_mask is all False; expected a token that counts in every response of a pair")
+                raise BatchError(
+                    "response_mask is all False; expected a token that counts in every response of a pair"
+                )
         check_fields(micro_batches, "DPO", "ref_log_probs")
 
-    def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+    def partial_loss(
+        self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
         ref_log_probs = field_of(samples, "ref_log_probs", like=scores.log_probs)
         chosen, rejected = self._by_pair(scores.log_probs, samples)
         ref_chosen, ref_rejected = self._by_pair(ref_log_probs, samples)
         dpo = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, **vars(self._config))
         return _loss_and_sums("dpo", dpo.loss, dpo.chosen_rewards, dpo.rejected_rewards, totals)
 
-    def _by_pair(self, log_probs_N: torch.Tensor, samples: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_pair(
+        self, log_probs_N: torch.Tensor, samples: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of chosen and rejected responses, [P] each: sums over their tokens, or means in IPO."""
         values: list[torch.Tensor] = []
         parts = log_probs_N.split([s.response_ids.size for s in samples])
@@ -206,11 +226,15 @@ class RewardModelObjective(Objective[torch.Tensor]):
                     "(see scored_at_end)"
                 )
 
-    def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+    def partial_loss(
+        self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
         rewards = scores[mask_of(samples, like=scores)]
         chosen = rewards[0::2]
         rejected = rewards[1::2]
-        losses = bradley_terry_loss(chosen, rejected, center_coefficient=self._config.center_rewards_coefficient)
+        losses = bradley_terry_loss(
+            chosen, rejected, center_coefficient=self._config.center_rewards_coefficient
+        )
         return _loss_and_sums("rm", losses, chosen.detach(), rejected.detach(), totals)
 
 
@@ -225,7 +249,11 @@ def scored_at_end(sample: Sample) -> Sample:
 
 
 def _loss_and_sums(
-    name: str, losses_P: torch.Tensor, chosen_P: torch.Tensor, rejected_P: torch.Tensor, totals: BatchTotals
+    name: str,
+    losses_P: torch.Tensor,
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    totals: BatchTotals,
 ) -> PartialLoss:
     loss = losses_P.sum() * 2 / totals.num_sequences
     margins = chosen_P - rejected_P
@@ -242,4 +270,6 @@ def _loss_and_sums(
 def _check_pairs(micro_batches: Sequence[MicroBatch]) -> None:
     for i, batch in enumerate(micro_batches):
         if len(batch) % 2:
-            raise BatchError(f"micro-batch {i} holds {len(batch)} samples; expected chosen and rejected ones in turn")
+            raise BatchError(
+                f"micro-batch {i} holds {len(batch)} samples; expected chosen and rejected ones in turn"
+            )

@@ -35,7 +35,9 @@ def value_loss(
         loss [N], and [N] bool, True where the clip is active, and with it the gradient cut.
     """
     unclipped = (values - returns).square()
-    clipped = (old_values + (values - old_values).clamp(-cliprange_value, cliprange_value) - returns).square()
+    clipped = (
+        old_values + (values - old_values).clamp(-cliprange_value, cliprange_value) - returns
+    ).square()
     return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
 
 
@@ -89,9 +91,13 @@ class ValueObjective(Objective[torch.Tensor]):
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
         check_fields(micro_batches, "the value loss", "values", "returns")
 
-    def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+    def partial_loss(
+        self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals
+    ) -> PartialLoss:
         config = self._config
-        weight_N = token_weights(samples, config.loss_agg_mode, config.max_response_length, totals=totals, like=scores)
+        weight_N = token_weights(
+            samples, config.loss_agg_mode, config.max_response_length, totals=totals, like=scores
+        )
         old = field_of(samples, "values", like=scores)
         returns = field_of(samples, "returns", like=scores)
         mask = mask_of(samples, like=scores)

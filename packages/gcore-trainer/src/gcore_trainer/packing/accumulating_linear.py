@@ -28,7 +28,9 @@ def accumulate_gradients(module: nn.Linear) -> Any:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         # Not saved with it: a checkpointed layer would get a copy of the tensor, without its gradient.
         ctx.weight = weight

@@ -95,7 +95,9 @@ class Places:
             x.index_add_(0, self.write_index, values.flatten(0, 1).to(x.dtype))
 
 
-def padded_places(spans: Sequence[TokenSpan], *, num_tokens: int, device: torch.device, is_reversed: bool) -> Places:
+def padded_places(
+    spans: Sequence[TokenSpan], *, num_tokens: int, device: torch.device, is_reversed: bool
+) -> Places:
     """Return the places of spans as segments of the length of the longest."""
     starts, lengths = np.array(spans).T
     length = int(lengths.max())
@@ -112,12 +114,17 @@ def padded_places(spans: Sequence[TokenSpan], *, num_tokens: int, device: torch.
     arrays = {"index": index.ravel(), "write_index": index.ravel()}
     if not is_equal:
         is_padding = columns >= lengths[:, None]
-        arrays |= {"write_index": np.where(is_padding, num_tokens, index).ravel(), "is_padding": is_padding}
+        arrays |= {
+            "write_index": np.where(is_padding, num_tokens, index).ravel(),
+            "is_padding": is_padding,
+        }
     tensors: dict[str, Any] = {name: on_device(array, device) for name, array in arrays.items()}
     return Places(num_segments=len(spans), length=length, **tensors)
 
 
-def places_end_to_end(spans: Sequence[TokenSpan], *, device: torch.device, is_reversed: bool) -> Places:
+def places_end_to_end(
+    spans: Sequence[TokenSpan], *, device: torch.device, is_reversed: bool
+) -> Places:
     """Return the places of spans as one segment: a view if each starts where the last ended."""
     starts, lengths = np.array(spans).T
     if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
@@ -196,7 +203,9 @@ def attend_block(
     is_causal = scoring.is_causal
     if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
         options = _cpu_options(scoring, q_SHQD)
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, **options)
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, **options
+        )
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
     # Autocast would narrow the matrix products.
@@ -263,7 +272,11 @@ def block_gradients(
         grad_q.append((grad_scores_SKGQL @ _promote(k_SKLD[:, :, None, keys])).flatten(1, 2))
         q_SKGQD = _promote(q_SHQD[:, :, rows]).unflatten(1, groups)
         grad_k_SKLD[:, :, keys] += (grad_scores_SKGQL.mT @ q_SKGQD).sum(2)
-    return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
+    return (
+        torch.cat(grad_q, dim=2).to(q_SHQD.dtype),
+        grad_k_SKLD.to(k_SKLD.dtype),
+        grad_v_SKLV.to(v_SKLV.dtype),
+    )
 
 
 def has_varlen_kernel(q_THD: torch.Tensor, v_TKV: torch.Tensor, softcap: float | None) -> bool:
@@ -276,7 +289,12 @@ def has_varlen_kernel(q_THD: torch.Tensor, v_TKV: torch.Tensor, softcap: float |
 
 
 def attend_varlen(
-    q_NHD: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor, lengths: VarlenLengths, *, scale: float
+    q_NHD: torch.Tensor,
+    k_MKD: torch.Tensor,
+    v_MKD: torch.Tensor,
+    lengths: VarlenLengths,
+    *,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each segment of queries to its segment of keys, by flash attention of CUDA.
 
@@ -284,7 +302,15 @@ def attend_varlen(
         Output [N, H, D], and log-sum-exp [N, H] in float32.
     """
     out_NHD, lse_HN, *_ = _aten._flash_attention_forward(
-        q_NHD, k_MKD, v_MKD, *lengths.of_segments, 0.0, lengths.is_causal, False, scale=scale, **lengths.windows
+        q_NHD,
+        k_MKD,
+        v_MKD,
+        *lengths.of_segments,
+        0.0,
+        lengths.is_causal,
+        False,
+        scale=scale,
+        **lengths.windows,
     )
     return out_NHD, lse_HN.T
 
@@ -302,7 +328,10 @@ def varlen_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the segments' part of the gradients of queries, keys and values, in their shapes."""
     # The state of dropout, of which there is none: the kernel reads nothing of it.
-    state = (torch.empty(2, dtype=torch.uint64, device=q_NHD.device), torch.empty(0, device=q_NHD.device))
+    state = (
+        torch.empty(2, dtype=torch.uint64, device=q_NHD.device),
+        torch.empty(0, device=q_NHD.device),
+    )
     return _aten._flash_attention_backward(
         grad_NHD,
         q_NHD,
@@ -320,7 +349,11 @@ def varlen_gradients(
 
 
 def _has_cpu_kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring) -> bool:
-    return q_SHQD.device.type == "cpu" and scoring.softcap is None and q_SHQD.shape[-1] == v_SKLV.shape[-1]
+    return (
+        q_SHQD.device.type == "cpu"
+        and scoring.softcap is None
+        and q_SHQD.shape[-1] == v_SKLV.shape[-1]
+    )
 
 
 def _cpu_options(scoring: Scoring, q_SHQD: torch.Tensor) -> dict[str, Any]:
@@ -330,7 +363,9 @@ def _cpu_options(scoring: Scoring, q_SHQD: torch.Tensor) -> dict[str, Any]:
     return {"attn_mask": mask, "scale": scoring.scale}
 
 
-def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) -> list[tuple[slice, slice]]:
+def _row_blocks(
+    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool
+) -> list[tuple[slice, slice]]:
     """Return the queries of each step, with the keys that any of them sees."""
     num_segments, num_heads, num_queries, _ = q_SHQD.shape
     num_keys = k_SKLD.shape[2]
@@ -344,7 +379,9 @@ def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) 
     return blocks
 
 
-def _scores(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> torch.Tensor:
+def _scores(
+    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, scoring: Scoring
+) -> torch.Tensor:
     """Compute the scores [S, K, H / K, rows, keys], hidden ones too."""
     q_SKGQD = _promote(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
     scores_SKGQL = q_SKGQD @ _promote(k_SKLD[:, :, None, keys]).mT * scoring.scale

@@ -78,8 +78,12 @@ def token_scores(
         chunk = chunk_rows(num_tokens, vocab_size, hidden_ND.device.type)
     else:
         chunk = max(1, max_logits // vocab_size)
-    head = Head(temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk)
-    log_probs_N, entropies_N = _TokenScores.apply(hidden_ND, weight_VD, bias_V, targets_N, head, entropy_grad)
+    head = Head(
+        temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk
+    )
+    log_probs_N, entropies_N = _TokenScores.apply(
+        hidden_ND, weight_VD, bias_V, targets_N, head, entropy_grad
+    )
     if not entropy_grad:
         entropies_N = entropies_N.detach()
     return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
@@ -107,7 +111,9 @@ class Head:
     vocab: VocabShard | None
     chunk: int
 
-    def logits(self, hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+    def logits(
+        self, hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None
+    ) -> torch.Tensor:
         """Compute the tempered logits [C, V]; a very low one for padding of the vocabulary."""
         logits_CV = _wide_product(hidden_CD, weight_VD.T)
         if bias_V is not None:
@@ -128,14 +134,18 @@ class Head:
         capped_CV = (logits_CV * (self.temperature / self.softcap)).clamp_(min=-1)
         return capped_CV.square_().neg_().add_(1)
 
-    def places(self, targets_C: torch.Tensor, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def places(
+        self, targets_C: torch.Tensor, num_rows: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return whether each target is in this rank's part, [C] (None: all are), and a column of it, [C, 1]."""
         if self.vocab is None:
             return None, targets_C[:, None]
         column_C = targets_C - self.vocab.start
         return (column_C >= 0) & (column_C < num_rows), column_C.clamp(0, num_rows - 1)[:, None]
 
-    def scores(self, logits_CV: torch.Tensor, targets_C: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor, ...]:
+    def scores(
+        self, logits_CV: torch.Tensor, targets_C: torch.Tensor, has_bias: bool
+    ) -> tuple[torch.Tensor, ...]:
         """Compute log-probs, entropies and log-sum-exp of a chunk, [C] each; may overwrite the logits."""
         is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
         target_C = logits_CV.gather(1, place_C1)[:, 0]
@@ -159,7 +169,11 @@ class Head:
 
     def _kernels(self, logits_CV: torch.Tensor, has_bias: bool) -> Any:
         """Return the module of kernels; None where they do not compute what this head needs."""
-        if has_bias or self.softcap is not None or not _has_kernels(logits_CV.device, logits_CV.dtype):
+        if (
+            has_bias
+            or self.softcap is not None
+            or not _has_kernels(logits_CV.device, logits_CV.dtype)
+        ):
             return None
         from gcore_trainer.packing import logit_kernels
 
@@ -191,11 +205,15 @@ class Head:
                 column_C = torch.where(is_here_C, column_C, -1)
             pull_C = grad_log_probs_C * -factor
             entropy_pull_C = None if entropies_C is None else grad_entropies_C * -factor
-            return kernels.gradient(logits_CV, column_C, log_sums_C, pull_C, entropies_C, entropy_pull_C, dtype)
+            return kernels.gradient(
+                logits_CV, column_C, log_sums_C, pull_C, entropies_C, entropy_pull_C, dtype
+            )
         grad_C1 = grad_log_probs_C[:, None] * -factor
         slope_CV = self.slope(logits_CV)
         log_probs_CV = logits_CV.sub_(log_sums_C[:, None])
-        ones_C1 = torch.ones_like(grad_C1) if is_here_C is None else is_here_C[:, None].to(grad_C1.dtype)
+        ones_C1 = (
+            torch.ones_like(grad_C1) if is_here_C is None else is_here_C[:, None].to(grad_C1.dtype)
+        )
         if entropies_C is None:
             # p - onehot first: with p near 1 the difference would be lost in a product that was rounded before.
             grad_CV = log_probs_CV.exp_().scatter_add_(1, place_C1, -ones_C1).mul_(grad_C1)
@@ -268,9 +286,15 @@ class _TokenScores(torch.autograd.Function):
             rows = slice(begin, begin + head.chunk)
             # Logits that have no name here are gone before those of the next chunk are made.
             parts.append(
-                head.scores(head.logits(hidden_ND[rows], narrow_VD, bias_V), targets_N[rows], bias_V is not None)
+                head.scores(
+                    head.logits(hidden_ND[rows], narrow_VD, bias_V),
+                    targets_N[rows],
+                    bias_V is not None,
+                )
             )
-        log_probs_N, entropies_N, log_sums_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        log_probs_N, entropies_N, log_sums_N = (
+            torch.cat(part) for part in zip(*parts, strict=True)
+        )
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N)
         ctx.settings = head, entropy_grad
         return log_probs_N, entropies_N
@@ -297,7 +321,9 @@ class _TokenScores(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None
 
 
-def moments_(logits_CV: torch.Tensor, *, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def moments_(
+    logits_CV: torch.Tensor, *, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute peak, sum and dot product of the logits as `logit_kernels.moments` does; overwrites the logits."""
     peak_C = logits_CV.amax(-1)
     below_CV = logits_CV.sub_(peak_C[:, None])

@@ -87,7 +87,9 @@ class _Gated(torch.autograd.Function):
         grad_up = torch.empty_like(up)
         size = gate.numel()
         grid = (triton.cdiv(size, _BLOCK),)
-        _gated_gradients_kernel[grid](grad, gate, up, grad_gate, grad_up, size, is_gelu=ctx.is_gelu, block=_BLOCK)
+        _gated_gradients_kernel[grid](
+            grad, gate, up, grad_gate, grad_up, size, is_gelu=ctx.is_gelu, block=_BLOCK
+        )
         return grad_gate, grad_up, None
 
 
@@ -139,7 +141,9 @@ def _rotate_kernel(
     tl.store(out + half, two, mask=mask)
 
 
-def _rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
+def _rotate(
+    x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, is_inverse: bool
+) -> torch.Tensor:
     num_tokens, num_heads, head_dim = x_THD.shape
     if x_THD.stride(2) != 1:
         x_THD = x_THD.contiguous()
@@ -163,7 +167,9 @@ def _rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
         return _rotate(x_THD, cos_TD, sin_TD, is_inverse=False)
 

@@ -68,7 +68,9 @@ class PackedBatch:
     def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
         """Return the places [P + R - 1] of each sample's input tokens in the row."""
         index: list[NDArray[np.int64]] = []
-        for sample, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True):
+        for sample, last, first in zip(
+            samples, self.last_prompt_places, self.first_response_places, strict=True
+        ):
             prompt_places = np.arange(last - sample.prompt_ids.size, last) + 1
             response_places = first + np.arange(sample.response_ids.size - 1)
             index.append(np.concatenate([prompt_places, response_places]))
@@ -76,7 +78,11 @@ class PackedBatch:
 
 
 def pack(
-    samples: MicroBatch, *, share_prefix: bool = True, multiple_of: int = 1, segment_multiple_of: int = 1
+    samples: MicroBatch,
+    *,
+    share_prefix: bool = True,
+    multiple_of: int = 1,
+    segment_multiple_of: int = 1,
 ) -> PackedBatch:
     """Pack one micro-batch.
 
@@ -92,7 +98,9 @@ def pack(
         if value < 1:
             raise ConfigError(f"{name} is {value}; expected 1 or more")
     if share_prefix and segment_multiple_of > 1:
-        raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True; expected False")
+        raise ConfigError(
+            f"segment_multiple_of is {segment_multiple_of} with share_prefix=True; expected False"
+        )
     by_prompt: dict[bytes | int, list[int]] = {}
     for i, sample in enumerate(samples):
         by_prompt.setdefault(sample.prompt_key if share_prefix else i, []).append(i)
@@ -136,7 +144,9 @@ def pack(
     last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
     response_lengths = np.array([s.response_ids.size for s in samples])
     ends = np.cumsum(response_lengths)
-    sources = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
+    sources = np.repeat(
+        first_response_places - 1 - (ends - response_lengths), response_lengths
+    ) + np.arange(ends[-1])
     sources[ends - response_lengths] = last_prompt_places
     predict_index, target_place = np.unique(sources, return_inverse=True)
     positions = np.arange(total) - np.repeat(starts - first_positions, lengths)
@@ -194,7 +204,9 @@ def causal_tiles(tokens: TokenSpan, window: int | None) -> Iterator[Tile]:
         yield from earlier_tiles(chunk, previous, step, window)
 
 
-def earlier_tiles(queries: TokenSpan, keys: TokenSpan, distance: int, window: int | None) -> Iterator[Tile]:
+def earlier_tiles(
+    queries: TokenSpan, keys: TokenSpan, distance: int, window: int | None
+) -> Iterator[Tile]:
     """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
 
     Args:
@@ -211,14 +223,19 @@ def earlier_tiles(queries: TokenSpan, keys: TokenSpan, distance: int, window: in
     num_full = min(-shift, queries.length)
     num_partial = min(queries.length - num_full, keys.length)
     partial = queries.part(num_full, num_full + num_partial)
-    for tile in (Tile(queries.part(0, num_full), keys, "all"), Tile(partial, keys.part(num_partial), "all")):
+    for tile in (
+        Tile(queries.part(0, num_full), keys, "all"),
+        Tile(partial, keys.part(num_partial), "all"),
+    ):
         if tile.queries.length and tile.keys.length:
             yield tile
     if num_partial:
         yield Tile(partial, keys.part(0, num_partial), "from")
 
 
-def row_tiles(segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False) -> list[Tile]:
+def row_tiles(
+    segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False
+) -> list[Tile]:
     """Return the tiles of a row's segments: each sees itself causally, and its prompt if it has one.
 
     A kernel that has windows gets causal tiles whole.

@@ -28,7 +28,9 @@ def mix_by_sequence(mixer: Any) -> None:
     mixer.forward = packed_forward
 
 
-def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def mix(
+    plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Compute the output [1, T, D] of a layer that mixes the tokens of a sequence from first to last.
 
     Linear attention has a state and no mask, so it is given whole sequences: other layers compute a shared prompt
@@ -37,7 +39,9 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)
     device = hidden_1TD.device
-    outputs = [mixer(hidden_1TD[0][on_device(rectangle, device)]).flatten(0, 1) for rectangle in rectangles]
+    outputs = [
+        mixer(hidden_1TD[0][on_device(rectangle, device)]).flatten(0, 1) for rectangle in rectangles
+    ]
     return torch.cat(outputs).index_select(0, on_device(unpack_index, device))[None]
 
 

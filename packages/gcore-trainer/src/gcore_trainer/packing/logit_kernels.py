@@ -38,7 +38,9 @@ def _moments_kernel(
     total = tl.zeros([block], tl.float32)
     dot = tl.zeros([block], tl.float32)
     for start in range(0, width, block):
-        x = tl.load(logits_ptr + row * stride + start + columns, mask=start + columns < width, other=_LOWEST)
+        x = tl.load(
+            logits_ptr + row * stride + start + columns, mask=start + columns < width, other=_LOWEST
+        )
         x = tl.maximum(x, _LOWEST)
         higher = tl.maximum(peak, x)
         shift = peak - higher
@@ -72,7 +74,9 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     mask = columns < width
-    log_prob = tl.load(logits_ptr + row * stride + columns, mask=mask, other=_LOWEST) - tl.load(log_sum_ptr + row)
+    log_prob = tl.load(logits_ptr + row * stride + columns, mask=mask, other=_LOWEST) - tl.load(
+        log_sum_ptr + row
+    )
     prob = tl.exp(log_prob)
     # p - onehot first: with p near 1 the difference would be lost in a product that was rounded before.
     is_target = columns == tl.load(column_ptr + row)
@@ -144,6 +148,9 @@ def compile_on(device: torch.device) -> bool:
     try:
         moments(torch.zeros(1, 1, device=device))
     except Exception as error:
-        _logger.warning("the head's kernels cannot be built, so that torch's slower operations are used: %s", error)
+        _logger.warning(
+            "the head's kernels cannot be built, so that torch's slower operations are used: %s",
+            error,
+        )
         return False
     return True

@@ -63,7 +63,9 @@ class _TopK(TorchFunctionMode):
         self._router = router
         self.indices: torch.Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk) or not self._is_choice(*args, **kwargs):
             return func(*args, **kwargs)
@@ -103,4 +105,6 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
 def check_routing(routing: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise `BatchError` unless a routing [T, L, K] has the ``expected`` layers and experts."""
     if tuple(routing.shape[1:]) != expected:
-        raise BatchError(f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {expected}")
+        raise BatchError(
+            f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {expected}"
+        )

@@ -44,18 +44,26 @@ class PackedPlan:
         cp: the ranks that divide the row; None: this process holds all of it.
     """
 
-    def __init__(self, batch: PackedBatch, *, device: torch.device, cp: ContextParallel | None = None) -> None:
+    def __init__(
+        self, batch: PackedBatch, *, device: torch.device, cp: ContextParallel | None = None
+    ) -> None:
         self.num_calls = 0
         """Attention layers served so far."""
         self.batch = batch
         self._device = device
         self._longest = max(s.prompt_length + s.length for s in batch.segments)
         is_shared = any(s.parent for s in batch.segments)
-        self._is_short = device.type == "cpu" and self._longest <= (NUM_SHORT if is_shared else NUM_SHORT_ALONE)
+        self._is_short = device.type == "cpu" and self._longest <= (
+            NUM_SHORT if is_shared else NUM_SHORT_ALONE
+        )
         self._divided = None if cp is None else DividedRow(batch, cp, device=device)
 
     def attend(
-        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, attention: AttentionKind
+        self,
+        query_1HTD: torch.Tensor,
+        key_1KTD: torch.Tensor,
+        value_1KTD: torch.Tensor,
+        attention: AttentionKind,
     ) -> torch.Tensor:
         """Compute the attention output [1, T, H, D] of the T tokens that this process holds."""
         self.num_calls += 1
@@ -65,7 +73,11 @@ class PackedPlan:
         return self._attend(q_THD, k_TKD, v_TKV, attention)[None]
 
     def _attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        attention: AttentionKind,
     ) -> torch.Tensor:
         """Compute the attention output [T, H, V] of the whole row, with these heads."""
         if attention.sliding_window is not None and attention.sliding_window >= self._longest:
@@ -117,11 +129,19 @@ class ShortRow:
                 key_index = np.concatenate([prompt_index, query_index], axis=1)
                 num_queries = query_index.shape[1]
                 num_prompt = prompt_index.shape[1]
-                hidden = np.zeros((len(members), 1, num_queries, num_prompt + num_queries), np.float32)
+                hidden = np.zeros(
+                    (len(members), 1, num_queries, num_prompt + num_queries), np.float32
+                )
                 hidden[..., :num_prompt] = np.where(is_prompt, 0, -np.inf)[:, None, None]
                 hidden[..., num_prompt:] = np.triu(np.full((num_queries, num_queries), -np.inf), 1)
                 mask = torch.from_numpy(hidden).to(device)
-            self._calls.append((torch.from_numpy(query_index).to(device), torch.from_numpy(key_index).to(device), mask))
+            self._calls.append(
+                (
+                    torch.from_numpy(query_index).to(device),
+                    torch.from_numpy(key_index).to(device),
+                    mask,
+                )
+            )
         self._masks: dict[torch.dtype, list[torch.Tensor | None]] = {}
         self._unpack_index = torch.from_numpy(unpack_index).to(device)
 
@@ -133,13 +153,23 @@ class ShortRow:
         is_grouped = q_THD.shape[1] != k_TKD.shape[1]
         dtype = q_THD.dtype
         if dtype not in self._masks:
-            self._masks[dtype] = [None if mask is None else mask.to(dtype) for _, _, mask in self._calls]
-        for (query_index_SQ, key_index_SL, _), mask in zip(self._calls, self._masks[dtype], strict=True):
+            self._masks[dtype] = [
+                None if mask is None else mask.to(dtype) for _, _, mask in self._calls
+            ]
+        for (query_index_SQ, key_index_SL, _), mask in zip(
+            self._calls, self._masks[dtype], strict=True
+        ):
             q_SHQD = _select(q_THD, query_index_SQ)
             k_SKLD = _select(k_TKD, key_index_SL)
             v_SKLV = _select(v_TKV, key_index_SL)
             out_SHQV = scaled_dot_product_attention(
-                q_SHQD, k_SKLD, v_SKLV, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+                q_SHQD,
+                k_SKLD,
+                v_SKLV,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=is_grouped,
             )
             rows.append(out_SHQV.transpose(1, 2).flatten(0, 1))
         return torch.cat(rows).index_select(0, self._unpack_index)
@@ -202,7 +232,9 @@ class Row:
         if self.cp is None:
             return values_n
         index = on_device(self.target_index, values_n.device)
-        values_N = values_n.new_zeros(self.batch.target_ids.size + 1).index_put((index,), values_n)[:-1]
+        values_N = values_n.new_zeros(self.batch.target_ids.size + 1).index_put((index,), values_n)[
+            :-1
+        ]
         return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
 
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
@@ -314,7 +346,9 @@ def describe_mask(
 ) -> DescribedMask:
     """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``."""
     del ignored
-    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(
+        batch_size, 1, q_length, kv_length
+    )
     described = mask.as_subclass(DescribedMask)
     described.hides = set(_list_names(mask_function))
     described.window = local_size

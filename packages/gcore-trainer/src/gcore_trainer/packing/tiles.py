@@ -92,7 +92,9 @@ class _Rectangle(TileCall):
             # A query whose probabilities are 0 adds nothing.
             lse_SQH = lse_SQH.masked_fill(is_padding[..., None], torch.inf)
         grad, q, k, v, out, _ = (x.transpose(1, 2) for x in tensors)
-        grad_q, grad_k, grad_v = block_gradients(grad, q, k, v, out, lse_SQH.transpose(1, 2), self._scoring(scoring))
+        grad_q, grad_k, grad_v = block_gradients(
+            grad, q, k, v, out, lse_SQH.transpose(1, 2), self._scoring(scoring)
+        )
         return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
 
 
@@ -105,17 +107,26 @@ class _Varlen(TileCall):
     def attend(
         self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_NHD, lse_NH = attend_varlen(q_SQHD[0], k_SLKD[0], v_SLKV[0], self.lengths, scale=scoring.scale)
+        out_NHD, lse_NH = attend_varlen(
+            q_SQHD[0], k_SLKD[0], v_SLKV[0], self.lengths, scale=scoring.scale
+        )
         return out_NHD[None], lse_NH[None]
 
     def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
         grad, q, k, v, out, lse = (x[0] for x in tensors)
-        grad_q, grad_k, grad_v = varlen_gradients(grad, q, k, v, out, lse, self.lengths, scale=scoring.scale)
+        grad_q, grad_k, grad_v = varlen_gradients(
+            grad, q, k, v, out, lse, self.lengths, scale=scoring.scale
+        )
         return grad_q[None], grad_k[None], grad_v[None]
 
 
 def make_calls(
-    tiles: Sequence[Tile], *, num_tokens: int, device: torch.device, is_varlen: bool, window: int | None = None
+    tiles: Sequence[Tile],
+    *,
+    num_tokens: int,
+    device: torch.device,
+    is_varlen: bool,
+    window: int | None = None,
 ) -> list[TileCall]:
     """Put tiles together in kernel calls.
 
@@ -129,7 +140,9 @@ def make_calls(
     times: dict[str, NDArray[np.int64]] = {}
     for tile in tiles:
         calls_of_token = times.setdefault(tile.seen, np.zeros(num_tokens, np.int64))
-        calls_of_query = calls_of_token[tile.queries.start : tile.queries.start + tile.queries.length]
+        calls_of_query = calls_of_token[
+            tile.queries.start : tile.queries.start + tile.queries.length
+        ]
         extents = None if is_varlen else _extents(tile)
         groups.setdefault((tile.seen, int(calls_of_query.max()), extents), []).append(tile)
         calls_of_query[:] = calls_of_query.max() + 1
@@ -146,7 +159,9 @@ def make_calls(
             num_queries = [span.length for span in query_spans]
             num_keys = [span.length for span in key_spans]
             kernel_window = window if is_first else None
-            lengths = VarlenLengths.of(num_queries, num_keys, device, is_causal=is_causal, window=kernel_window)
+            lengths = VarlenLengths.of(
+                num_queries, num_keys, device, is_causal=is_causal, window=kernel_window
+            )
             calls.append(_Varlen(queries=queries, keys=keys, is_first=is_first, lengths=lengths))
             continue
         queries = padded_places(query_spans, num_tokens=num_tokens, **options)
@@ -154,9 +169,13 @@ def make_calls(
         is_padding_SL = keys.is_padding
         key_mask = None
         if is_padding_SL is not None and not is_causal:
-            key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(is_padding_SL, -torch.inf)
+            key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(
+                is_padding_SL, -torch.inf
+            )
             key_mask = key_mask[:, None, None]
-        call = _Rectangle(queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, key_mask=key_mask)
+        call = _Rectangle(
+            queries=queries, keys=keys, is_first=is_first, is_causal=is_causal, key_mask=key_mask
+        )
         calls.append(call)
     return calls
 
@@ -190,12 +209,20 @@ class RowCalls:
             tiles = row_tiles(self._segments, window, kernel_has_windows=is_varlen)
             num_tokens = sum(segment.length for segment in self._segments)
             self._calls[window, is_varlen] = make_calls(
-                tiles, num_tokens=num_tokens, device=self._device, is_varlen=is_varlen, window=window
+                tiles,
+                num_tokens=num_tokens,
+                device=self._device,
+                is_varlen=is_varlen,
+                window=window,
             )
         return self._calls[window, is_varlen]
 
     def attend(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, attention: AttentionKind
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        attention: AttentionKind,
     ) -> torch.Tensor:
         """Compute attention [T, H, V], differentiably.
 
@@ -210,8 +237,12 @@ class RowCalls:
             v_TKV = v_TKV.to(dtype)
         scoring = scoring_of(attention, q_THD.shape[-1])
         is_varlen = has_varlen_kernel(q_THD, v_TKV, attention.softcap)
-        if is_varlen and WholeRow.is_small(self._segments, num_heads=q_THD.shape[1], num_kv_heads=k_TKD.shape[1]):
-            return self._whole_row(attention.sliding_window).attend(q_THD, k_TKD, v_TKV, attention.sinks, scoring.scale)
+        if is_varlen and WholeRow.is_small(
+            self._segments, num_heads=q_THD.shape[1], num_kv_heads=k_TKD.shape[1]
+        ):
+            return self._whole_row(attention.sliding_window).attend(
+                q_THD, k_TKD, v_TKV, attention.sinks, scoring.scale
+            )
         calls = self.of(attention.sliding_window, is_varlen=is_varlen)
         return RowAttention.apply(q_THD, k_TKD, v_TKV, attention.sinks, calls, scoring)
 
@@ -241,7 +272,9 @@ def attend_calls(
     """Merge the attention to these keys into the output and log-sum-exp so far, which first calls replace."""
     for call in calls:
         q_SQHD = call.queries.take(q_THD)
-        out_SQHV, lse_SQH = call.attend(q_SQHD, call.keys.take(k_TKD), call.keys.take(v_TKV), scoring)
+        out_SQHV, lse_SQH = call.attend(
+            q_SQHD, call.keys.take(k_TKD), call.keys.take(v_TKV), scoring
+        )
         if not call.is_first:
             so_far_SQH = call.queries.take(lse_TH)
             # In float32: output of narrow kernels is widened, and rounded once if the row's is narrow.
@@ -271,10 +304,14 @@ def gradients_of_calls(
         queries = call.queries
         keys = call.keys
         sides = (queries, queries, keys, keys, queries, queries)
-        parts = call.gradients([side.take(x) for side, x in zip(sides, tensors, strict=True)], scoring)
+        parts = call.gradients(
+            [side.take(x) for side, x in zip(sides, tensors, strict=True)], scoring
+        )
         replaces_keys = call.is_first and is_first_of_keys
         replaces = (call.is_first, replaces_keys, replaces_keys)
-        for side, total, part, is_replaced in zip((queries, keys, keys), sums, parts, replaces, strict=True):
+        for side, total, part, is_replaced in zip(
+            (queries, keys, keys), sums, parts, replaces, strict=True
+        ):
             if is_replaced:
                 side.put(total, part)
             else:
@@ -312,7 +349,9 @@ class RowAttention(torch.autograd.Function):
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         q_THD, k_TKD, v_TKV, sinks_H, out_THV, lse_TH = ctx.saved_tensors
-        grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
+        grad_THV = grad_outputs[
+            0
+        ].contiguous()  # that of a sum has no strides, which kernels do not take
         # Keys that several calls see are summed in float32, as one kernel would.
         key_dtype = lse_TH.dtype if len(ctx.calls) > 1 else None
         query_dtype = lse_TH.dtype if merges_again(ctx.calls) else None
@@ -324,7 +363,9 @@ class RowAttention(torch.autograd.Function):
             sums.append(x.new_empty((rows, *x.shape[1:]), dtype=dtype))
         tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
         gradients_of_calls(ctx.calls, tensors, sums, ctx.scoring, is_first_of_keys=True)
-        grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        grad_sinks_H = (
+            sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        )
         grads = [total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
         return *grads, grad_sinks_H, None, None
 

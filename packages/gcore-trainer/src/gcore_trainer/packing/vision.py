@@ -59,7 +59,9 @@ class Vision:
             # A response's image token is text: the policy wrote it.
             is_image = sample.prompt_ids == self._image_token_id
             self._check(is_image, sample.images)
-            positions_3P, offset = self._positions(sample.prompt_ids, is_image, sample.images.grid_thw)
+            positions_3P, offset = self._positions(
+                sample.prompt_ids, is_image, sample.images.grid_thw
+            )
             positions_3T[:, row_places[:prompt_length]] = positions_3P
             positions_3T[:, row_places[prompt_length:]] += offset
             if last not in prompts:
@@ -83,12 +85,17 @@ class Vision:
             # Ranks of a divided model must all have gradients of the tower, even if of nothing.
             tower: torch.nn.Module = self._model.base_model.visual
             return embeddings_1TD + 0.0 * torch.stack([p.sum() for p in tower.parameters()]).sum()
-        features = self._model.base_model.get_image_features(images.pixel_values, images.grid_thw).pooler_output
+        features = self._model.base_model.get_image_features(
+            images.pixel_values, images.grid_thw
+        ).pooler_output
         features_1MD = torch.cat(features)[None].to(embeddings_1TD.dtype)
         return embeddings_1TD.index_copy(1, images.patch_index, features_1MD)
 
     def _positions(
-        self, prompt_ids: NDArray[np.int64], is_image: NDArray[np.bool_], grid_thw: NDArray[np.int64]
+        self,
+        prompt_ids: NDArray[np.int64],
+        is_image: NDArray[np.bool_],
+        grid_thw: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], int]:
         """Return positions [3, P] of a prompt, and the offset of later ones: images take fewer positions."""
         positions, offset = self._model.base_model.get_rope_index(
@@ -119,6 +126,10 @@ def checkpoint_name(model: Any, name: str) -> str:
 
 def copy_processor(source: Path, target: Path) -> None:
     """Copy the configs of image processors that a Hugging Face folder has."""
-    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+    for name in (
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "processor_config.json",
+    ):
         if (source / name).is_file():
             (target / name).write_bytes((source / name).read_bytes())

@@ -35,7 +35,9 @@ class WholeRow:
         window: keys that a query sees, its own included; None: all.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, device: torch.device, window: int | None) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], *, device: torch.device, window: int | None
+    ) -> None:
         num_queries: list[int] = []
         num_keys: list[int] = []
         index: list[NDArray[np.int64]] = []
@@ -46,7 +48,9 @@ class WholeRow:
             num_queries.append(segment.length)
             num_keys.append(keys.size)
             index.append(keys)
-        self.lengths = VarlenLengths.of(num_queries, num_keys, device, is_causal=True, window=window)
+        self.lengths = VarlenLengths.of(
+            num_queries, num_keys, device, is_causal=True, window=window
+        )
         self.key_index: torch.Tensor | None = None
         """[M] index of each key in the row; None: the row's keys as they are."""
         if any(s.parent for s in segments):
@@ -111,12 +115,16 @@ class _WholeRowAttention(torch.autograd.Function):
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         q_THD, keys_MKD, values_MKD, sinks_H, out_THD, lse_TH = ctx.saved_tensors
-        grad_THD = grad_outputs[0].contiguous()  # that of a sum has no strides, which the kernel does not take
+        grad_THD = grad_outputs[
+            0
+        ].contiguous()  # that of a sum has no strides, which the kernel does not take
         row: WholeRow = ctx.row
         grad_q_THD, grad_keys_MKD, grad_values_MKD = varlen_gradients(
             grad_THD, q_THD, keys_MKD, values_MKD, out_THD, lse_TH, row.lengths, scale=ctx.scale
         )
         grad_k_TKD = row.sum_gradients(grad_keys_MKD, q_THD.shape[0])
         grad_v_TKD = row.sum_gradients(grad_values_MKD, q_THD.shape[0])
-        grad_sinks_H = sink_gradients(grad_THD, out_THD, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        grad_sinks_H = (
+            sink_gradients(grad_THD, out_THD, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        )
         return grad_q_THD, grad_k_TKD, grad_v_TKD, grad_sinks_H, None, None

@@ -20,7 +20,9 @@ _SMALL = 1 << 20
 """Activations of fewer bytes stay on the device."""
 
 
-def is_checkpointed(setting: bool | Literal["auto"], model: torch.nn.Module, device: torch.device) -> bool:
+def is_checkpointed(
+    setting: bool | Literal["auto"], model: torch.nn.Module, device: torch.device
+) -> bool:
     """Return whether to checkpoint a model's layers; ``auto``: if the model is large and on CUDA."""
     if setting != "auto":
         return setting
@@ -34,7 +36,11 @@ def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:
     """
     for layer in layers[: round(share * len(layers))]:
         layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
         )
 
 

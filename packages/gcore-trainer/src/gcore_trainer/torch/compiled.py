@@ -43,12 +43,16 @@ def compile_layers(packed: PackedTransformer[Any], *, backend: str | None = None
     packed.fuses_layers = False
     restore_layers(packed.model)
     _leave_attention_out()
-    compile_function = partial(torch.compile, dynamic=True, backend=backend or compile_backend(packed.model.device))
+    compile_function = partial(
+        torch.compile, dynamic=True, backend=backend or compile_backend(packed.model.device)
+    )
     for layer in layers:
         layer.forward = _compile_forward(layer.forward, compile_function)
 
 
-def _unsupported_feature(packed: PackedTransformer[Any], layers: Sequence[torch.nn.Module]) -> str | None:
+def _unsupported_feature(
+    packed: PackedTransformer[Any], layers: Sequence[torch.nn.Module]
+) -> str | None:
     """Return the feature that keeps a model from being compiled; None: there is none."""
     if packed.num_routers:
         return "has a mixture of experts"
@@ -62,11 +66,15 @@ def _unsupported_feature(packed: PackedTransformer[Any], layers: Sequence[torch.
     return None
 
 
-def _compile_forward(forward: Callable[..., Any], compile_function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_forward(
+    forward: Callable[..., Any], compile_function: Callable[..., Any]
+) -> Callable[..., Any]:
     if not isinstance(forward, partial):
         return compile_function(forward)
     # Of a checkpointed layer, compile the function that is computed again, not the call that does so.
-    return partial(forward.func, compile_function(forward.args[0]), *forward.args[1:], **forward.keywords)
+    return partial(
+        forward.func, compile_function(forward.args[0]), *forward.args[1:], **forward.keywords
+    )
 
 
 def _leave_attention_out() -> None:
@@ -77,7 +85,11 @@ def _leave_attention_out() -> None:
 
 def compile_backend(device: torch.device) -> str:
     """Return Inductor, which needs a C++ compiler on CPU; without one graphs are run operation by operation."""
-    if device.type != "cpu" or any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+    if device.type != "cpu" or any(
+        map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    ):
         return "inductor"
-    _logger.warning("compile is true, and no C++ compiler is installed: layers are traced, and not made faster")
+    _logger.warning(
+        "compile is true, and no C++ compiler is installed: layers are traced, and not made faster"
+    )
     return "aot_eager"

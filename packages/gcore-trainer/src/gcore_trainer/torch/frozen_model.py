@@ -21,7 +21,9 @@ class FrozenModel:
         parallel: the ranks among which parameters and samples are divided; None: this process is alone.
     """
 
-    def __init__(self, packed: PackedTransformer[Any], *, parallel: TorchParallel | None = None) -> None:
+    def __init__(
+        self, packed: PackedTransformer[Any], *, parallel: TorchParallel | None = None
+    ) -> None:
         self._packed = packed
         self._replicas = Replicas(parallel.replicas if parallel else None)
         self.data_parallel_rank = self._replicas.rank
@@ -45,6 +47,8 @@ class FrozenModel:
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Compute log-probabilities or values [R] of each sample; another replica may have more micro-batches."""
         if self._sleeper.is_asleep:
-            raise TrainerError("the model is asleep, and its tensors hold nothing; expected a call of wake() before")
+            raise TrainerError(
+                "the model is asleep, and its tensors hold nothing; expected a call of wake() before"
+            )
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._packed.predict(micro_batches, num_passes), micro_batches)

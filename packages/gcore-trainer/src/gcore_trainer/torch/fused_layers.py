@@ -72,7 +72,9 @@ def restore_layers(model: nn.Module) -> None:
             del module.forward
 
 
-def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forward], Callable[[torch.device], bool]]]:
+def _candidates(
+    module: nn.Module,
+) -> Iterator[tuple[Callable[[nn.Module], Forward], Callable[[torch.device], bool]]]:
     """Yield the replacements of a module's forward pass, each with a check that both give the same result."""
     name = type(module).__name__
     forward = type(module).forward
@@ -84,11 +86,18 @@ def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forwa
         for is_offset in (False, True):
             make = partial(_fused_norm, is_offset=is_offset)
             yield make, partial(_norms_agree, module, make)
-    if name.endswith("MLP") and {"gate_proj", "up_proj", "down_proj", "act_fn"} <= dict(module.named_children()).keys():
+    if (
+        name.endswith("MLP")
+        and {"gate_proj", "up_proj", "down_proj", "act_fn"} <= dict(module.named_children()).keys()
+    ):
         for unit in ("swiglu", "geglu"):
             make = partial(_fused_mlp, unit=unit)
             yield make, partial(_mlps_agree, module, make)
-    if name.endswith("Attention") and isinstance(forward, FunctionType) and _ROTATION in forward.__code__.co_names:
+    if (
+        name.endswith("Attention")
+        and isinstance(forward, FunctionType)
+        and _ROTATION in forward.__code__.co_names
+    ):
         yield _fused_rotation, partial(_rotations_agree, forward.__globals__[_ROTATION])
 
 
@@ -140,13 +149,19 @@ def _fused_norm(module: nn.Module, *, is_offset: bool) -> Forward:
         shape = self.weight.shape
         if not is_offset:
             return nn.functional.rms_norm(x, shape, self.weight, _epsilon(self))
-        return nn.functional.rms_norm(x.float(), shape, 1.0 + self.weight.float(), _epsilon(self)).to(x)
+        return nn.functional.rms_norm(
+            x.float(), shape, 1.0 + self.weight.float(), _epsilon(self)
+        ).to(x)
 
     return _bind(module, forward)
 
 
-def _norms_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device) -> bool:
-    probe = _copy_with(module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))})
+def _norms_agree(
+    module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device
+) -> bool:
+    probe = _copy_with(
+        module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))}
+    )
     x = 3 * _random(5, _SIZE, device=device)
     return _close(probe(x), make(probe)(x))
 
@@ -162,7 +177,9 @@ def _fused_mlp(module: nn.Module, *, unit: str) -> Forward:
     return _bind(module, forward)
 
 
-def _mlps_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device) -> bool:
+def _mlps_agree(
+    module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device
+) -> bool:
     sizes = {"gate_proj": (_SIZE, 3), "up_proj": (_SIZE, 3), "down_proj": (3, _SIZE)}
     parts: dict[str, Any] = {"act_fn": module.get_submodule("act_fn")}
     for shift, (name, (rows, width)) in enumerate(sizes.items()):
@@ -181,14 +198,18 @@ def _fused_rotation(module: nn.Module) -> Forward:
     original = method.__globals__[_ROTATION]
 
     def rotate_fused(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        is_full_head = cos.dim() == 3 and cos.shape[0] == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
+        is_full_head = (
+            cos.dim() == 3 and cos.shape[0] == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
+        )
         if args or kwargs or not is_full_head or cos.dtype != q.dtype:
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, k, cos, sin)
 
     # The same code, but for one name, in this model alone.
     names = {**method.__globals__, _ROTATION: rotate_fused}
-    forward = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+    forward = FunctionType(
+        method.__code__, names, method.__name__, method.__defaults__, method.__closure__
+    )
     forward.__kwdefaults__ = method.__kwdefaults__
     return _bind(module, forward)
 

@@ -111,7 +111,9 @@ class Sleeper:
     """
 
     def __init__(
-        self, module: torch.nn.Module, states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict
+        self,
+        module: torch.nn.Module,
+        states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict,
     ) -> None:
         self._module = module
         self._states = states
@@ -124,7 +126,9 @@ class Sleeper:
     def check_awake(self) -> None:
         """Raise `TrainerError` if the tensors hold nothing."""
         if self.is_asleep:
-            raise TrainerError("the trainer is asleep, and its tensors hold nothing; expected a call of wake() before")
+            raise TrainerError(
+                "the trainer is asleep, and its tensors hold nothing; expected a call of wake() before"
+            )
 
     @torch.no_grad()
     def sleep(self) -> None:

@@ -27,20 +27,44 @@ _MAX_DIFFERENCE = 1e-3
 """Largest difference in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.05
 """The same with fewer bits; or four times the difference of transformers' eager and SDPA attention, if larger."""
-_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Raised by models that are called in a way that they do not know."""
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """Model types whose layers of type ``linear_attention`` are supported; such a layer has a ``linear_attn``."""
 _DIVIDED = frozenset(
-    {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"}
+    {
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "minicpm3",
+    }
 )
 """Model types that divide their logits, or the hidden states before the head, by ``logits_scaling``."""
 _LOGIT_SETTINGS = {
     "final_logit_softcapping": (
         None,
-        {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma"},
+        {
+            "gemma2",
+            "gemma3_text",
+            "gemma3n_text",
+            "gemma4_text",
+            "gemma4_unified_text",
+            "nanochat",
+            "vaultgemma",
+        },
     ),
     "logits_scaling": (1.0, _DIVIDED | {"hyperclovax"}),
     "logit_scale": (1.0, {"cohere", "cohere2", "cohere2_moe"}),
@@ -57,7 +81,11 @@ def load_model(model_class: Any, path: str | Path, *, attention: str, **options:
             configuration does not have, or does not load.
     """
     auto_class, implementations, config = choose_class(model_class, path, attention)
-    options |= {**model_class.load_options, "attn_implementation": implementations, "output_loading_info": True}
+    options |= {
+        **model_class.load_options,
+        "attn_implementation": implementations,
+        "output_loading_info": True,
+    }
     try:
         # Tensors of other shapes are reported below, by name.
         model, loaded = auto_class.from_pretrained(path, ignore_mismatched_sizes=True, **options)
@@ -70,7 +98,9 @@ def load_model(model_class: Any, path: str | Path, *, attention: str, **options:
             f"({type(error).__name__}: {error})"
         ) from error
     except (ArithmeticError, ImportError, RuntimeError, ValueError) as error:
-        raise StateError(f"the model in {path} does not load ({type(error).__name__}: {error})") from error
+        raise StateError(
+            f"the model in {path} does not load ({type(error).__name__}: {error})"
+        ) from error
     for name, in_file, expected in sorted(loaded["mismatched_keys"]):
         raise StateError(
             f"the weights in {path} do not fit its config.json: {name} has shape {list(in_file)}; expected "
@@ -80,7 +110,9 @@ def load_model(model_class: Any, path: str | Path, *, attention: str, **options:
     # transformers draws at random what the files lack.
     missing = sorted(n for n in loaded["missing_keys"] if not n.startswith(model_class.new_weights))
     if missing:
-        raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
+        raise StateError(
+            f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}"
+        )
     return model
 
 
@@ -112,7 +144,9 @@ def choose_class(model_class: Any, path: str | Path, attention: str) -> tuple[An
             f"{path} is a {config.model_type!r} model; expected one without images for {model_class.__name__}"
         )
     if type(config) not in auto_class._model_mapping:
-        raise UnsupportedModelError(f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has")
+        raise UnsupportedModelError(
+            f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has"
+        )
     return auto_class, implementations, config
 
 
@@ -206,7 +240,11 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
     limits = [getattr(config, "max_position_embeddings", None), max_length]
     longest = min(filter(None, limits), default=max(map(sum, _LENGTHS)))
     settings = {**vars(model.config), **vars(config)}
-    special = {value for name, value in settings.items() if name.endswith("token_id") and isinstance(value, int)}
+    special = {
+        value
+        for name, value in settings.items()
+        if name.endswith("token_id") and isinstance(value, int)
+    }
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     tokens = np.array([t for t in range(min(vocab_size, 1 << 16)) if t not in special] or [0])
     rng = np.random.default_rng(0)
@@ -257,7 +295,9 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
 
     with _restore_state(model):
         with _refuse_faults(f"{model_type!r} cannot be scored packed"):
-            scores = named_scores(packed.score(samples)).split([s.response_ids.size for s in samples])
+            scores = named_scores(packed.score(samples)).split(
+                [s.response_ids.size for s in samples]
+            )
         # Not `model.set_attn_implementation`, which would also change a vision tower's.
         config = model.config.get_text_config()
         with _refuse_faults(f"{model_type!r} cannot be compared with transformers"):
@@ -274,7 +314,9 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     if not differences[worst] <= tolerance:
         for name, parameter in model.named_parameters():
             if not local(parameter).isfinite().all():
-                raise StateError(f"{name} of {model_type!r} holds nan or infinity; expected finite weights")
+                raise StateError(
+                    f"{name} of {model_type!r} holds nan or infinity; expected finite weights"
+                )
         token = int((scores[worst] - expected[worst]).abs().argmax())
         sample = samples[worst]
         raise UnsupportedModelError(
@@ -284,7 +326,9 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
         )
 
 
-def _largest_differences(scores: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+def _largest_differences(
+    scores: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> list[float]:
     """Return the largest difference of each sample; infinity where one is NaN."""
     largest: list[float] = []
     for a, b in zip(scores, expected, strict=True):
@@ -294,7 +338,9 @@ def _largest_differences(scores: Sequence[torch.Tensor], expected: Sequence[torc
 
 
 def _rounds(packed: Any) -> bool:
-    is_rounded = packed.model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_rounded = (
+        packed.model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    )
     return is_rounded or packed.compute_dtype not in (torch.float32, torch.float64)
 
 

@@ -23,7 +23,11 @@ _MUON_MOMENTUM = 0.95
 
 
 def make_adamw(
-    parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool, model: Any = None
+    parameters: Mapping[str, torch.nn.Parameter],
+    config: OptimizerConfig,
+    *,
+    offload: bool,
+    model: Any = None,
 ) -> AdamW:
     """Make the optimizer that ``config.name`` names, with masters; Muon needs transformers' model.
 
@@ -31,7 +35,12 @@ def make_adamw(
     """
     if config.name == "muon":
         require("name", config.name, model is not None, "'adamw' or 'adamw_8bit' for this model")
-        require("name", config.name, not offload, "'adamw' or 'adamw_8bit' with optimizer states in host memory")
+        require(
+            "name",
+            config.name,
+            not offload,
+            "'adamw' or 'adamw_8bit' with optimizer states in host memory",
+        )
         return MuonAdamW(parameters, config, matrices=hidden_matrices(parameters, model))
     if config.name == "adamw_8bit":
         return AdamW8bit(parameters, config, offload=offload)
@@ -63,9 +72,15 @@ class MasterAdamW(AdamW):
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool = False
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        offload: bool = False,
     ) -> None:
-        super().__init__({name: _master(p, is_copy=offload) for name, p in parameters.items()}, config)
+        super().__init__(
+            {name: _master(p, is_copy=offload) for name, p in parameters.items()}, config
+        )
         self.is_offloaded = offload
         self.parameters = dict(parameters)
         if offload:
@@ -73,7 +88,9 @@ class MasterAdamW(AdamW):
         for parameter, master in self._pairs():
             parameter.grad_dtype = torch.float32
             # Both are on one device without offload, and share the gradient.
-            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
+            parameter.grad = (
+                torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
+            )
 
     def zero_grad(self) -> None:
         _foreach("zero_", list(map(_gradient, self.parameters.values())))
@@ -99,20 +116,30 @@ class MasterAdamW(AdamW):
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Return the parameters that are not their own masters, each with its master."""
-        return [(p, self._masters[name]) for name, p in self.parameters.items() if p is not self._masters[name]]
+        return [
+            (p, self._masters[name])
+            for name, p in self.parameters.items()
+            if p is not self._masters[name]
+        ]
 
     @torch.no_grad()
     def _round(self) -> None:
         pairs = self._pairs()
         if not self.is_offloaded and pairs:
-            _foreach("copy_", [local(parameter) for parameter, _ in pairs], [local(master) for _, master in pairs])
+            _foreach(
+                "copy_",
+                [local(parameter) for parameter, _ in pairs],
+                [local(master) for _, master in pairs],
+            )
             return
         for parameter, master in pairs:
             target = local(parameter)
             source = local(master)
             if source.dtype != target.dtype:
                 # In the memory of the gradient, which is pinned, and of which half is enough.
-                pinned = _gradient(master).view(-1).view(target.dtype)[: target.numel()].view_as(target)
+                pinned = (
+                    _gradient(master).view(-1).view(target.dtype)[: target.numel()].view_as(target)
+                )
                 source = pinned.copy_(source)
             target.copy_(source, non_blocking=True)
 
@@ -153,7 +180,11 @@ class AdamW8bit(MasterAdamW):
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool = False
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        offload: bool = False,
     ) -> None:
         self._functional = quantised_kernels()
         self._config = config
@@ -222,7 +253,10 @@ class AdamW8bit(MasterAdamW):
             weights = local(master).detach().view(-1).split(_PIECE)
             gradients = _gradient(master).detach().view(-1).split(_PIECE)
             pieces = zip(weights, gradients, first.pieces(), second.pieces(), strict=True)
-            for weight, gradient, (first_values, first_scales), (second_values, second_scales) in pieces:
+            for weight, gradient, (first_values, first_scales), (
+                second_values,
+                second_scales,
+            ) in pieces:
                 self._functional.optimizer_update_8bit_blockwise(
                     "adam",
                     gradient,
@@ -268,12 +302,18 @@ class MuonAdamW(MasterAdamW):
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[str]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        matrices: Collection[str],
     ) -> None:
         self._config = config
         self._matrices = [name for name in parameters if name in matrices]
         super().__init__(parameters, config)
-        self._momentum = {name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices}
+        self._momentum = {
+            name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices
+        }
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` with Muon's moments among the first ones, and ``exp_avg_sq`` of AdamW's."""
@@ -303,11 +343,18 @@ class MuonAdamW(MasterAdamW):
             update = torch.nn.Parameter(torch.zeros_like(direction))
             update.grad = direction
             torch.optim.Muon(
-                [update], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+                [update],
+                lr=rate,
+                weight_decay=0.0,
+                momentum=0.0,
+                nesterov=False,
+                adjust_lr_fn="match_rms_adamw",
             ).step()
             shard = local(master)
             first = first_row(master)
-            shard.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + shard.shape[0]])
+            shard.mul_(1 - rate * self._config.weight_decay).add_(
+                update[first : first + shard.shape[0]]
+            )
 
 
 def hidden_matrices(parameters: Mapping[str, torch.nn.Parameter], model: Any) -> set[str]:
@@ -328,7 +375,9 @@ class _Blocks:
         self.code = code
         """The 256 numbers, ascending, that bytes stand for, to be multiplied by a scale."""
         self.values = torch.zeros(like.numel(), dtype=torch.uint8, device=like.device)
-        self.scales = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
+        self.scales = torch.zeros(
+            -(-like.numel() // BLOCK), dtype=torch.float32, device=like.device
+        )
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield views of values and scales, each as large as one kernel call may take."""
@@ -337,7 +386,11 @@ class _Blocks:
     def dequantize(self, out: torch.Tensor) -> None:
         """Write the moment to a contiguous float32 tensor."""
         for (values, scales), target in zip(self.pieces(), out.view(-1).split(_PIECE), strict=True):
-            target.copy_(self._functional.dequantize_blockwise(values, absmax=scales, code=self.code, blocksize=BLOCK))
+            target.copy_(
+                self._functional.dequantize_blockwise(
+                    values, absmax=scales, code=self.code, blocksize=BLOCK
+                )
+            )
 
     def quantize(self, moment: torch.Tensor) -> None:
         """Store a float32 moment in 8 bits; a moment that `dequantize` wrote gives the same bytes again.
@@ -346,8 +399,12 @@ class _Blocks:
         as in the kernels: the codes of signed numbers start at -0.993 and end at 1.
         """
         middle = (self.code[1:] + self.code[:-1]) / 2
-        for (values, scales), source in zip(self.pieces(), moment.reshape(-1).split(_PIECE), strict=True):
-            padded = torch.nn.functional.pad(source.to(values.device, torch.float32), (0, -source.numel() % BLOCK))
+        for (values, scales), source in zip(
+            self.pieces(), moment.reshape(-1).split(_PIECE), strict=True
+        ):
+            padded = torch.nn.functional.pad(
+                source.to(values.device, torch.float32), (0, -source.numel() % BLOCK)
+            )
             rows = padded.view(-1, BLOCK)
             largest = rows.amax(1)
             if self.code[0] < 0:

@@ -58,14 +58,20 @@ def _attend(
         )
     for name in _UNSUPPORTED_ARGUMENTS:
         if options.get(name) is not None:
-            raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
+            raise UnsupportedModelError(
+                f"the model's attention uses {name!r}: packed training does not compute it"
+            )
     if attention_mask is not None:
         # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
         # follow the mask.
         sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
-        raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
-    attention = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+        raise UnsupportedModelError(
+            f"sliding_window is {sliding_window}; expected at least 1, or none"
+        )
+    attention = AttentionKind(
+        scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+    )
     return packed.attend(query, key, value, attention), None
 
 
@@ -126,7 +132,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"the model's attn_implementation is {self._text_config._attn_implementation!r}; expected "
                 f"{ATTENTION_NAME!r}; {type(self).__name__}.from_pretrained loads it so"
             )
-        self._has_linear_attention = loading.check_layer_types(self._text_config, model.config.model_type)
+        self._has_linear_attention = loading.check_layer_types(
+            self._text_config, model.config.model_type
+        )
         self._longest = max_length if loading.freeze_rope(model, max_length) else None
         # A packed row has no padding: a pad token in it was written by someone, and learns like any other.
         model.get_input_embeddings().padding_idx = None
@@ -143,7 +151,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.fuses_layers = True
         """Whether fused kernels compute the operations between matrix products, if available (`fused_layers`)."""
         routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
+        self._routers = [
+            ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers
+        ]
         self.num_routers = len(routers)
         """Layers whose choice of experts can be recorded and imposed."""
         self.context: ContextParallel | None = None
@@ -167,7 +177,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             if not any(part in name for part in in_float32):
                 parameter.data = parameter.data.to(self.compute_dtype)
         device = model.device if weights is None else weights.device
-        if gradient_checkpointing and activations.is_checkpointed(gradient_checkpointing, model, device):
+        if gradient_checkpointing and activations.is_checkpointed(
+            gradient_checkpointing, model, device
+        ):
             activations.checkpoint_layers(self.layers(), checkpointed_layers)
         if activation_offload:
             activations.offload_activations(self.root)
@@ -202,7 +214,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             return cls(model.to(device), **options)
         from gcore_trainer.torch.sliced_weights import make_model
 
-        model, weights = make_model(cls, path, attention=ATTENTION_NAME, dtype=dtype, device=torch.device(device))
+        model, weights = make_model(
+            cls, path, attention=ATTENTION_NAME, dtype=dtype, device=torch.device(device)
+        )
         packed = cls(model, weights=weights, **options)
         if not sharded:
             packed.load_weights()
@@ -229,8 +243,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def layers(self) -> list[torch.nn.Module]:
         """Return the model's layers, first to last."""
         count: int = self._text_config.num_hidden_layers
-        model: torch.nn.Module = self.model if self.vision is None else self.model.base_model.language_model
-        stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+        model: torch.nn.Module = (
+            self.model if self.vision is None else self.model.base_model.language_model
+        )
+        stacks = [
+            m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count
+        ]
         return list(stacks[0])
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -238,7 +256,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         if self.vision is None:
             return parameters
-        return {checkpoint_name(self.model, name): parameter for name, parameter in parameters.items()}
+        return {
+            checkpoint_name(self.model, name): parameter for name, parameter in parameters.items()
+        }
 
     def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
         """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
@@ -251,7 +271,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
         return make_adamw(trained, config, offload=offload, model=self.model)
 
-    def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+    def save_pretrained(
+        self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None
+    ) -> None:
         """Write a Hugging Face folder of full tensors, one file at a time; None: the model's own tensors."""
         if weights is None:
             self.model.save_pretrained(path)
@@ -278,7 +300,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             )
         self.context = context
 
-    def score(self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None) -> ScoresT:
+    def score(
+        self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None
+    ) -> ScoresT:
         """Score one micro-batch differentiably, in float32 at least.
 
         Args:
@@ -293,7 +317,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             scores = TokenScores(log_probs=parts[0], entropies=parts[1])
         return scores
 
-    def _pass(self, samples: MicroBatch, entropy_grad: bool, routing: Routing | None) -> Sequence[torch.Tensor]:
+    def _pass(
+        self, samples: MicroBatch, entropy_grad: bool, routing: Routing | None
+    ) -> Sequence[torch.Tensor]:
         [row] = make_rows(
             [samples],
             cp=self.context,
@@ -305,7 +331,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if self._longest is not None:
             longest = max(s.num_inputs for s in samples)
             if longest > self._longest:
-                raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
+                raise BatchError(
+                    f"a sample has {longest} input tokens; expected at most max_length = {self._longest}"
+                )
         self.num_computed_tokens += row.num_tokens
         self.impose(row.routing)
         for router in self._routers:
@@ -317,22 +345,31 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return scores
 
     @abstractmethod
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(
+        self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
         """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass."""
 
     @torch.no_grad()
     def predict(
-        self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        num_passes: int | None = None,
+        routing: Routing | None = None,
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
         passes = filled_up(micro_batches, num_passes or 0)
-        scores = [self._pass(samples, False, routing)[0].float().cpu().numpy() for samples in passes]
+        scores = [
+            self._pass(samples, False, routing)[0].float().cpu().numpy() for samples in passes
+        ]
         return scores[: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass: a backward pass may compute layers again."""
         if routing_TLK is not None:
-            check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
+            check_routing(
+                routing_TLK, (self.num_routers, *{router.top_k for router in self._routers})
+            )
         for layer, router in enumerate(self._routers):
             router.recorded = None
             router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
@@ -387,14 +424,22 @@ class PackedModel(PackedTransformer[TokenScores]):
 
     def alone(self, sample: Sample) -> torch.Tensor:
         input_ids, target_ids = loading.input_and_target_ids(sample, self.model.device)
-        logits_RV = self.model(input_ids=input_ids, use_cache=False).logits[0, -target_ids.numel() :]
-        return (logits_RV.float() / self.temperature).log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
+        logits_RV = self.model(input_ids=input_ids, use_cache=False).logits[
+            0, -target_ids.numel() :
+        ]
+        return (
+            (logits_RV.float() / self.temperature)
+            .log_softmax(-1)
+            .gather(1, target_ids[:, None])[:, 0]
+        )
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Compute log-probabilities [R] of each sample's response, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(
+        self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
         head: Any = self.model.get_output_embeddings()
         scores = token_scores(
             hidden_nD,

@@ -94,7 +94,9 @@ class TorchParallel:
         shard_modules([*packed.layers(), packed.root], self.mesh)
         packed.load_weights()
 
-    def syncing(self, packed: PackedTransformer[Any], passes: Iterable[MicroBatch]) -> Generator[MicroBatch]:
+    def syncing(
+        self, packed: PackedTransformer[Any], passes: Iterable[MicroBatch]
+    ) -> Generator[MicroBatch]:
         """Yield an update's micro-batches; their backward passes exchange gradients as ``gradient_sync`` says."""
         waits = self.gradient_sync == "update"
         if self.gradient_sync == "auto":
@@ -106,7 +108,9 @@ class TorchParallel:
             yield samples
 
 
-def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+def shard_modules(
+    modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None
+) -> None:
     """Shard modules, the outer ones last; ``dtype`` is that of gathered parameters, None: their own.
 
     Inputs of modules stay as they are: rounded to bfloat16, timesteps and positions would be others. Gradients are
@@ -116,7 +120,9 @@ def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype
     for module in modules:
         if any(parameter.dtype == torch.float64 for parameter in module.parameters()):
             reduce_dtype = None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 

@@ -55,25 +55,42 @@ def make_model(
     auto_class, implementations, config = choose_class(model_class, path, attention)
     try:
         if dtype not in (torch.float32, torch.float64):
-            raise _NotByNameError(f"dtype is {dtype}, of which transformers leaves out some parameters")
+            raise _NotByNameError(
+                f"dtype is {dtype}, of which transformers leaves out some parameters"
+            )
         if getattr(config, "quantization_config", None) is not None:
             raise _NotByNameError("it is quantized")
         folder = _Folder(Path(path))
         try:
             with torch.device("meta"):
-                model = auto_class.from_config(config, dtype=dtype, attn_implementation=implementations)
+                model = auto_class.from_config(
+                    config, dtype=dtype, attn_implementation=implementations
+                )
             sources = _sources(model, folder.shapes)
-        except (AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
-            raise _NotByNameError(f"transformers does not make it without memory ({error})") from error
+        except (
+            AttributeError,
+            ImportError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+        ) as error:
+            raise _NotByNameError(
+                f"transformers does not make it without memory ({error})"
+            ) from error
         ignored: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
         unexpected = folder.shapes.keys() - set(sources.values())
         for pattern in ignored:
             unexpected = {name for name in unexpected if not re.search(pattern, name)}
         check_layers(path, model, unexpected)
-        in_files = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources}
+        in_files = {
+            id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in sources
+        }
         for name in sorted(n for n, p in model.named_parameters() if id(p) not in in_files):
             # A new value head is not in the files; `load_model` refuses one that should be.
-            if not name.startswith(model_class.new_weights) or type(model).__name__ in (config.architectures or ()):
+            if not name.startswith(model_class.new_weights) or type(model).__name__ in (
+                config.architectures or ()
+            ):
                 raise _NotByNameError(f"its files have no {name}")
         _make_buffers(model, folder, sources, device)
         if model.can_generate() and (Path(path) / "generation_config.json").is_file():
@@ -94,7 +111,12 @@ class SlicedWeights:
     """
 
     def __init__(
-        self, folder: "_Folder", sources: Mapping[str, str], *, dtype: torch.dtype, device: torch.device
+        self,
+        folder: "_Folder",
+        sources: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._folder = folder
         self._sources = sources
@@ -115,7 +137,9 @@ class SlicedWeights:
         with self._folder.open_reader() as read:
             for name, parameter in parameters.items():
                 if parameter not in allocated:
-                    allocated[parameter] = torch.nn.Parameter(_zeros(parameter, self.device), parameter.requires_grad)
+                    allocated[parameter] = torch.nn.Parameter(
+                        _zeros(parameter, self.device), parameter.requires_grad
+                    )
                 into = local(allocated[parameter])
                 first = first_row(parameter)
                 source = self._sources.get(name.replace(".base_layer.", "."))
@@ -125,7 +149,9 @@ class SlicedWeights:
                     value = initial_value(name, parameter.shape, start)
                     into.copy_(value[first : first + into.shape[0]])
         # FSDP looks for other parameters before its first pass; the same one under two names stays tied.
-        model.load_state_dict({name: allocated[p] for name, p in parameters.items()}, strict=False, assign=True)
+        model.load_state_dict(
+            {name: allocated[p] for name, p in parameters.items()}, strict=False, assign=True
+        )
 
     @contextmanager
     def checking(self, packed: Any) -> Generator[None]:
@@ -139,7 +165,9 @@ class SlicedWeights:
             modules = list(layer.modules())
             inner.update(modules)
             parts.append((layer, modules))
-        parts.insert(0, (packed.root, [module for module in packed.root.modules() if module not in inner]))
+        parts.insert(
+            0, (packed.root, [module for module in packed.root.modules() if module not in inner])
+        )
         dtype = packed.compute_dtype
         packed.compute_dtype = self._dtype
         context = packed.context
@@ -150,7 +178,9 @@ class SlicedWeights:
             for part, modules in parts:
                 before, after = _conversion(modules, self._dtype)
                 stack.callback(part.register_forward_pre_hook(before).remove)
-                stack.callback(part.register_forward_hook(after, prepend=True, always_call=True).remove)
+                stack.callback(
+                    part.register_forward_hook(after, prepend=True, always_call=True).remove
+                )
             try:
                 yield
             finally:
@@ -177,7 +207,9 @@ class _Folder:
     def open_reader(self) -> Generator[Callable[[str, torch.Tensor, int, torch.dtype], None]]:
         """Yield a function that copies rows of a tensor, from a given one on, into another, after a cast to a dtype."""
         with ExitStack() as stack:
-            open_file = cache(lambda name: stack.enter_context(safe_open(self._path / name, framework="pt")))
+            open_file = cache(
+                lambda name: stack.enter_context(safe_open(self._path / name, framework="pt"))
+            )
 
             def read(name: str, into: torch.Tensor, first: int, dtype: torch.dtype) -> None:
                 file = open_file(self._file_of[name])
@@ -209,7 +241,9 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
     sources: dict[str, str] = {}
     key_of: dict[int, str] = {}
     for key in sorted(shapes, key=dot_natural_key):
-        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, tensors)
+        name, converted = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, tensors
+        )
         if name not in tensors and key in tensors:
             name, converted = rename_source_key(key, [], [], model.base_model_prefix, tensors)
         if name not in tensors:
@@ -218,7 +252,9 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
         if converted is not None:
             raise _NotByNameError(f"{key} is converted on loading")
         if tuple(tensor.shape) != shapes[key]:
-            raise _NotByNameError(f"{key} has shape {shapes[key]}, and {name} {tuple(tensor.shape)}")
+            raise _NotByNameError(
+                f"{key} has shape {shapes[key]}, and {name} {tuple(tensor.shape)}"
+            )
         # transformers ties two tensors of one folder only if they are equal.
         first_key = key_of.setdefault(id(tensor), key)
         if first_key != key:
@@ -229,7 +265,9 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
     return sources
 
 
-def _make_buffers(model: Any, folder: _Folder, sources: Mapping[str, str], device: torch.device) -> None:
+def _make_buffers(
+    model: Any, folder: _Folder, sources: Mapping[str, str], device: torch.device
+) -> None:
     """Compute a model's buffers on the CPU as transformers does on loading; read saved buffers from the files."""
     for parameter in model.parameters():
         setattr(parameter, _INITIALIZED, True)
@@ -271,7 +309,9 @@ def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
+def _conversion(
+    modules: list[Any], dtype: torch.dtype
+) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return hooks to call before and after a pass, during which modules have parameters of another data type."""
     replaced: list[tuple[Any, str, torch.nn.Parameter]] = []
 
@@ -283,7 +323,9 @@ def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., N
                 if parameter is None or parameter.dtype == dtype:
                     continue
                 if parameter not in wide:
-                    wide[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                    wide[parameter] = torch.nn.Parameter(
+                        parameter.detach().to(dtype), requires_grad=False
+                    )
                 replaced.append((module, name, parameter))
                 module._parameters[name] = wide[parameter]
 

@@ -95,7 +95,9 @@ def _saved_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def _as_published(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _as_published(
+    model: Any, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Undo the renaming and fusing of transformers' loading, for the tensors of a layer together."""
     from transformers.core_model_loading import revert_weight_conversion
 

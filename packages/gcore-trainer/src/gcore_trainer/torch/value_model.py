@@ -40,7 +40,9 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         packed = super().from_pretrained(path, **options)
-        architectures = json.loads((Path(path) / "config.json").read_text()).get("architectures") or []
+        architectures = (
+            json.loads((Path(path) / "config.json").read_text()).get("architectures") or []
+        )
         is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
         if not is_classifier and (packed.lora is None or not packed.lora.path):
             torch.nn.init.zeros_(packed.model.score.weight)
@@ -73,6 +75,8 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         """Compute values [R] of the states before each sample's response tokens, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(
+        self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None
+    ) -> tuple[torch.Tensor, ...]:
         del row, entropy_grad
         return (self.model.score(hidden_nD).sum(-1),)

@@ -44,7 +44,11 @@ SYNC_COLUMNS = {
     "without it s": "{most_s:.2f}",
     "predicted s": "{predicted_s:.2f}",
 }
-LENDING_COLUMNS = {"": "against {devices} devices", "stated": "{stated:.0%}", "predicted": "{predicted:.0%}"}
+LENDING_COLUMNS = {
+    "": "against {devices} devices",
+    "stated": "{stated:.0%}",
+    "predicted": "{predicted:.0%}",
+}
 
 
 def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureTable]:
@@ -52,8 +56,15 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     del options
     rows = predict_steps(say)
     return [
-        FigureTable(title="published steps, predicted", columns=STEP_COLUMNS, rows=rows, aims=check_aims(rows)),
-        FigureTable(title="weight syncs of verl, predicted", columns=SYNC_COLUMNS, rows=predict_syncs()),
+        FigureTable(
+            title="published steps, predicted",
+            columns=STEP_COLUMNS,
+            rows=rows,
+            aims=check_aims(rows),
+        ),
+        FigureTable(
+            title="weight syncs of verl, predicted", columns=SYNC_COLUMNS, rows=predict_syncs()
+        ),
         FigureTable(
             title="time that verl saves by lending, predicted without losses",
             columns=LENDING_COLUMNS,
@@ -107,7 +118,9 @@ def check_aims(rows: Sequence[Row]) -> list[str]:
         if abs(error) > AIM:
             worse.append(f"{row['name']} ({row['release']}) {error:+.0%}")
     count = f"{len(steps) - len(worse)} of {len(steps)}"
-    return [f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(worse)})"]
+    return [
+        f"aim: predicted steps that were held out within {AIM:.0%}: {count} ({verdict_on_all(worse)})"
+    ]
 
 
 def predict_syncs() -> list[Row]:
@@ -116,9 +129,17 @@ def predict_syncs() -> list[Row]:
     shapes = read_json("models.json")
     for model, num_devices, least_s, most_s in SYNCS:
         cluster = Cluster(num_devices=num_devices, device=Device.named("H20"))
-        predicted_s = predict_sync_s(ModelShape.from_config(shapes[model]), cluster, num_devices, Efficiency())
+        predicted_s = predict_sync_s(
+            ModelShape.from_config(shapes[model]), cluster, num_devices, Efficiency()
+        )
         rows.append(
-            {"model": model, "devices": num_devices, "least_s": least_s, "most_s": most_s, "predicted_s": predicted_s}
+            {
+                "model": model,
+                "devices": num_devices,
+                "least_s": least_s,
+                "most_s": most_s,
+                "predicted_s": predicted_s,
+            }
         )
     return rows
 
@@ -136,5 +157,7 @@ def predict_savings() -> list[Row]:
     fixed_s = {"8 + 24": training / 8, "16 + 16": generation / 16}
     rows: list[Row] = []
     for devices, seconds in fixed_s.items():
-        rows.append({"devices": devices, "stated": SAVINGS[devices], "predicted": 1 - lent_s / seconds})
+        rows.append(
+            {"devices": devices, "stated": SAVINGS[devices], "predicted": 1 - lent_s / seconds}
+        )
     return rows

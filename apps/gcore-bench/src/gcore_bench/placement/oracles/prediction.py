@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 
 from gcore_bench.placement.fitting import Constants, fit_constants
 from gcore_bench.placement.oracles.steps import PublishedStep, Stage
-from gcore_placement import Cluster, Efficiency, EngineLayout, Job, Lengths, ModelShape, StepTime, predict_layout
+from gcore_placement import (
+    Cluster,
+    Efficiency,
+    EngineLayout,
+    Job,
+    Lengths,
+    ModelShape,
+    StepTime,
+    predict_layout,
+)
 
 _MAX_NUM_SEQS = 1024
 _STREAM_PARTS = 4
@@ -46,7 +55,9 @@ def find_lengths(mean: float, sigma: float, longest: float) -> Lengths:
     return Lengths.log_normal(median=low, sigma=sigma, longest=longest)
 
 
-def predict_sync_s(model: ModelShape, cluster: Cluster, num_devices: int, efficiency: Efficiency) -> float:
+def predict_sync_s(
+    model: ModelShape, cluster: Cluster, num_devices: int, efficiency: Efficiency
+) -> float:
     """Predict the seconds in which each of so many devices receives a whole model in bfloat16."""
     bytes_per_s = cluster.link_bytes_per_s(num_devices) * efficiency.links
     return 2 * model.num_parameters / bytes_per_s
@@ -77,7 +88,9 @@ def predict_stages(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
         samples = step.ppo_mini_batch_size * step.n // replicas
         training_s *= predict_imbalance(responses, ranks=replicas, samples=samples)
     cluster = _build_cluster(step)
-    after_s = predict_sync_s(step.shape, cluster, cluster.num_devices, fit.efficiency) + trained.swap_s
+    after_s = (
+        predict_sync_s(step.shape, cluster, cluster.num_devices, fit.efficiency) + trained.swap_s
+    )
 
     sampled = responses
     if step.schedule == "stale stream":
@@ -92,17 +105,26 @@ def predict_stages(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
         total_s = max(generation_s, (_STREAM_PARTS - 1) * part_s) + part_s + after_s
     else:
         total_s = max(generation_s, preparation_s + training_s) + after_s
-    return {"generation": generation_s, "preparation": preparation_s, "training": training_s, "step": total_s}
+    return {
+        "generation": generation_s,
+        "preparation": preparation_s,
+        "training": training_s,
+        "step": total_s,
+    }
 
 
 def _build_cluster(step: PublishedStep) -> Cluster:
     num_devices = step.ranks
     if step.schedule != "turns":
         num_devices += step.engine_devices
-    return Cluster(num_devices=num_devices, device=step.hardware, devices_per_node=step.devices_per_node)
+    return Cluster(
+        num_devices=num_devices, device=step.hardware, devices_per_node=step.devices_per_node
+    )
 
 
-def _predict_layout(step: PublishedStep, fit: Fit, responses: Lengths, num_devices: int) -> StepTime:
+def _predict_layout(
+    step: PublishedStep, fit: Fit, responses: Lengths, num_devices: int
+) -> StepTime:
     """Predict the step with engines on so many devices."""
     job = Job(
         policy=step.shape,

@@ -86,7 +86,9 @@ class PublishedStep:
         """The model, the devices and the schedule."""
         if self.schedule == "turns":
             return f"{self.model} on {self.ranks} {self.device}, turns"
-        return f"{self.model} on {self.engine_devices} + {self.ranks} {self.device}, {self.schedule}"
+        return (
+            f"{self.model} on {self.engine_devices} + {self.ranks} {self.device}, {self.schedule}"
+        )
 
     @property
     def measured_s(self) -> dict[Stage, float]:

@@ -23,7 +23,14 @@ from gcore_placement import (
     TraceRecipe,
     compare,
 )
-from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, resize, scenario
+from gcore_placement.simulation.scenarios import (
+    JOBS,
+    PUBLISHED,
+    SCALES,
+    SCENARIOS,
+    resize,
+    scenario,
+)
 
 AIM_IDLE = 3.0
 """Most percentage points of all device-seconds by which dynamic should idle more than the clairvoyant."""
@@ -81,7 +88,9 @@ def run(options: PlacementOptions, say: Callable[[str], object]) -> list[FigureT
     for num_devices, num_steps in sizes.items():
         rows = compare_all(list_drifts(num_devices, num_steps), SEEDS, processes)
         title = f"Drift on {num_devices:,} devices"
-        tables.append(FigureTable(title=title, columns=COLUMNS, rows=rows, aims=[check_idle_aim(rows)]))
+        tables.append(
+            FigureTable(title=title, columns=COLUMNS, rows=rows, aims=[check_idle_aim(rows)])
+        )
         say(f"study: {title} is done")
     rows = compare_errors(ERRORS, few_steps, processes)
     tables.append(FigureTable(title="Wrong costs of the judge", columns=ERROR_COLUMNS, rows=rows))
@@ -113,7 +122,10 @@ def list_broken_conditions(num_steps: int) -> Cases:
     return [
         ("as it is", partial(_simulate, curriculum, costs, num_steps)),
         ("load stays the same", partial(_simulate, steady, costs, num_steps)),
-        ("load changes at random every step", partial(_simulate, replace(steady, noise=0.6), costs, num_steps)),
+        (
+            "load changes at random every step",
+            partial(_simulate, replace(steady, noise=0.6), costs, num_steps),
+        ),
         ("one large wave a step", partial(_simulate, SCENARIOS["large_waves"], costs, num_steps)),
         ("four replicas in all", partial(_simulate, curriculum, large, num_steps)),
         ("a move takes 20 minutes", partial(_simulate, curriculum, slow_moves, num_steps)),
@@ -196,7 +208,9 @@ def compare_errors(errors: Sequence[float], num_steps: int, processes: int) -> l
 
     Rows have the seconds of the best split over those of dynamic, with measurements that correct the model and without.
     """
-    by_seed = run_all([partial(_measure_gains, errors, num_steps, seed) for seed in SEEDS], processes=processes)
+    by_seed = run_all(
+        [partial(_measure_gains, errors, num_steps, seed) for seed in SEEDS], processes=processes
+    )
     rows: list[Row] = []
     for error, *gains in zip(errors, *by_seed, strict=True):
         corrected, uncorrected = zip(*gains, strict=True)

@@ -58,7 +58,11 @@ def _sum_sampling_s(run: StrategyRun) -> float:
 def check_aim(rows: Sequence[Row]) -> str:
     """Compare the largest loss with the aim."""
     worst = max(rows, key=lambda row: row["loss_percent"])
-    missed = [f"{row['trace']} on {row['devices']}" for row in rows if row["loss_percent"] > 100 * AIM_LOSS]
+    missed = [
+        f"{row['trace']} on {row['devices']}"
+        for row in rows
+        if row["loss_percent"] > 100 * AIM_LOSS
+    ]
     return (
         f"aim: dynamic loses at most {AIM_LOSS:.0%} to the best split on every trace; most: "
         f"{worst['loss_percent']:+.1f}% on {worst['trace']} with {worst['devices']} devices ({verdict_on_all(missed)})"

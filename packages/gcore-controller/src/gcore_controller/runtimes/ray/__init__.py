@@ -8,7 +8,10 @@ from gcore_controller.errors import MissingExtraError
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
-    from gcore_controller.runtimes.ray.actors import ActorRole as ActorRole, RoleActors as RoleActors
+    from gcore_controller.runtimes.ray.actors import (
+        ActorRole as ActorRole,
+        RoleActors as RoleActors,
+    )
     from gcore_controller.runtimes.ray.backend import Handles as Handles, RayBackend as RayBackend
     from gcore_controller.runtimes.ray.cluster import (
         RayReference as RayReference,
@@ -18,7 +21,10 @@ try:
         count_cluster_gpus as count_cluster_gpus,
         put as put,
     )
-    from gcore_controller.runtimes.ray.controllers import RayControllers as RayControllers, run_ray as run_ray
+    from gcore_controller.runtimes.ray.controllers import (
+        RayControllers as RayControllers,
+        run_ray as run_ray,
+    )
     from gcore_controller.runtimes.ray.trainer_group import (
         RayTrainerClient as RayTrainerClient,
         RayTrainerGroup as RayTrainerGroup,

@@ -94,7 +94,9 @@ class ActorGroup(ABC):
         pending = set(replies)
         heartbeats: Heartbeats | None = None
         while pending:
-            done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(
+                pending, timeout=HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
+            )
             if any(reply.exception() is not None for reply in done):
                 return
             if pending:
@@ -212,7 +214,11 @@ class RoleActors(Generic[ConfigT]):
         Actors that answer stay. Where a role has too many, they get an engine of another role, in the same process.
         In turns, judges have actors of their own, each on the device of an engine.
         """
-        target_sizes: dict[ActorRole, int] = {"engine": sizes.engines, LENT: sizes.num_lent, **sizes.judges}
+        target_sizes: dict[ActorRole, int] = {
+            "engine": sizes.engines,
+            LENT: sizes.num_lent,
+            **sizes.judges,
+        }
         if self._is_in_turns and (
             any(len(handles) != target_sizes[role] for role, handles in self.handles.items())
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
@@ -224,11 +230,23 @@ class RoleActors(Generic[ConfigT]):
         spare: list[Any] = []
         for role, handles in self.handles.items():
             # Judges that are to share devices with engines give up their own.
-            num_kept = 0 if role != "engine" and sizes.in_turns and not self._is_in_turns else target_sizes[role]
+            num_kept = (
+                0
+                if role != "engine" and sizes.in_turns and not self._is_in_turns
+                else target_sizes[role]
+            )
             if handles and len(handles) != num_kept:
                 answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
-                await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
-                there = [handle for handle, is_there in zip(handles, answers, strict=True) if is_there]
+                await self._end(
+                    [
+                        handle
+                        for handle, is_there in zip(handles, answers, strict=True)
+                        if not is_there
+                    ]
+                )
+                there = [
+                    handle for handle, is_there in zip(handles, answers, strict=True) if is_there
+                ]
                 handles[:] = there[:num_kept]
                 spare += there[num_kept:]
         self._is_in_turns = sizes.in_turns
@@ -237,17 +255,29 @@ class RoleActors(Generic[ConfigT]):
                 process = role, self._num_made[role]
                 factory = self.factory(role, config, process)
                 self._num_made[role] += 1
-                neighbour = self.handles["engine"][len(handles)] if role != "engine" and sizes.in_turns else None
+                neighbour = (
+                    self.handles["engine"][len(handles)]
+                    if role != "engine" and sizes.in_turns
+                    else None
+                )
                 if spare and neighbour is None:
                     handle = spare.pop().becoming(factory)
                 else:
                     handle = await self._start_actor(factory, config, neighbour)
                 is_fixed = sizes.in_turns or role == LENT
                 other_roles = (
-                    [] if is_fixed else [other_role for other_role in self.handles if other_role not in (role, LENT)]
+                    []
+                    if is_fixed
+                    else [
+                        other_role for other_role in self.handles if other_role not in (role, LENT)
+                    ]
                 )
                 handle = handle.lendable(
-                    role, {other_role: self.factory(other_role, config, process) for other_role in other_roles}
+                    role,
+                    {
+                        other_role: self.factory(other_role, config, process)
+                        for other_role in other_roles
+                    },
                 )
                 handles.append(handle)
         await self._end(spare)
@@ -277,7 +307,9 @@ class RoleActors(Generic[ConfigT]):
             # With one judge, the last engines of the policy become the last of the judge.
             handles += reversed([*chain.from_iterable(self._judges)])
         handles += self.handles.get(LENT, [])
-        return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in handles))
+        return await asyncio.gather(
+            *(handle.actor.__ray_call__.remote(_device) for handle in handles)
+        )
 
     async def end_turn(self, *, timeout_s: float) -> None:
         """Put the engines on devices of ranks to sleep; those that do not answer in time have died."""
@@ -346,7 +378,9 @@ class RoleActors(Generic[ConfigT]):
 def _device(actor: Any) -> ReservedDevice:
     """Return the device of an actor."""
     del actor
-    return ReservedDevice(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
+    return ReservedDevice(
+        ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+    )
 
 
 def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:

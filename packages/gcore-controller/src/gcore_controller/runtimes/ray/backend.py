@@ -11,12 +11,31 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import ray
 
 from gcore_controller.context import Context, run_until_done
-from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError, RankCodeError, RankError
-from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating, WaveSampled
+from gcore_controller.errors import (
+    ClusterError,
+    ControllerDiedError,
+    ControllerError,
+    RankCodeError,
+    RankError,
+)
+from gcore_controller.rlhf.events import (
+    Announced,
+    Event,
+    Reached,
+    Recorder,
+    Stepped,
+    Updating,
+    WaveSampled,
+)
 from gcore_controller.rlhf.rounds import Round
 from gcore_controller.runtimes.backend import LENT, Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
-from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch, check_capacity, free_resources
+from gcore_controller.runtimes.ray.cluster import (
+    CapacityChangedError,
+    CapacityWatch,
+    check_capacity,
+    free_resources,
+)
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import ReservedDevice, SharedDevices
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
@@ -129,7 +148,11 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges={role: judges for role, judges in self.engines.handles.items() if role not in ("engine", LENT)},
+            judges={
+                role: judges
+                for role, judges in self.engines.handles.items()
+                if role not in ("engine", LENT)
+            },
             lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
@@ -137,7 +160,9 @@ class RayBackend(Generic[JobT, ConfigT]):
         )
         assert self._controllers is not None
         self._is_updating = False
-        run = self._controllers.run(self.program(job), roles=handles, reported=partial(self._take_in, recorder))
+        run = self._controllers.run(
+            self.program(job), roles=handles, reported=partial(self._take_in, recorder)
+        )
         try:
             await run_until_done(run, self._watch_capacity(), self._observe_stages())
         finally:
@@ -151,7 +176,10 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         remedies = (
             (ControllerDiedError, "another one takes over its share"),
-            (self.engine_errors, "they were started again" if self.config.sizes.engines else "connecting again"),
+            (
+                self.engine_errors,
+                "they were started again" if self.config.sizes.engines else "connecting again",
+            ),
             (RankError, "all training ranks were started again"),
             ((CapacityChangedError, PlacementMovedError), ""),
         )
@@ -249,13 +277,18 @@ class RayBackend(Generic[JobT, ConfigT]):
                     self.learner.close()
                 keeps_models = False
             try:
-                return await run_until_done(self._resize(config, keeps_models=keeps_models), self._watch_capacity())
+                return await run_until_done(
+                    self._resize(config, keeps_models=keeps_models), self._watch_capacity()
+                )
             except CapacityChangedError:
                 keeps_models = False
 
     async def _resize(self, config: ConfigT, *, keeps_models: bool) -> bool:
         """Start and end processes for new settings, and return whether the ranks and their models are the same."""
-        if self._controllers is not None and config.sizes.controllers != self.config.sizes.controllers:
+        if (
+            self._controllers is not None
+            and config.sizes.controllers != self.config.sizes.controllers
+        ):
             await self._controllers.close()
             self._controllers = None
         self.config = config
@@ -301,7 +334,9 @@ class RayBackend(Generic[JobT, ConfigT]):
                 await asyncio.wait_for(self.engines.devices(), config.ray.timeout_s)
             except TimeoutError:
                 free = f"within {config.ray.timeout_s} s: free are {free_resources()}"
-                raise ClusterError(f"{config.sizes.num_engine_places} engines found no capacity {free}") from None
+                raise ClusterError(
+                    f"{config.sizes.num_engine_places} engines found no capacity {free}"
+                ) from None
         self._controllers = await RayControllers.start(
             world_size=config.sizes.controllers,
             num_cpus=config.ray.cpus_per_process,

@@ -36,7 +36,9 @@ Node = Mapping[str, float]
 """The amount of each resource that a node has, by Ray's names."""
 
 _CONNECT_TIMEOUT_S = 10.0
-_VERSIONS = re.compile(r"Version mismatch:.*Ray: (\S+)\s+Python: (\S+).*Ray: (\S+)\s+Python: (\S+)", re.DOTALL)
+_VERSIONS = re.compile(
+    r"Version mismatch:.*Ray: (\S+)\s+Python: (\S+).*Ray: (\S+)\s+Python: (\S+)", re.DOTALL
+)
 """The versions of a cluster and of this process, in the error that Ray raises where they differ."""
 _POLL_EVERY_S = 1.0
 _SETTLED_S = 3.0
@@ -68,7 +70,9 @@ def connect(address: str | None = None, **options: Any) -> None:
         ) from None
 
 
-def connect_quietly(address: str | None = None, *, variables: Mapping[str, str] | None = None, **options: Any) -> None:
+def connect_quietly(
+    address: str | None = None, *, variables: Mapping[str, str] | None = None, **options: Any
+) -> None:
     """Connect as `connect` does, and keep what Ray and the processes of the cluster log off the screen.
 
     All processes that Ray starts for this one get the ``variables`` of the environment.
@@ -114,7 +118,9 @@ def check_token(address: str | None = None) -> None:
                 raise
             GcsClient(address=address)
     except AuthenticationError as error:
-        raise ClusterError(f"the Ray cluster at {address!r} does not accept this process: {_token(error)}") from None
+        raise ClusterError(
+            f"the Ray cluster at {address!r} does not accept this process: {_token(error)}"
+        ) from None
     except RayError as error:
         raise ConnectionError(f"what answers at {address!r} is no Ray cluster: {error}") from error
 
@@ -191,7 +197,9 @@ def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
 def free_resources() -> str:
     """Return in words the resources that no process has reserved."""
     free: Mapping[str, float] = ray.available_resources()
-    amounts = {"CPU": 0.0} | {n: amount for n, amount in free.items() if "_group_" not in n and ":" not in n}
+    amounts = {"CPU": 0.0} | {
+        n: amount for n, amount in free.items() if "_group_" not in n and ":" not in n
+    }
     memory = {name: amounts.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
     counts = [f"{amount:g} {name}" for name, amount in amounts.items()]
     return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
@@ -204,14 +212,22 @@ class CapacityChangedError(ControllerError):
 def _alive_nodes() -> dict[str, Node]:
     """Return the resources of the cluster's nodes, by address and first characters of the id."""
     nodes: list[dict[str, Any]] = ray.nodes()
-    return {f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})": n["Resources"] for n in nodes if n["Alive"]}
+    return {
+        f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})": n["Resources"]
+        for n in nodes
+        if n["Alive"]
+    }
 
 
 def has_capacity(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bool:
     """Return whether each process fits on one of the nodes, if no other run uses them."""
     free = [defaultdict(float, node) for node in nodes]
-    for need in sorted(_needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True):
-        node = next((f for f in free if all(f[name] >= amount for name, amount in need.items())), None)
+    for need in sorted(
+        _needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True
+    ):
+        node = next(
+            (f for f in free if all(f[name] >= amount for name, amount in need.items())), None
+        )
         if node is None:
             return False
         for name, amount in need.items():
@@ -229,7 +245,12 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
     nodes = list(nodes)
     full_sizes = config.sizes
     unit = config.rank_unit
-    counts = (full_sizes.controllers, full_sizes.engines, full_sizes.ranks // unit, *full_sizes.judges.values())
+    counts = (
+        full_sizes.controllers,
+        full_sizes.engines,
+        full_sizes.ranks // unit,
+        *full_sizes.judges.values(),
+    )
     sizes = full_sizes
     fractions: set[float] = set()
     for count in counts:
@@ -250,7 +271,9 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
             return sizes
     needs = {name: sum(need[name] for need in _needs(config, sizes)) for name in ("CPU", "GPU")}
     total_needs = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
-    have = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in needs) for node in nodes)
+    have = "; ".join(
+        ", ".join(f"{node.get(name, 0.0):g} {name}" for name in needs) for node in nodes
+    )
     raise ClusterError(f"{sizes} need {total_needs}: the cluster's nodes have {have or 'ended'}")
 
 
@@ -262,7 +285,11 @@ def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     engine = {name: amount * sizes.devices_per_engine for name, amount in engine.items()}
     rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
-    return [controller] * sizes.controllers + [engine] * sizes.num_engine_places + [rank] * sizes.num_own_ranks
+    return (
+        [controller] * sizes.controllers
+        + [engine] * sizes.num_engine_places
+        + [rank] * sizes.num_own_ranks
+    )
 
 
 class CapacityWatch:
@@ -286,7 +313,11 @@ class CapacityWatch:
     @property
     def shortfall(self) -> str:
         sizes = self._config.sizes
-        return "" if sizes == self.fitting_sizes else f"the cluster has capacity for {self.fitting_sizes}, of {sizes}"
+        return (
+            ""
+            if sizes == self.fitting_sizes
+            else f"the cluster has capacity for {self.fitting_sizes}, of {sizes}"
+        )
 
     async def loss(self, sizes: Sizes) -> CapacityChangedError:
         """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
@@ -296,13 +327,21 @@ class CapacityWatch:
             if nodes.keys() != self._last_change[0]:
                 self._last_change = (frozenset(nodes), time.monotonic())
             lost = [name for name in self._nodes if name not in nodes]
-            if lost and self._config.ray.elastic and not has_capacity(nodes.values(), self._config, sizes):
+            if (
+                lost
+                and self._config.ray.elastic
+                and not has_capacity(nodes.values(), self._config, sizes)
+            ):
                 return CapacityChangedError(f"node {', '.join(lost)} was lost")
 
     def check_growth(self) -> None:
         """Raise `CapacityChangedError` if nodes joined some seconds ago, and larger sizes fit."""
         names, since_s = self._last_change
-        if not self.shortfall or names <= self._nodes.keys() or time.monotonic() < since_s + _SETTLED_S:
+        if (
+            not self.shortfall
+            or names <= self._nodes.keys()
+            or time.monotonic() < since_s + _SETTLED_S
+        ):
             return
         nodes = _alive_nodes()
         if largest(nodes.values(), self._config) != self.fitting_sizes:

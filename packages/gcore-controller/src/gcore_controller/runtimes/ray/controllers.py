@@ -100,9 +100,13 @@ class ControllerActor(Generic[RolesT, ResultT]):
         if run_number == self._run_number:
             self._collectives.deliver(message)
 
-    async def take_tickets(self, count: int, counter: str, limit: int | None, run_number: int) -> range:
+    async def take_tickets(
+        self, count: int, counter: str, limit: int | None, run_number: int
+    ) -> range:
         if run_number != self._run_number:
-            raise CollectiveMismatchError("take_tickets was called by a task of a run that has ended")
+            raise CollectiveMismatchError(
+                "take_tickets was called by a task of a run that has ended"
+            )
         return self._tickets.take(count, counter, limit)
 
     async def next_report(self) -> Any:
@@ -137,7 +141,9 @@ class ControllerActor(Generic[RolesT, ResultT]):
             await delivery
         except RayTaskError as error:
             # The actor takes in every message that it can read.
-            raise UnpicklableValueError(f"rank {rank} cannot unpickle it: {_first_line(error.cause)}") from error
+            raise UnpicklableValueError(
+                f"rank {rank} cannot unpickle it: {_first_line(error.cause)}"
+            ) from error
 
     async def _report(self, rank: int, value: Any) -> None:
         del rank
@@ -145,7 +151,9 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._reports.put_nowait((value, delivered))
         await delivered
 
-    async def _take_tickets_at(self, run_number: int, rank: int, count: int, counter: str, limit: int | None) -> range:
+    async def _take_tickets_at(
+        self, run_number: int, rank: int, count: int, counter: str, limit: int | None
+    ) -> range:
         if rank == self._rank:
             return await self.take_tickets(count, counter, limit, run_number)
         return await self._peers[rank].take_tickets.remote(count, counter, limit, run_number)
@@ -192,7 +200,9 @@ class _Controllers(ActorGroup):
 class RayControllers:
     """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`."""
 
-    def __init__(self, bundle: dict[str, float], *, world_size: int, start_timeout_s: float) -> None:
+    def __init__(
+        self, bundle: dict[str, float], *, world_size: int, start_timeout_s: float
+    ) -> None:
         self._bundle = bundle
         self._world_size = world_size
         self._start_timeout_s = start_timeout_s
@@ -266,14 +276,21 @@ class RayControllers:
                 ``reported`` raised.
         """
         if self._turn.locked():
-            raise ClusterError("these controllers run another program; wait for it, or start others")
+            raise ClusterError(
+                "these controllers run another program; wait for it, or start others"
+            )
         async with self._turn:
             await self.restore()
             self._num_runs += 1
             group = await self._introduce()
             packed = ray.put((program, roles))
-            calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
-            watchers = [_forward_reports(controller, rank, reported) for rank, controller in enumerate(group.actors)]
+            calls = {
+                rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)
+            }
+            watchers = [
+                _forward_reports(controller, rank, reported)
+                for rank, controller in enumerate(group.actors)
+            ]
             if timeout_s is not None:
                 watchers.append(self._deadline(timeout_s))
             try:
@@ -342,8 +359,12 @@ class RayControllers:
         """Start a controller; an error shows when it is introduced to the others."""
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(ControllerActor)
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-        resources = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
+        strategy = PlacementGroupSchedulingStrategy(
+            self._placement, placement_group_bundle_index=rank
+        )
+        resources = {
+            name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")
+        }
         return make.options(
             num_cpus=self._bundle["CPU"],
             num_gpus=self._bundle.get("GPU", 0),
@@ -353,7 +374,9 @@ class RayControllers:
 
     async def _introduce(self) -> _Controllers:
         actors = list(self._controllers)
-        calls = {rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)}
+        calls = {
+            rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)
+        }
         what = f"{self._world_size} controllers did not all start"
         locations = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
         return _Controllers(actors, [*locations.values()])

@@ -74,14 +74,19 @@ class SharedDevices:
     def _with_ranks(
         cls, slots: "Sequence[tuple[int, ReservedDevice]]", sizes: Sizes, engines: Mapping[str, int]
     ) -> "SharedDevices":
-        slot_of = {**engines, **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}}
+        slot_of = {
+            **engines,
+            **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])},
+        }
         return cls(
             ranks=[part for _, part in slots[: sizes.ranks]],
             names={name: f"device {i}" for name, i in slot_of.items()},
         )
 
 
-def _sorted_slots(devices: Sequence[ReservedDevice], sizes: Sizes) -> list[tuple[int, ReservedDevice]]:
+def _sorted_slots(
+    devices: Sequence[ReservedDevice], sizes: Sizes
+) -> list[tuple[int, ReservedDevice]]:
     """Return each device that a rank can be on, with the place of the engine's device that it is part of."""
     slots: list[tuple[int, ReservedDevice]] = []
     for i, device in enumerate(devices):

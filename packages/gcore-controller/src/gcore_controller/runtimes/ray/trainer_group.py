@@ -42,7 +42,9 @@ from gcore_controller.turns import DeviceTurns, Lending, SleepingEngine, Turn, T
 class TrainingRank:
     """The actor of one rank, which answers one message after the other, in the working folder of the run."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, folder: Path, gpus: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, spec: TrainerSpec, rank: int, folder: Path, gpus: Sequence[str] | None = None
+    ) -> None:
         os.chdir(folder)
         if gpus is not None:
             # Those of another actor: Ray hides what a process has not reserved.
@@ -69,7 +71,13 @@ class TrainingRank:
 
         with self._listener as listener:
             descriptor = listener.detach() if self._rank == 0 else None
-        store = TCPStore(host, port, is_master=self._rank == 0, wait_for_workers=False, master_listen_fd=descriptor)
+        store = TCPStore(
+            host,
+            port,
+            is_master=self._rank == 0,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
         device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
         self._worker, replicas = join_ranks(self._spec, self._rank, store, device)
         return replicas
@@ -109,7 +117,9 @@ class RankHandles(ActorGroup):
     """See `TrainerSpec.expected_errors`."""
 
     def failure(self, rank: int, error: BaseException) -> BaseException:
-        return rank_failure(cause_of(error), f"{self.name(rank)} failed:\n{error}", self.expected_errors)
+        return rank_failure(
+            cause_of(error), f"{self.name(rank)} failed:\n{error}", self.expected_errors
+        )
 
 
 class RayTrainerGroup(MessageTrainerGroup):
@@ -141,21 +151,33 @@ class RayTrainerGroup(MessageTrainerGroup):
         self.kill()
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(TrainingRank)
-        default_options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        default_options: dict[str, Any] = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": "SPREAD",
+        }
         actors: list[Any] = []
         for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
             options = default_options if device is None else device.options
             gpus = None if device is None else device.gpus
             actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
         self.ranks = RankHandles(
-            actors, expected_errors=spec.expected_errors, heartbeat_timeout_s=spec.heartbeat_timeout_s
+            actors,
+            expected_errors=spec.expected_errors,
+            heartbeat_timeout_s=spec.heartbeat_timeout_s,
         )
         try:
             async with asyncio.timeout(timeout_s):
-                addresses = await self.ranks.answers({rank: actor.place.remote() for rank, actor in enumerate(actors)})
-                self.ranks = replace(self.ranks, locations=[location for location, _ in addresses.values()])
+                addresses = await self.ranks.answers(
+                    {rank: actor.place.remote() for rank, actor in enumerate(actors)}
+                )
+                self.ranks = replace(
+                    self.ranks, locations=[location for location, _ in addresses.values()]
+                )
                 _, address = addresses[0]
-                joined = await self.ranks.answers({rank: a.join.remote(*address) for rank, a in enumerate(actors)})
+                joined = await self.ranks.answers(
+                    {rank: a.join.remote(*address) for rank, a in enumerate(actors)}
+                )
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
@@ -235,14 +257,21 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
         if self.sharing:
             policy, *other_engines = self.sharing
             self._turns = DeviceTurns(
-                self, policy, other_engines, devices=self.devices, ranks=self._own_ranks, current=None
+                self,
+                policy,
+                other_engines,
+                devices=self.devices,
+                ranks=self._own_ranks,
+                current=None,
             )
 
     @property
     def num_replicas(self) -> int:
         return -(-self.ranks.replicas["actor"][0][1] // self.group.world_size)
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+    async def score(
+        self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
+    ) -> list[list[Any]]:
         message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
         answers, parts, owners = await self._compute(message)
         back: list[list[tuple[int, Any]]] = [[] for _ in range(self.group.world_size)]
@@ -281,23 +310,33 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
     async def sleep(self) -> None:
         """Put this controller's ranks to sleep."""
         await self.ranks.answers(
-            {rank: self.ranks.actors[rank].ask.remote(methodcaller("sleep")) for rank in self._own_ranks}
+            {
+                rank: self.ranks.actors[rank].ask.remote(methodcaller("sleep"))
+                for rank in self._own_ranks
+            }
         )
 
     async def wake(self) -> None:
         """Wake this controller's ranks."""
         await self.ranks.answers(
-            {rank: self.ranks.actors[rank].ask.remote(methodcaller("wake")) for rank in self._own_ranks}
+            {
+                rank: self.ranks.actors[rank].ask.remote(methodcaller("wake"))
+                for rank in self._own_ranks
+            }
         )
 
-    async def update_weights(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
+    async def update_weights(
+        self, policy: PolicyEngine, *, version: int, averaged: bool = False
+    ) -> None:
         """Send the weights from all ranks to the engines, by reference."""
         newest = max(await self.group.all_gather(policy.weight_version))
         # A run that went back to an earlier step has engines with later weights.
         version = max(version, newest + 1)
         base_version = self._sent and self._sent.next_base
         parts = await self._of_ranks(
-            lambda rank: rank.send_weights.remote(averaged=averaged, version=version, base_version=base_version)
+            lambda rank: rank.send_weights.remote(
+                averaged=averaged, version=version, base_version=base_version
+            )
         )
         self._sent = parts[0].joined(parts).after(self._sent)
         await policy.update_weights(self._sent, version=version)
@@ -314,16 +353,23 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
     async def _of_ranks(self, ask: Callable[[Any], Any]) -> list[Any]:
         """Return the answers of all ranks, of which this controller asks its own."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
-            answers = await self.ranks.answers({rank: ask(self.ranks.actors[rank]) for rank in self._own_ranks})
+            answers = await self.ranks.answers(
+                {rank: ask(self.ranks.actors[rank]) for rank in self._own_ranks}
+            )
         return list(chain.from_iterable(await self.group.all_gather(list(answers.values()))))
 
     async def _ask(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Return the answers of ranks, which are in this stage meanwhile."""
         with self.devices.stage(stage, *map(rank_name, messages)):
-            calls = {rank: self.ranks.actors[rank].ask.remote(message) for rank, message in messages.items()}
+            calls = {
+                rank: self.ranks.actors[rank].ask.remote(message)
+                for rank, message in messages.items()
+            }
             return await self.ranks.answers(calls)
 
-    async def _compute(self, message: Computation) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
+    async def _compute(
+        self, message: Computation
+    ) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
         """Have all replicas compute, and return the answers of those that this controller asks.
 
         Also return the indices of each replica's micro-batches, and each one's controller, with its index there.
@@ -343,8 +389,14 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
         replicas = self.ranks.replicas[message.role]
         parts, messages = deal_message(replace(message, micro_batches=batches), costs, replicas)
         size = self.group.world_size
-        own_ranks = [rank for rank, (replica, _) in enumerate(replicas) if replica % size == self.group.rank]
+        own_ranks = [
+            rank for rank, (replica, _) in enumerate(replicas) if replica % size == self.group.rank
+        ]
         stage = "train" if isinstance(message, TrainStep) else "prepare"
         answers = await self._ask(stage, {rank: messages[rank] for rank in own_ranks})
         # All ranks of a replica have the same answer.
-        return {replicas[rank][0]: answer for rank, answer in reversed(answers.items())}, parts, owners
+        return (
+            {replicas[rank][0]: answer for rank, answer in reversed(answers.items())},
+            parts,
+            owners,
+        )

@@ -43,7 +43,9 @@ class ModelCall:
                 return float(value)
             if value.ndim > 1:
                 shape = tuple(value.shape)
-                raise UnsupportedModelError(f"the model's timestep has shape {shape}; expected one an image")
+                raise UnsupportedModelError(
+                    f"the model's timestep has shape {shape}; expected one an image"
+                )
             return float(value.reshape(-1)[0])
         raise UnsupportedModelError(
             f"arguments of the pipeline's model are {sorted(self.arguments)}; expected a timestep among them"
@@ -59,7 +61,9 @@ class ModelCall:
             UnsupportedModelError: other latents, or something else that training could not give again.
         """
         left_out = {"return_dict", self.latents_argument, *_TIMESTEPS}
-        arguments = {name: v for name, v in self.arguments.items() if v is not None and name not in left_out}
+        arguments = {
+            name: v for name, v in self.arguments.items() if v is not None and name not in left_out
+        }
         return _flatten_dicts(arguments) | self._find_appended(latents)
 
     def outputs(self, like: torch.Tensor) -> torch.Tensor:
@@ -80,7 +84,9 @@ class ModelCall:
                 length = expected.shape[axis]
                 num_more = inputs.shape[axis] - length
                 if num_more > 0:
-                    appended[f"{self.latents_argument}+{axis}"] = inputs.narrow(axis, length, num_more)
+                    appended[f"{self.latents_argument}+{axis}"] = inputs.narrow(
+                        axis, length, num_more
+                    )
                     start = inputs.narrow(axis, 0, length)
             # With more along two axes, the shapes differ.
             if start.shape == expected.shape and torch.equal(start, expected):
@@ -119,7 +125,9 @@ class AnswerForm:
             combined = without + self.guidance_scale * (with_prompt - without)
         if self.keeps_norm:
             norm_with_prompt = torch.linalg.vector_norm(with_prompt, dim=-1, keepdim=True)
-            combined = combined * (norm_with_prompt / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
+            combined = combined * (
+                norm_with_prompt / torch.linalg.vector_norm(combined, dim=-1, keepdim=True)
+            )
         if self.is_negated:
             return -combined
         return combined
@@ -131,7 +139,9 @@ class AnswerForm:
         return rows[count:], rows[:count]
 
     @classmethod
-    def find(cls, calls: Sequence[ModelCall], scheduler_input: torch.Tensor, guidance_scale: float) -> "AnswerForm":
+    def find(
+        cls, calls: Sequence[ModelCall], scheduler_input: torch.Tensor, guidance_scale: float
+    ) -> "AnswerForm":
         """Return the form by which the scheduler was given a tensor [B, ...]; `UnsupportedModelError` if there is none.
 
         A call of 2B rows has the prompt in its second half, or in the first (Z-Image); of two calls the first has it.
@@ -141,7 +151,12 @@ class AnswerForm:
         if len(outputs) == 2 * len(scheduler_input):
             orders = (True,) if len(calls) == 2 else (False, True)
             forms = [
-                cls(guidance_scale=guidance_scale, is_prompt_first=first, keeps_norm=keeps_norm, is_negated=is_negated)
+                cls(
+                    guidance_scale=guidance_scale,
+                    is_prompt_first=first,
+                    keeps_norm=keeps_norm,
+                    is_negated=is_negated,
+                )
                 for first, keeps_norm, is_negated in product(orders, (False, True), (False, True))
             ]
         best = min(forms, key=lambda form: form.error(outputs, scheduler_input))
@@ -177,16 +192,22 @@ def stacked_outputs(calls: Sequence[ModelCall], like: torch.Tensor) -> torch.Ten
 
 def same_conditions(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two steps gave the model the same conditions."""
-    return first.keys() == second.keys() and all(_is_same(value, second[name]) for name, value in first.items())
+    return first.keys() == second.keys() and all(
+        _is_same(value, second[name]) for name, value in first.items()
+    )
 
 
-def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tuple[list[Any], dict[str, Condition]]:
+def image_conditions(
+    conditions: Mapping[str, Any], per_image: set[str]
+) -> tuple[list[Any], dict[str, Condition]]:
     """Split a call's conditions into those of each of its rows, and those that rows share.
 
     Lists with an entry for each row, or for as many rows as a prompt has, have "[]" after their names. Other lists of
     tensors have a name for each entry. Equal conditions of neighbours, such as those of a prompt, are one array.
     """
-    num_rows = max((len(value) for name, value in conditions.items() if name in per_image), default=0)
+    num_rows = max(
+        (len(value) for name, value in conditions.items() if name in per_image), default=0
+    )
     rows: list[dict[str, Condition]] = [{} for _ in range(num_rows)]
     shared: dict[str, Condition] = {}
     for name, value in conditions.items():
@@ -204,7 +225,9 @@ def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tupl
     return rows, shared
 
 
-def timestep_map(times: Sequence[tuple[float, float]], num_train: int) -> tuple[float, float] | None:
+def timestep_map(
+    times: Sequence[tuple[float, float]], num_train: int
+) -> tuple[float, float] | None:
     """Return (scale, shift): the model is given scale x the scheduler's timestep + shift, in all steps (``times``).
 
     They are multiples of the scheduler's time, or of the time left, num_train - time; None: neither.

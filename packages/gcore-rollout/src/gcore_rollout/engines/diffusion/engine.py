@@ -15,9 +15,19 @@ from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditi
 from gcore_rollout.engines.diffusion.compiled import compile_blocks
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.pipeline_call import PipelineCall
-from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
+from gcore_rollout.engines.diffusion.recording import (
+    Recorded,
+    StepAbortedError,
+    Tape,
+    load_pipeline,
+)
 from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
-from gcore_rollout.engines.diffusion.types import Conditions, ImageRequest, ImageSample, ImageSampling
+from gcore_rollout.engines.diffusion.types import (
+    Conditions,
+    ImageRequest,
+    ImageSample,
+    ImageSampling,
+)
 from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import (
@@ -127,20 +137,26 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             self._needs_image = True
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", **settings: Any) -> Self:
+    def from_pretrained(
+        cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", **settings: Any
+    ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16.
 
         The ``settings`` are further arguments of the class.
         """
         return cls(load_pipeline(path, dtype=getattr(torch, dtype)), device=device, **settings)
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
         async with self._controlling():
             self._check_update(version)
             state = self._recorded.denoiser.state_dict(keep_vars=True)
             new = dict(weights)
-            shapes = {name: tuple(p.shape) for name, p in self._recorded.denoiser.named_parameters()}
+            shapes = {
+                name: tuple(p.shape) for name, p in self._recorded.denoiser.named_parameters()
+            }
             check_weights(shapes, new, optional=frozenset(state.keys() - shapes.keys()))
             with torch.no_grad():
                 for name, tensor in new.items():
@@ -183,7 +199,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             return 0
         return len(self._running[1])
 
-    def _remove_running(self, which: SampleFilter[ImageRequest, ImageSample], *, as_aborted: bool) -> list[_Image]:
+    def _remove_running(
+        self, which: SampleFilter[ImageRequest, ImageSample], *, as_aborted: bool
+    ) -> list[_Image]:
         """End the batch if none of its images is wanted any more; its images then come as aborted."""
         del as_aborted
         if self._running is not None:
@@ -209,7 +227,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     def _next_batch(self) -> list[_Image]:
         """Take the first waiting image and the ones that can be batched with it."""
         first = self._waiting[0].request
-        batch = [image for image in self._waiting if image.request.fits(first)][: self._max_num_seqs]
+        batch = [image for image in self._waiting if image.request.fits(first)][
+            : self._max_num_seqs
+        ]
         self._remove_waiting(batch.__contains__)
         return batch
 
@@ -248,7 +268,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._prompt_tokens += len({image.request.request_id for image in batch})
         self._completion_tokens += len(batch) * sampling.num_inference_steps
 
-    def _hand_over(self, batch: list[_Image], tape: Tape, pixels: NDArray[np.uint8], version: int) -> None:
+    def _hand_over(
+        self, batch: list[_Image], tape: Tape, pixels: NDArray[np.uint8], version: int
+    ) -> None:
         """Hand over a batch of B images with pixels [B, ...]."""
         assert tape.form is not None
         assert tape.final is not None
@@ -286,7 +308,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     def _split(self, tape: Tape, num_images: int) -> tuple[list[Conditions], Conditions]:
         """Return the conditions of each row of a step's calls, and those that all share."""
         per_image = self._per_image[num_images]
-        common = {name: value for name, value in tape.conditions[0].items() if name not in per_image}
+        common = {
+            name: value for name, value in tape.conditions[0].items() if name not in per_image
+        }
         for conditions in tape.conditions[1:]:
             of_call = {name: value for name, value in conditions.items() if name not in per_image}
             if not same_conditions(common, of_call):
@@ -319,14 +343,24 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             prompts = ("probe", "probe")
         grey = (np.full((*_PROBED_SIZE, 3), 128, np.uint8),) * num_images
         sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
-        requests = [ImageRequest(request_id="probe", prompt=p, images=grey, sampling=sampling) for p in prompts]
+        requests = [
+            ImageRequest(request_id="probe", prompt=p, images=grey, sampling=sampling)
+            for p in prompts
+        ]
         times: list[tuple[float, float]] = []
         for count in _PROBED:
             generators = [image_generator(0, i) for i in range(count)]
             with self._recorded.taping([sampling] * count, generators) as tape:
                 try:
                     self._call(requests[:count], generators)
-                except (AttributeError, IndexError, NameError, RuntimeError, TypeError, ValueError) as error:
+                except (
+                    AttributeError,
+                    IndexError,
+                    NameError,
+                    RuntimeError,
+                    TypeError,
+                    ValueError,
+                ) as error:
                     if isinstance(error, RolloutError | torch.OutOfMemoryError):
                         raise
                     images = "alone"
@@ -340,9 +374,13 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                         f"{' '.join(str(error).split())}"
                     ) from error
             if not tape.conditions:
-                raise UnsupportedModelError("the pipeline makes no step: its model was never called")
+                raise UnsupportedModelError(
+                    "the pipeline makes no step: its model was never called"
+                )
             for name, value in tape.conditions[0].items():
-                is_long = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+                is_long = isinstance(value, list) or (
+                    isinstance(value, torch.Tensor) and value.ndim > 0
+                )
                 # Masks, which some pipelines only pass for prompts of several lengths, are in one batch alone.
                 has_rows[name] = has_rows.get(name, True) and is_long and len(value) == count
             times = tape.times

@@ -61,7 +61,11 @@ class Kernel(ABC):
     """A step of a sampler."""
 
     def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+        self,
+        output: torch.Tensor,
+        latents: torch.Tensor,
+        level: torch.Tensor,
+        next_level: torch.Tensor,
     ) -> Transition:
         """Return the distribution of the next latents.
 
@@ -77,7 +81,9 @@ class Kernel(ABC):
         return self._transition(output, latents, level, next_level)
 
     @abstractmethod
-    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+    def _transition(
+        self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
+    ) -> Transition:
         """Return it for the model's output v and latents x [B, ...], and levels [B, 1, ...]."""
 
 
@@ -85,7 +91,9 @@ class Kernel(ABC):
 class FlowODE(Kernel):
     """Euler's step of the probability flow: x + v dt, without noise."""
 
-    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+    def _transition(
+        self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
+    ) -> Transition:
         return Transition(x + v * (s_next - s), torch.zeros_like(s))
 
 
@@ -95,7 +103,9 @@ class _NoisyFlow(Kernel):
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_level < math.inf:
-            raise RequestError(f"noise_level is {self.noise_level}; expected a finite number above 0")
+            raise RequestError(
+                f"noise_level is {self.noise_level}; expected a finite number above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +121,9 @@ class FlowSDE(_NoisyFlow):
     noise_level: float = 0.7
     """The a of the formula."""
 
-    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+    def _transition(
+        self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
+    ) -> Transition:
         dt = s_next - s
         g = self.noise_level * torch.sqrt(s / torch.maximum(1 - s, -dt - 3 * (1 - s)))
         x_term = x * (1 + g**2 / (2 * s) * dt)
@@ -129,7 +141,9 @@ class DanceSDE(_NoisyFlow):
     noise_level: float = 0.3
     """The eta of the formula."""
 
-    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+    def _transition(
+        self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
+    ) -> Transition:
         dt = s_next - s
         clean = x - s * v
         against_score = (x - (1 - s) * clean) / s**2
@@ -156,7 +170,9 @@ class FlowCPS(_NoisyFlow):
         if self.noise_level > 1:
             raise RequestError(f"noise_level is {self.noise_level}; expected at most 1")
 
-    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+    def _transition(
+        self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
+    ) -> Transition:
         std = s_next * math.sin(self.noise_level * math.pi / 2)
         clean = x - s * v
         noise = x + (1 - s) * v
@@ -180,7 +196,9 @@ class DDIM(Kernel):
     clip_sample_range: float | None = None
     """x_0 is clipped to +-this, as the scheduler's ``clip_sample`` says; e is the model's all the same."""
 
-    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+    def _transition(
+        self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor
+    ) -> Transition:
         a = s
         a_next = s_next
         match self.prediction_type:

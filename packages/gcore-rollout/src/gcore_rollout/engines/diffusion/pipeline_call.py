@@ -42,22 +42,36 @@ class PipelineCall:
         self.takes_text = "prompt" in self._accepted
         unknown = sorted(self.options.keys() - self._accepted)
         if unknown:
-            raise UnsupportedModelError(f"{self.kind} has no {unknown[0]}: it takes {sorted(self._accepted)}")
+            raise UnsupportedModelError(
+                f"{self.kind} has no {unknown[0]}: it takes {sorted(self._accepted)}"
+            )
 
     def check(self, request: ImageRequest) -> None:
         """Raise `RequestError` if the pipeline has no argument for something that is requested."""
         if not self.takes_text:
             self._parse_class(request.prompt)
         if request.images and not self.takes_images:
-            raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
+            raise RequestError(
+                f"images has {len(request.images)}; expected none, because {self.kind} takes no image"
+            )
         negative = request.sampling.negative_prompt
         if negative and "negative_prompt" not in self._accepted:
-            raise RequestError(f"negative_prompt is {negative!r}; expected '', because {self.kind} takes none")
-        if request.sampling.size is not None and "height" not in self._accepted and not self.takes_images:
-            raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
+            raise RequestError(
+                f"negative_prompt is {negative!r}; expected '', because {self.kind} takes none"
+            )
+        if (
+            request.sampling.size is not None
+            and "height" not in self._accepted
+            and not self.takes_images
+        ):
+            raise RequestError(
+                f"size is {request.sampling.size}; expected None, because the pipeline has one size"
+            )
 
     @torch.no_grad()
-    def __call__(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
+    def __call__(
+        self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]
+    ) -> NDArray[np.uint8]:
         """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
         prompts = [request.prompt for request in requests]
         images = requests[0].images

@@ -25,7 +25,9 @@ from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedMod
 try:
     import diffusers
     from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+        FlowMatchEulerDiscreteScheduler,
+    )
     from diffusers.utils import logging
 except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
@@ -112,7 +114,9 @@ class Tape:
         all_latents = latents.float()
         # Without an index all rows stay where they are.
         inside = slice(None) if len(rows) == len(latents) else rows
-        following = self._plain(all_outputs, all_latents, level, next_level).mean.to(output.dtype).float()
+        following = (
+            self._plain(all_outputs, all_latents, level, next_level).mean.to(output.dtype).float()
+        )
         if rows:
             x = all_latents[inside]
             mean, std = transition = self._kernel(all_outputs[inside], x, level, next_level)
@@ -135,7 +139,9 @@ class Tape:
                         "latents": x,
                         "next_latents": drawn,
                         "means": mean,
-                        "log_probs": transition.log_prob(drawn) if has_noise else torch.full((len(x),), torch.nan),
+                        "log_probs": transition.log_prob(drawn)
+                        if has_noise
+                        else torch.full((len(x),), torch.nan),
                         "steps": index,
                         "levels": float(level),
                         "next_levels": float(next_level),
@@ -195,7 +201,14 @@ class Tape:
         noise: list[torch.Tensor] = []
         for row in rows:
             generator = self._generators[row]
-            noise.append(torch.randn(like.shape[1:], generator=generator, device=generator.device, dtype=torch.float32))
+            noise.append(
+                torch.randn(
+                    like.shape[1:],
+                    generator=generator,
+                    device=generator.device,
+                    dtype=torch.float32,
+                )
+            )
         return torch.stack(noise).to(like.device)
 
 
@@ -260,12 +273,16 @@ class Recorded:
                 models[name] = model
         class_name = type(pipeline).__name__
         if not models:
-            raise UnsupportedModelError(f"{class_name} has no model; expected a transformer or a unet")
+            raise UnsupportedModelError(
+                f"{class_name} has no model; expected a transformer or a unet"
+            )
         if not component and len(models) == 1:
             component = next(iter(models))
         if component not in models:
             names = " or ".join(models)
-            raise UnsupportedModelError(f"component is {component!r}; expected {names}, which {class_name} has")
+            raise UnsupportedModelError(
+                f"component is {component!r}; expected {names}, which {class_name} has"
+            )
         self.denoiser = denoiser = models[component]
         self.num_train_timesteps: int = self._scheduler.config.num_train_timesteps
         self.is_flow = isinstance(self._scheduler, _FlowScheduler)
@@ -286,7 +303,9 @@ class Recorded:
         return suited(kernel, self._scheduler)
 
     @contextmanager
-    def taping(self, samplings: Sequence[ImageSampling], generators: Sequence[torch.Generator]) -> Generator[Tape]:
+    def taping(
+        self, samplings: Sequence[ImageSampling], generators: Sequence[torch.Generator]
+    ) -> Generator[Tape]:
         """Record the one call of the pipeline that is made inside the block, for images with these settings.
 
         Blocks inside it record their own.
@@ -305,7 +324,9 @@ class Recorded:
         finally:
             self._scheduler.tape = outer
 
-    def _note_arguments(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_arguments(
+        self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
 
     def _note_output(self, model: torch.nn.Module, _: tuple[Any, ...], output: Any) -> None:
@@ -349,13 +370,21 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
-        raise UnsupportedModelError(f"{path} has no model_index.json; expected the folder of a pipeline of diffusers")
+        raise UnsupportedModelError(
+            f"{path} has no model_index.json; expected the folder of a pipeline of diffusers"
+        )
     components = json.loads(index.read_text())
     name = components.get("_class_name")
     pipeline_class = getattr(diffusers, name or "", None)
     if pipeline_class is None:
-        raise UnsupportedModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
-    absent = {name: None for name, entry in components.items() if isinstance(entry, list) and entry[0] is None}
+        raise UnsupportedModelError(
+            f"class of {index} is {name!r}; expected a pipeline of diffusers"
+        )
+    absent = {
+        name: None
+        for name, entry in components.items()
+        if isinstance(entry, list) and entry[0] is None
+    }
     by_folder = [weight_variant(folder) for folder in Path(path).iterdir() if folder.is_dir()]
     variants = sorted({variant for variant in by_folder if variant is not None})
     if len(variants) > 1:
@@ -364,7 +393,9 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        pipeline = pipeline_class.from_pretrained(path, dtype=dtype, local_files_only=True, variant=variant, **absent)
+        pipeline = pipeline_class.from_pretrained(
+            path, dtype=dtype, local_files_only=True, variant=variant, **absent
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{path} does not load: {error}") from error
     finally:
@@ -374,7 +405,9 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
         if not isinstance(component, torch.nn.Module):
             continue
         # diffusers leaves on the meta device what the files lack.
-        missing = [tensor for tensor, parameter in component.named_parameters() if parameter.is_meta]
+        missing = [
+            tensor for tensor, parameter in component.named_parameters() if parameter.is_meta
+        ]
         if missing:
             raise UnsupportedModelError(
                 f"the weights in {Path(path) / name} lack {len(missing)} of the model's tensors, such as {missing[0]}"
@@ -383,12 +416,17 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
 
 
 def _make_recording_scheduler(scheduler: Any) -> Any:
-    classes: dict[type, type] = {FlowMatchEulerDiscreteScheduler: _FlowScheduler, DDIMScheduler: _DDIMScheduler}
+    classes: dict[type, type] = {
+        FlowMatchEulerDiscreteScheduler: _FlowScheduler,
+        DDIMScheduler: _DDIMScheduler,
+    }
     for plain, recording in classes.items():
         if type(scheduler) in (plain, recording):
             for name in ("stochastic_sampling", "thresholding", "invert_sigmas"):
                 if scheduler.config.get(name):
-                    raise UnsupportedModelError(f"the scheduler has {name}: its steps have no log-probability then")
+                    raise UnsupportedModelError(
+                        f"the scheduler has {name}: its steps have no log-probability then"
+                    )
             return recording.from_config(scheduler.config)
     raise UnsupportedModelError(
         f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected "
@@ -400,7 +438,11 @@ def _advised_scheduler(scheduler: Any) -> str:
     """Return the scheduler that samples a model of another one, as code."""
     config = scheduler.config
     is_flow = type(scheduler).__name__.startswith("FlowMatch")
-    if is_flow or config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction":
+    if (
+        is_flow
+        or config.get("use_flow_sigmas")
+        or config.get("prediction_type") == "flow_prediction"
+    ):
         shift = config.get("shift", config.get("flow_shift", 1.0))
         return f"FlowMatchEulerDiscreteScheduler(shift={shift})"
     return "DDIMScheduler.from_config(pipeline.scheduler.config)"

@@ -47,7 +47,9 @@ class HostedEncoders:
             self._weights.offload(version=0)
 
 
-def cut_prompts(path: str | Path, prompts: Sequence[str], *, max_sequence_length: int = 0) -> list[str]:
+def cut_prompts(
+    path: str | Path, prompts: Sequence[str], *, max_sequence_length: int = 0
+) -> list[str]:
     """Return the prompts of which no text encoder of a pipeline's folder reads the end.
 
     Templates that a pipeline writes around its prompts are not counted.
@@ -61,7 +63,9 @@ def cut_prompts(path: str | Path, prompts: Sequence[str], *, max_sequence_length
     from transformers import AutoTokenizer
 
     components = json.loads((Path(path) / "model_index.json").read_text())
-    names = [name for name in components if name.startswith("tokenizer") and None not in components[name]]
+    names = [
+        name for name in components if name.startswith("tokenizer") and None not in components[name]
+    ]
     if not names:
         return []
     call = inspect.signature(getattr(diffusers, components["_class_name"]).__call__)
@@ -75,5 +79,7 @@ def cut_prompts(path: str | Path, prompts: Sequence[str], *, max_sequence_length
         if max_sequence_length and not is_clip:
             limit = max_sequence_length
         token_ids = tokenizer(remaining, verbose=False)["input_ids"] if remaining else []
-        remaining = [prompt for prompt, ids in zip(remaining, token_ids, strict=True) if len(ids) > limit]
+        remaining = [
+            prompt for prompt, ids in zip(remaining, token_ids, strict=True) if len(ids) > limit
+        ]
     return remaining

@@ -50,18 +50,26 @@ class ImageSampling:
     def suits(self, sampling: "ImageSampling") -> bool:
         """Return whether images with these settings and with others can be made in one batch: windows may differ."""
         has_windows = self.window is not None and sampling.window is not None
-        return self == sampling or (has_windows and replace(self, window=sampling.window) == sampling)
+        return self == sampling or (
+            has_windows and replace(self, window=sampling.window) == sampling
+        )
 
     def __post_init__(self) -> None:
         if self.num_inference_steps < 1:
-            raise RequestError(f"num_inference_steps is {self.num_inference_steps}; expected at least 1")
+            raise RequestError(
+                f"num_inference_steps is {self.num_inference_steps}; expected at least 1"
+            )
         if not self.guidance_scale >= 0:
             raise RequestError(f"guidance_scale is {self.guidance_scale}; expected 0 or more")
         is_noiseless = isinstance(self.kernel, FlowODE) or self.kernel == DDIM(eta=0.0)
         if self.shared_noise and is_noiseless:
-            raise RequestError(f"shared_noise is True; expected False with {self.kernel}: all images would be alike")
+            raise RequestError(
+                f"shared_noise is True; expected False with {self.kernel}: all images would be alike"
+            )
         if self.negative_prompt and self.guidance_scale <= 1:
-            raise RequestError(f"guidance_scale is {self.guidance_scale}; expected above 1 with a negative_prompt")
+            raise RequestError(
+                f"guidance_scale is {self.guidance_scale}; expected above 1 with a negative_prompt"
+            )
         if self.window is not None:
             first, end = self.window
             if not 0 <= first < end <= self.num_inference_steps:
@@ -103,7 +111,9 @@ class ImageRequest(AnyRequest):
     def aborted(self, index: int) -> "ImageSample":
         """Return an aborted image without content."""
         nothing = np.zeros(0, np.float32)
-        trajectory = Trajectory(**dict.fromkeys(STACKED + SCALARS, nothing), steps=np.zeros(0, np.int64))
+        trajectory = Trajectory(
+            **dict.fromkeys(STACKED + SCALARS, nothing), steps=np.zeros(0, np.int64)
+        )
         return ImageSample(
             request_id=self.request_id,
             index=index,

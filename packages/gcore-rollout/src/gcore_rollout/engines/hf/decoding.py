@@ -19,7 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from gcore_rollout.engines.hf.plain_attention import Rule, attend, attend_causally
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
@@ -34,7 +39,15 @@ _MAX_DIFFERENCE = 1e-3
 """Largest difference of log-probabilities of dense models in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.1
 """Largest difference with fewer bits, or with experts, between which rounding may decide."""
-_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Exceptions of models that are called in a way that they do not know."""
 
 
@@ -42,7 +55,9 @@ def fused_attention(device: torch.device) -> contextlib.AbstractContextManager[o
     """Return a context without cuDNN's attention, which plans every new shape for 0.4 s."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -85,25 +100,34 @@ def load_model(
             f"({type(error).__name__}: {error}): the vllm engine may run it"
         ) from error
     except (ArithmeticError, ImportError, RuntimeError, ValueError) as error:
-        raise RolloutError(f"the model in {path} does not load ({type(error).__name__}: {error})") from error
+        raise RolloutError(
+            f"the model in {path} does not load ({type(error).__name__}: {error})"
+        ) from error
     # transformers draws at random what the files lack.
     for name in sorted(loaded["missing_keys"]):
         count = len(loaded["missing_keys"])
-        raise RolloutError(f"the weights in {path} lack {count} of the model's tensors, such as {name}")
+        raise RolloutError(
+            f"the weights in {path} lack {count} of the model's tensors, such as {name}"
+        )
     for name, in_file, expected in sorted(loaded["mismatched_keys"]):
         raise RolloutError(
             f"the weights in {path} do not fit its config.json: {name} has shape {list(in_file)}; expected "
             f"{list(expected)}"
         )
     # transformers itself ignores an attention that the model never calls, and the samples would mix.
-    unknown_types = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    unknown_types = set(getattr(text_config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if not model.is_backend_compatible() or unknown_types:
         raise UnsupportedModelError(
             f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
             "the hf engine cannot run it, the vllm engine may"
         )
     longest = longest_sequence(text_config)
-    if max_model_len is not None and longest < min(max_model_len, text_config.max_position_embeddings):
+    if max_model_len is not None and longest < min(
+        max_model_len, text_config.max_position_embeddings
+    ):
         raise UnsupportedModelError(
             f"max_model_len is {max_model_len}; expected at most {longest} for rope_type 'longrope' of "
             f"{config.model_type!r}, whose factors change there: the vllm engine computes longer sequences"
@@ -168,7 +192,9 @@ def check_logits(
         config._attn_implementation = own_attention
     log_probs_P2V = torch.stack([after_prompts_PV, after_tokens_PV], dim=1).float().log_softmax(-1)
     differences_P2 = (log_probs_P2V - torch.stack(expected)).abs().mean(-1)
-    rounds = model.dtype not in (torch.float32, torch.float64) or "expert" in str(model.config.to_dict().keys())
+    rounds = model.dtype not in (torch.float32, torch.float64) or "expert" in str(
+        model.config.to_dict().keys()
+    )
     if model.device.type == "cuda":
         rounds |= torch.get_float32_matmul_precision() != "highest"
     limit = _MAX_ROUNDED_DIFFERENCE if rounds else _MAX_DIFFERENCE
@@ -176,7 +202,9 @@ def check_logits(
     if not float(differences_P2.max()) <= limit:
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
-                raise RolloutError(f"{name} of {model_type!r} holds nan or infinity; expected finite weights")
+                raise RolloutError(
+                    f"{name} of {model_type!r} holds nan or infinity; expected finite weights"
+                )
         raise UnsupportedModelError(
             f"log-probabilities of {model_type!r} in the hf engine differ from those of transformers by "
             f"{float(differences_P2.max()):.2g} on average (at most {limit:g} is rounding): the model does something "
@@ -202,7 +230,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def truncate_logits(logits_BV: torch.Tensor, top_p_B: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
+def truncate_logits(
+    logits_BV: torch.Tensor, top_p_B: torch.Tensor, top_k_B: torch.Tensor
+) -> torch.Tensor:
     """Return logits that are -inf for the tokens that top-k and then top-p leave out.
 
     Top-p keeps the fewest most probable tokens whose probability is at least p ("The curious case of neural text
@@ -246,7 +276,9 @@ def sample_tokens(
     logits_BV = logits_BV.float()
     greedy = temperatures == 0
     if (temperatures != 1).any():
-        divisors = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(logits_BV.device)
+        divisors = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(
+            logits_BV.device
+        )
         logits_BV = logits_BV / divisors[:, None]
     if top_p is not None and top_k is not None:
         device = logits_BV.device
@@ -299,7 +331,9 @@ class SlotCache:
             for layer, old in enumerate(buffers):
                 if old is not None:
                     stored_slots, num_heads, stored_length, head_dim = old.shape
-                    buffers[layer] = new = old.new_zeros(self.num_slots, num_heads, self.capacity, head_dim)
+                    buffers[layer] = new = old.new_zeros(
+                        self.num_slots, num_heads, self.capacity, head_dim
+                    )
                     new[:stored_slots, :, :stored_length] = old
 
     def layer(self, index: int, like_1KTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,7 +370,12 @@ class Prefill:
     """[M] the prompt (row of the rectangle) that each of them holds."""
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, rule: Rule
+        self,
+        layer: int,
+        q_1HTD: torch.Tensor,
+        k_1KTD: torch.Tensor,
+        v_1KTD: torch.Tensor,
+        rule: Rule,
     ) -> torch.Tensor:
         """Attention output [1, T, H, D]."""
         keys, values = self.cache.layer(layer, k_1KTD)
@@ -353,7 +392,9 @@ class Prefill:
                 # Flash takes no float32, and the others would not be fused with unequal heads.
                 k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
                 gqa = False
-            out_PHLD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=gqa)
+            out_PHLD = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=rule.scale, enable_gqa=gqa
+            )
         return out_PHLD.transpose(1, 2).flatten(0, 1)[self.padded_index][None]
 
     def _unpack(self, x_1HTD: torch.Tensor) -> torch.Tensor:
@@ -375,16 +416,25 @@ class Decode:
     """[B, 1, 1, Lk] additive mask: 0 up to and including the new token's position, -inf after it."""
 
     @classmethod
-    def at(cls, positions_B: torch.Tensor, cache: SlotCache, length: int, *, dtype: torch.dtype) -> Self:
+    def at(
+        cls, positions_B: torch.Tensor, cache: SlotCache, length: int, *, dtype: torch.dtype
+    ) -> Self:
         """Return the plan for tokens at these positions, all below ``length``."""
         device = positions_B.device
         is_hidden_BL = torch.arange(length, device=device) > positions_B[:, None]
-        mask = torch.zeros(is_hidden_BL.shape, dtype=dtype, device=device).masked_fill_(is_hidden_BL, -torch.inf)
+        mask = torch.zeros(is_hidden_BL.shape, dtype=dtype, device=device).masked_fill_(
+            is_hidden_BL, -torch.inf
+        )
         slots = torch.arange(len(positions_B), device=device)
         return cls(cache=cache, slots=slots, positions=positions_B, mask=mask[:, None, None])
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, rule: Rule
+        self,
+        layer: int,
+        q_1HTD: torch.Tensor,
+        k_1KTD: torch.Tensor,
+        v_1KTD: torch.Tensor,
+        rule: Rule,
     ) -> torch.Tensor:
         """Attention output [1, B, H, D]."""
         keys, values = self.cache.layer(layer, k_1KTD)
@@ -394,18 +444,28 @@ class Decode:
         num_kv_heads = k_1KTD.shape[1]
         length = self.mask.shape[-1]
         # Query heads that share a key-value head are rows of one query: no repeated keys, no copy of the cache.
-        q_BKGD = q_1HTD[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        q_BKGD = (
+            q_1HTD[0]
+            .transpose(0, 1)
+            .reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        )
         k_BKLD = keys[:batch, :, :length]
         v_BKLD = values[:batch, :, :length]
         mask = self.mask
         window = rule.sliding_window
         if window is not None and window < length:
-            is_outside_BL = torch.arange(length, device=mask.device) <= self.positions[:, None] - window
+            is_outside_BL = (
+                torch.arange(length, device=mask.device) <= self.positions[:, None] - window
+            )
             mask = mask.masked_fill(is_outside_BL[:, None, None], -torch.inf)
         if _is_plain(rule):
-            out_BKGD = attend(q_BKGD[:, :, :, None], k_BKLD, v_BKLD, mask[:, :, None], rule).squeeze(3)
+            out_BKGD = attend(
+                q_BKGD[:, :, :, None], k_BKLD, v_BKLD, mask[:, :, None], rule
+            ).squeeze(3)
         else:
-            out_BKGD = scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, attn_mask=mask, scale=rule.scale)
+            out_BKGD = scaled_dot_product_attention(
+                q_BKGD, k_BKLD, v_BKLD, attn_mask=mask, scale=rule.scale
+            )
         return out_BKGD.reshape(1, batch, num_heads, head_dim)
 
 
@@ -439,7 +499,9 @@ def _forward(
     if sliding_window is None:
         sliding_window = _window_of_mask(module, layer)
     if sliding_window is not None and sliding_window < 1:
-        raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
+        raise UnsupportedModelError(
+            f"sliding_window is {sliding_window}; expected at least 1, or none"
+        )
     rule = Rule(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     return slots.attend(layer, query, key, value, rule), None
 

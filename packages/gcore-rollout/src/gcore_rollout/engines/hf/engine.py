@@ -27,7 +27,13 @@ from gcore_rollout.engines.hf.decoding import (
 from gcore_rollout.engines.hf.memory import MemoryPlan
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.host_weights import HostWeights
-from gcore_rollout.engines.protocol import Completion, FinishReason, HeldWeights, Request, SamplingParams
+from gcore_rollout.engines.protocol import (
+    Completion,
+    FinishReason,
+    HeldWeights,
+    Request,
+    SamplingParams,
+)
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
@@ -55,9 +61,13 @@ class SampleRows:
         self.temperatures = np.zeros(num_rows, np.float32)
         self.top_p = np.ones(num_rows, np.float32)
         self.top_k = np.full(num_rows, ALL_TOKENS, np.int64)
-        self.prompt_lengths, self.num_sampled, self.max_tokens, self.last_tokens, self.rope_offsets = np.zeros(
-            (5, num_rows), np.int64
-        )
+        (
+            self.prompt_lengths,
+            self.num_sampled,
+            self.max_tokens,
+            self.last_tokens,
+            self.rope_offsets,
+        ) = np.zeros((5, num_rows), np.int64)
         self.tokens = np.zeros((num_rows, 0), np.int64)
         self.log_probs = np.zeros((num_rows, 0), np.float32)
         self.versions = np.zeros((num_rows, 0), np.int32)
@@ -142,7 +152,12 @@ class HFEngine(QueueingEngine[Request, Completion]):
     _MAX_UNRECORDED = 0  # Tokens of a sample that may have been computed and not been recorded.
 
     def __init__(
-        self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int, vision: VisionProcessor | None = None
+        self,
+        model: Any,
+        *,
+        eos_token_ids: Sequence[int],
+        max_num_seqs: int,
+        vision: VisionProcessor | None = None,
     ) -> None:
         text_config: Any = model.config.get_text_config()
         super().__init__(max_num_seqs=max_num_seqs)
@@ -160,10 +175,15 @@ class HFEngine(QueueingEngine[Request, Completion]):
         if vision is not None:
             # transformers has names of its own for parameters of these models.
             self._hub_names = {name: checkpoint_name(model, name) for name in model.state_dict()}
-        first = {id(parameter): self._published_name(name) for name, parameter in model.named_parameters()}
+        first = {
+            id(parameter): self._published_name(name)
+            for name, parameter in model.named_parameters()
+        }
         # The first name of each parameter by all of its names: a tied head is the embedding.
         parameters = model.named_parameters(remove_duplicate=False)
-        self._sources: dict[str, str] = {self._published_name(name): first[id(p)] for name, p in parameters}
+        self._sources: dict[str, str] = {
+            self._published_name(name): first[id(p)] for name, p in parameters
+        }
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
         self._hosted = HostWeights([self._model], self._device)
@@ -209,7 +229,12 @@ class HFEngine(QueueingEngine[Request, Completion]):
             make = resolve_name("gcore_rollout.engines.hf.static_engine:engine_of_mode")
             make = make(decode_mode, model, has_vision=vision is not None)
         engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
-        decoding.check_logits(model, engine._logits_of, max_length=engine._limits.max_length, max_num_seqs=max_num_seqs)
+        decoding.check_logits(
+            model,
+            engine._logits_of,
+            max_length=engine._limits.max_length,
+            max_num_seqs=max_num_seqs,
+        )
         engine._limits.stop_strings = StopStrings(path)
         engine._planned_length = min(max_model_len or 0, engine._limits.max_length)
         if kv_cache_bytes is not None:
@@ -226,9 +251,15 @@ class HFEngine(QueueingEngine[Request, Completion]):
     def memory_plan(self) -> MemoryPlan:
         """The most memory that keys and values may take."""
         length = round_up(self._planned_length or self._limits.max_length, self._LENGTH_STEP)
-        return MemoryPlan(num_slots=self._max_num_seqs, slot_length=length, bytes_per_token=self._cache.bytes_per_token)
+        return MemoryPlan(
+            num_slots=self._max_num_seqs,
+            slot_length=length,
+            bytes_per_token=self._cache.bytes_per_token,
+        )
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
 
         Where `sleep` has dropped the old ones, tensors are copied as they come, so that the new ones need not be in
@@ -245,7 +276,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
             # The caller may change its tensors from here on.
             torch.cuda.synchronize(self._device)
 
-    async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+    async def update_weights_in_place(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> bool:
         """Update the weights, copying only tensors on another device or of another type.
 
         Returns:
@@ -268,7 +301,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
         parameters = self._parameters()
         if names is None:
             names = list(self._sources)
-        tensors = [digest_held_tensor(n, parameters[n].detach, source=self._sources[n]) for n in names]
+        tensors = [
+            digest_held_tensor(n, parameters[n].detach, source=self._sources[n]) for n in names
+        ]
         return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
@@ -284,7 +319,10 @@ class HFEngine(QueueingEngine[Request, Completion]):
         self._drop_cache()
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return {self._published_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
+        return {
+            self._published_name(name): tensor
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+        }
 
     def _published_name(self, name: str) -> str:
         return self._hub_names.get(name, name)
@@ -323,10 +361,15 @@ class HFEngine(QueueingEngine[Request, Completion]):
         if logits:
             self._release(self._sample(torch.cat(logits) if len(logits) > 1 else logits[0]))
 
-    def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
+    def _logits_of(
+        self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]
+    ) -> list[torch.Tensor]:
         """Return logits [P, V] after prompts and after one more token of each; the engine must be idle."""
         two = SamplingParams(max_tokens=2)
-        requests = [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=two) for i, p in enumerate(prompts)]
+        requests = [
+            Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=two)
+            for i, p in enumerate(prompts)
+        ]
         self._enqueue(requests)
         try:
             after_prompts = self._admit()
@@ -354,12 +397,16 @@ class HFEngine(QueueingEngine[Request, Completion]):
     def _reserve(self, length: int) -> None:
         """Allocate space for ``length`` tokens of each sample."""
         num_slots = min(round_up(len(self._rows), 64), self._max_num_seqs)
-        self._cache.reserve(num_slots, min(round_up(length, self._LENGTH_STEP), self._limits.max_length))
+        self._cache.reserve(
+            num_slots, min(round_up(length, self._LENGTH_STEP), self._limits.max_length)
+        )
 
     def _prefill(self, groups: Sequence[list[QueuedSample]], first: int) -> torch.Tensor:
         """Return logits [M, V] of the slots from ``first`` on; the samples of a group have one prompt."""
         samples = [group[0] for group in groups]
-        tokens, positions, padded_index, ends, longest = pack([sample.start_token_ids for sample in samples])
+        tokens, positions, padded_index, ends, longest = pack(
+            [sample.start_token_ids for sample in samples]
+        )
         self._prompt_tokens += int(ends[-1])
         slot_prompts = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         slots = np.arange(first, first + len(slot_prompts))
@@ -374,7 +421,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
         )
         keep = self._tensor(ends - 1)
         if self._limits.vision is None or not any(sample.request.images for sample in samples):
-            return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
+            return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[
+                which
+            ]
         embeddings, rotary_positions, offsets = embed_images(
             self._model, self._limits.vision, samples, tokens, positions
         )
@@ -391,12 +440,23 @@ class HFEngine(QueueingEngine[Request, Completion]):
         return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
 
     def _forward(
-        self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
+        self,
+        positions: NDArray[np.int64],
+        plan: Prefill | Decode,
+        *,
+        keep: torch.Tensor | int,
+        **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] with three axes."""
         position_ids = self._tensor(positions).unsqueeze(-2)  # A row is a batch of one.
         with fused_attention(self._device):
-            output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
+            output = self._model(
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=keep,
+                slots=plan,
+                **inputs,
+            )
         return output.logits[0]
 
     def _sample(self, logits_BV: torch.Tensor) -> NDArray[np.int64]:
@@ -410,7 +470,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
             top_p = rows.top_p[:batch]
             top_k = rows.top_k[:batch]
         temperatures = rows.temperatures[:batch]
-        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, temperatures, u, top_p=top_p, top_k=top_k)
+        tokens_B, log_probs_B = decoding.sample_tokens(
+            logits_BV, temperatures, u, top_p=top_p, top_k=top_k
+        )
         ended = self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy())
         return np.flatnonzero(ended)
 
@@ -435,7 +497,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
             stopped[i] = end is not None
         ended = stopped | full
         if rows.runs.size:
-            which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.
+            which = (
+                slice(len(slots)) if len(slots) == len(rows) else slots
+            )  # All are a view, without a copy.
             runs = rows.runs[which]
             extend_runs(runs, rows.tokens[which], at)
             rows.runs[which] = runs
@@ -453,7 +517,9 @@ class HFEngine(QueueingEngine[Request, Completion]):
         rows = self._rows
         sample = rows.samples[row]
         new = slice(sample.prefix_length, int(rows.num_sampled[row]))
-        sample.finish(rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason)
+        sample.finish(
+            rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason
+        )
 
     @torch.inference_mode()
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:

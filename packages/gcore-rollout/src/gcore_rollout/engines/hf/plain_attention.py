@@ -25,7 +25,9 @@ class Rule:
     """[H] a further score of each head's softmax, without a value (gpt-oss); None: no sinks."""
 
 
-def attend_causally(q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Tensor, rule: Rule) -> torch.Tensor:
+def attend_causally(
+    q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Tensor, rule: Rule
+) -> torch.Tensor:
     """Return the output [P, H, L, D] of queries that see themselves and keys before them, some queries at a time."""
     num_prompts, num_heads, length, _ = q_PHLD.shape
     num_rows = max(1, _NUM_PLAIN_SCORES // (num_prompts * num_heads * length))
@@ -38,7 +40,9 @@ def attend_causally(q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Te
         keys = slice(max(0, first - window + 1), end)
         distance_QL = place_L[rows, None] - place_L[keys]
         is_hidden_QL = (distance_QL < 0) | (distance_QL >= window)
-        mask_QL = torch.zeros_like(is_hidden_QL, dtype=torch.float32).masked_fill_(is_hidden_QL, -torch.inf)
+        mask_QL = torch.zeros_like(is_hidden_QL, dtype=torch.float32).masked_fill_(
+            is_hidden_QL, -torch.inf
+        )
         q_PKGQD = q_PHLD[:, :, rows].unflatten(1, (k_PKLD.shape[1], -1))
         out_PKGQD = attend(q_PKGQD, k_PKLD[:, :, keys], v_PKLD[:, :, keys], mask_QL, rule)
         outputs.append(out_PKGQD.flatten(1, 2))
@@ -46,7 +50,11 @@ def attend_causally(q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Te
 
 
 def attend(
-    q_BKGQD: torch.Tensor, k_BKLD: torch.Tensor, v_BKLD: torch.Tensor, mask: torch.Tensor, rule: Rule
+    q_BKGQD: torch.Tensor,
+    k_BKLD: torch.Tensor,
+    v_BKLD: torch.Tensor,
+    mask: torch.Tensor,
+    rule: Rule,
 ) -> torch.Tensor:
     """Return softmax attention [B, K, H / K, Q, D] under a mask that is added to the scores, in float32 at least."""
     q_BKGQD, k_BKLD, v_wide_BKLD = (

@@ -79,7 +79,9 @@ def draw_tokens(
     total_B1 = ends_BC[:, -1:]
     # Strictly below the total, and right=True: an entry of probability 0 is never drawn.
     threshold_B1 = torch.minimum(u_B[:, None] * total_B1, total_B1 * _BELOW_ONE)
-    chunk_B1 = torch.searchsorted(ends_BC, threshold_B1, right=True).clamp_(max=sums_BC.shape[1] - 1)
+    chunk_B1 = torch.searchsorted(ends_BC, threshold_B1, right=True).clamp_(
+        max=sums_BC.shape[1] - 1
+    )
     rest_B1 = threshold_B1 - (ends_BC.gather(1, chunk_B1) - sums_BC.gather(1, chunk_B1))
     index_B1W = chunk_B1[:, :, None].expand(-1, 1, width)
     ends_BW = weights_BCW.gather(1, index_B1W)[:, 0].double().cumsum(-1)
@@ -129,15 +131,21 @@ class _Drawn:
         self._stream: torch.cuda.Stream | None = None
         self._host: list[torch.Tensor] = []
 
-    def start_copy(self, num_steps: int, batch: int) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def start_copy(
+        self, num_steps: int, batch: int
+    ) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Start the copy to the host, next to what the device does afterwards; return what waits for it."""
         drawn = (self.tokens, self.log_probs)
         if not self._host:
-            self._host = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=self._is_cuda) for t in drawn]
+            self._host = [
+                torch.zeros(t.shape, dtype=t.dtype, pin_memory=self._is_cuda) for t in drawn
+            ]
             if self._is_cuda:
                 self._stream = torch.cuda.Stream(self.tokens.device)
         # Whole rows: a copy of a part would need memory for the part.
-        pairs = [(h[: num_steps + 1], d[: num_steps + 1]) for h, d in zip(self._host, drawn, strict=True)]
+        pairs = [
+            (h[: num_steps + 1], d[: num_steps + 1]) for h, d in zip(self._host, drawn, strict=True)
+        ]
         end = None
         if self._stream is None:
             for host, device in pairs:
@@ -168,7 +176,9 @@ class StaticDecoder:
             are recorded again if the memory of the model or the cache is another.
     """
 
-    def __init__(self, model: Any, cache: SlotCache, *, max_num_seqs: int, use_graphs: bool) -> None:
+    def __init__(
+        self, model: Any, cache: SlotCache, *, max_num_seqs: int, use_graphs: bool
+    ) -> None:
         self._model = model
         self._cache = cache
         device: torch.device = model.device
@@ -192,7 +202,9 @@ class StaticDecoder:
         size_bytes = num_slots * length * self._cache.bytes_per_token
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
-            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+                self._device
+            )
             if size_bytes > free:
                 raise RolloutError(
                     f"keys and values of {num_slots} samples of {length} tokens take {size_bytes:,} bytes, and "
@@ -202,7 +214,12 @@ class StaticDecoder:
         self._cache.reserve(num_slots, length)
 
     def launch(
-        self, rows: Any, num_old: int, prefill_logits: torch.Tensor | None, *, in_flight: Block | None = None
+        self,
+        rows: Any,
+        num_old: int,
+        prefill_logits: torch.Tensor | None,
+        *,
+        in_flight: Block | None = None,
     ) -> Block | None:
         """Start to draw up to a fixed number of tokens of every sample.
 
@@ -234,7 +251,9 @@ class StaticDecoder:
             u = uniforms_on_device(seeds, positions - starts)
             new = slice(num_old, batch)
             truncation = self._truncation(new, truncates)
-            first_tokens, first_log_probs = draw_tokens(prefill_logits, self._temperatures[new], u, truncation)
+            first_tokens, first_log_probs = draw_tokens(
+                prefill_logits, self._temperatures[new], u, truncation
+            )
             tokens.copy_(first_tokens)
             drawn.tokens[0, num_old:batch] = first_tokens
             drawn.log_probs[0, num_old:batch] = first_log_probs
@@ -300,7 +319,9 @@ class StaticDecoder:
         self._top_p[new] = to_device(rows.top_p[new], self._device)
         self._top_k[new] = to_device(rows.top_k[new], self._device)
 
-    def _truncation(self, slots: slice, truncates: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _truncation(
+        self, slots: slice, truncates: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return top-p and top-k of some slots; None unless a running sample is drawn by them."""
         if not truncates:
             return None
@@ -312,7 +333,11 @@ class StaticDecoder:
         plan = Decode.at(positions_N, self._cache, length, dtype=self._model.dtype)
         with fused_attention(self._device):
             output = self._model(
-                input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False, logits_to_keep=0, slots=plan
+                input_ids=tokens_N[None],
+                position_ids=positions_N[None],
+                use_cache=False,
+                logits_to_keep=0,
+                slots=plan,
             )
         return output.logits[0]
 
@@ -329,7 +354,9 @@ class StaticDecoder:
 
     def _addresses(self) -> tuple[int, ...]:
         """Return where everything lies that a graph reads besides the state."""
-        tensors = chain(self._model.parameters(), self._model.buffers(), self._cache.keys, self._cache.values)
+        tensors = chain(
+            self._model.parameters(), self._model.buffers(), self._cache.keys, self._cache.values
+        )
         return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 
@@ -375,7 +402,9 @@ class _Graphs:
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 self._advance(size, length, truncates)
         except torch.OutOfMemoryError:
             raise

@@ -30,7 +30,9 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
     if mode not in get_args(DecodeMode):
         raise ValueError(f"decode_mode is {mode!r}; expected {', '.join(get_args(DecodeMode))}")
     if mode == "cuda_graphs" and model.device.type != "cuda":
-        raise ValueError(f"decode_mode is 'cuda_graphs' on {model.device}; expected a CUDA device, or another mode")
+        raise ValueError(
+            f"decode_mode is 'cuda_graphs' on {model.device}; expected a CUDA device, or another mode"
+        )
     if mode == "dynamic" or (mode == "auto" and has_vision):
         return HFEngine
     if mode == "auto":
@@ -40,7 +42,9 @@ def engine_of_mode(mode: DecodeMode, model: Any, *, has_vision: bool) -> Callabl
         is_on_host = types & {"dynamic", "longrope"} or "expert" in str(config.to_dict().keys())
         mode = "static" if is_on_host else "cuda_graphs"
     elif has_vision:
-        raise UnsupportedModelError(f"decode_mode is {mode!r}; expected auto or dynamic for a vision-language model")
+        raise UnsupportedModelError(
+            f"decode_mode is {mode!r}; expected auto or dynamic for a vision-language model"
+        )
     return partial(StaticHFEngine, use_graphs=mode == "cuda_graphs")
 
 
@@ -58,17 +62,23 @@ class StaticHFEngine(HFEngine):
 
     def __init__(self, model: Any, *, use_graphs: bool = False, **options: Any) -> None:
         super().__init__(model, **options)
-        self._decoder = StaticDecoder(model, self._cache, max_num_seqs=self._max_num_seqs, use_graphs=use_graphs)
+        self._decoder = StaticDecoder(
+            model, self._cache, max_num_seqs=self._max_num_seqs, use_graphs=use_graphs
+        )
         self._reads_late = self._device.type == "cuda"
         self._in_flight: Block | None = None
         """The block that the host has not read."""
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         # Tokens of the old weights are recorded under their version.
         self._settle()
         await super().update_weights(weights, version=version)
 
-    async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+    async def update_weights_in_place(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> bool:
         await self.update_weights(weights, version=version)
         return False
 

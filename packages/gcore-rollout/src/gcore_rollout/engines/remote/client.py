@@ -55,7 +55,9 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         self._death: str | None = None
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._silent_s = 0.0
-        self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
+        self._stats = EngineStats(
+            prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0
+        )
         self._streams: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = count(1)
@@ -114,9 +116,13 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         """Kill the process, which has been silent for too long."""
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        check_open(self._is_closed, self._death, how_to_open=self._HOW_TO_OPEN, unfinished=unfinished)
+        check_open(
+            self._is_closed, self._death, how_to_open=self._HOW_TO_OPEN, unfinished=unfinished
+        )
 
-    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
+    async def _call(
+        self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any
+    ) -> Any:
         self._check_open()
         return await self._ask(session.RemoteCall(method, arguments, options))
 
@@ -138,7 +144,9 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
                 for finished in samples:
                     stream = self._streams.get(finished.call_id)
                     if stream is not None:
-                        stream.unfinished.pop((finished.sample.request_id, finished.sample.index), None)
+                        stream.unfinished.pop(
+                            (finished.sample.request_id, finished.sample.index), None
+                        )
                         stream.items.put_nowait(finished.sample)
             case session.Done(call_id, stats, value):
                 self._stats = stats
@@ -190,7 +198,9 @@ def new_future() -> "asyncio.Future[Any]":
     return future
 
 
-def check_start_options(*, num_threads: int | None = None, heartbeat_timeout_s: float = 1.0) -> None:
+def check_start_options(
+    *, num_threads: int | None = None, heartbeat_timeout_s: float = 1.0
+) -> None:
     """Refuse options with which no process can be started, by a `ValueError`."""
     if heartbeat_timeout_s <= 0:
         raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}; expected more than 0")

@@ -81,7 +81,9 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
             with status, suppress(OSError):  # the owner did not wait for it
                 status.send(_STATUS.pack(os.waitstatus_to_exitcode(wait_status)))
         if control.fileno() in ready:
-            request, fds, _, _ = socket.recv_fds(control, _LONGEST_REQUEST, 3, socket.MSG_CMSG_CLOEXEC)
+            request, fds, _, _ = socket.recv_fds(
+                control, _LONGEST_REQUEST, 3, socket.MSG_CMSG_CLOEXEC
+            )
             if not fds:
                 return
             sockets = [socket.socket(fileno=fd) for fd in fds]
@@ -143,7 +145,9 @@ class Channel(asyncio.Protocol):
     @classmethod
     async def open(cls, sock: socket.socket, take: Callable[[Any], None]) -> Self:
         """Take over a socket, and call ``take`` with each message that comes."""
-        _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
+        _, channel = await asyncio.get_running_loop().create_connection(
+            lambda: cls(take), sock=sock
+        )
         return channel
 
     def send(self, message: object) -> None:
@@ -295,7 +299,9 @@ class _ForkServer:
             command = [sys.executable, "-c", program]
             environment = os.environ | _CUDA_CHECK
             fds = [theirs.fileno()]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment
+            )
         atexit.register(self.close)
 
     def serves(self) -> bool:
@@ -323,7 +329,9 @@ class ChildProcess:
     _status: socket.socket
 
     @classmethod
-    async def fork(cls, serve: str, sockets: Sequence[socket.socket], *, preload: tuple[str, ...]) -> Self:
+    async def fork(
+        cls, serve: str, sockets: Sequence[socket.socket], *, preload: tuple[str, ...]
+    ) -> Self:
         """Fork a process that calls ``MODULE:FUNCTION`` with these sockets, at most two, which are closed here."""
         status, theirs = socket.socketpair()
         passed = [*sockets, theirs]
@@ -334,7 +342,9 @@ class ChildProcess:
                 server = _servers.get(preload)
                 if server is None or not server.serves():
                     server = _servers[preload] = _ForkServer(preload)
-                socket.send_fds(server.control, [serve.encode()], [sock.fileno() for sock in passed])
+                socket.send_fds(
+                    server.control, [serve.encode()], [sock.fileno() for sock in passed]
+                )
             status.setblocking(False)
             ready = asyncio.Event()
             asyncio.get_running_loop().add_reader(status, ready.set)

@@ -11,11 +11,27 @@ import torch
 
 from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
 from gcore_rollout.engines.registry import PRELOAD_HF
-from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options, new_future
+from gcore_rollout.engines.remote.client import (
+    END_TIMEOUT_S,
+    RemoteEngine,
+    check_start_options,
+    new_future,
+)
 from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess
-from gcore_rollout.engines.remote.session import BEAT_INTERVAL_S, EngineCall, RemoteCall, Setup, UpdateWeights
+from gcore_rollout.engines.remote.session import (
+    BEAT_INTERVAL_S,
+    EngineCall,
+    RemoteCall,
+    Setup,
+    UpdateWeights,
+)
 from gcore_rollout.errors import EngineStartError, RolloutError
-from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
+from gcore_rollout.weight_sync.shared_weights import (
+    FirstSeen,
+    SharedCudaWeights,
+    SharedWeights,
+    share_a_gpu,
+)
 
 _SERVE = "gcore_rollout.engines.remote.fork_server:serve_engine"
 
@@ -30,7 +46,12 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
     _HOW_TO_OPEN = "start a new one"
 
     def __init__(
-        self, process: ChildProcess, channel: Channel, weights_socket: socket.socket, *, heartbeat_timeout_s: float
+        self,
+        process: ChildProcess,
+        channel: Channel,
+        weights_socket: socket.socket,
+        *,
+        heartbeat_timeout_s: float,
     ) -> None:
         super().__init__(process.pid, heartbeat_timeout_s=heartbeat_timeout_s)
         self._process = process
@@ -93,7 +114,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 engine._kill("its start failed")
                 await engine.close()
             if isinstance(error, TimeoutError):
-                raise EngineStartError(f"the engine process was not ready after {start_timeout_s} s") from error
+                raise EngineStartError(
+                    f"the engine process was not ready after {start_timeout_s} s"
+                ) from error
             raise
         engine._watcher = asyncio.create_task(engine._watch())
         return engine
@@ -105,7 +128,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             weights, their_weights = socket.socketpair()
             unfinished.callback(channel.close)
             unfinished.callback(weights.close)
-            process = await ChildProcess.fork(_SERVE, [their_channel, their_weights], preload=preload)
+            process = await ChildProcess.fork(
+                _SERVE, [their_channel, their_weights], preload=preload
+            )
             unfinished.callback(process.close)
             # The process speaks when it is spoken to, and then this is the engine.
             opened = await Channel.open(channel, lambda message: engine._take(message))
@@ -113,7 +138,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
         return engine
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Replace the weights, which are copied to shared memory, unless they are a `SharedWeights`.
 
         Weights on the engine's own GPU stay there: they are copied to memory that it opens by CUDA IPC, and are freed

@@ -52,7 +52,10 @@ class _ClientSession(EngineSession):
     """A client's messages in the order in which it sent them, and the answers until they are fetched."""
 
     def __init__(
-        self, engine: AnyEngine, on_death: Callable[[EngineDiedError], None], mirror: "Callable[[], WeightMirror]"
+        self,
+        engine: AnyEngine,
+        on_death: Callable[[EngineDiedError], None],
+        mirror: "Callable[[], WeightMirror]",
     ) -> None:
         super().__init__(self._put, lambda references: references.fetch())
         self.engine = engine
@@ -120,12 +123,16 @@ class EngineActor:
                 if self._engine is None:
                     start_s = time.monotonic()
                     self._engine = await make_engine(self._factory, self._num_threads)
-                    self._incarnation = replace(self._incarnation, making_s=time.monotonic() - start_s)
+                    self._incarnation = replace(
+                        self._incarnation, making_s=time.monotonic() - start_s
+                    )
                 return self._incarnation, self._engine.stats()
         except Exception as error:
             return make_failure(0, error)
 
-    async def take(self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]) -> None:
+    async def take(
+        self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]
+    ) -> None:
         """Start the call of a client's message of this number, from 0.
 
         It is packed, because arrays that Ray unpickles cannot be written to, unless it has references to weights.
@@ -138,7 +145,9 @@ class EngineActor:
             failure = make_failure(call[0], EngineDiedError(self._why_dead))
             self._sessions[client].outgoing.put_nowait(failure)
 
-    async def stream(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[bytes]:
+    async def stream(
+        self, token: str, client: str, heartbeat_timeout_s: float
+    ) -> AsyncIterator[bytes]:
         """Yield packed lists of messages to a client, and beats.
 
         It ends after a while, to be called again: the calls of a client that does not are abandoned.
@@ -167,7 +176,9 @@ class EngineActor:
         if session.lease is not None:
             session.lease.cancel()
         reason = "the engine actor abandoned the samples: this client was silent for too long"
-        session.lease = asyncio.get_running_loop().call_later(patience_s, session.abandon_all, reason)
+        session.lease = asyncio.get_running_loop().call_later(
+            patience_s, session.abandon_all, reason
+        )
 
     async def leave(self, client: str) -> None:
         session = self._sessions.pop(client, None)
@@ -233,6 +244,8 @@ class EngineActor:
 
             assert self._engine is not None
             # Weights that are made here have digests for no other process.
-            engine = InstrumentedEngine(cast(Any, self._engine), name="the engine", record=WeightRecord())
+            engine = InstrumentedEngine(
+                cast(Any, self._engine), name="the engine", record=WeightRecord()
+            )
             self._mirror = WeightMirror(engine)
         return self._mirror

@@ -14,7 +14,13 @@ import torch
 from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options
 from gcore_rollout.engines.remote.ray_actor import EngineActor, Incarnation
-from gcore_rollout.engines.remote.session import CallFailed, EngineCall, Setup, UpdateWeights, rebuild_exception
+from gcore_rollout.engines.remote.session import (
+    CallFailed,
+    EngineCall,
+    Setup,
+    UpdateWeights,
+    rebuild_exception,
+)
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError
 from gcore_rollout.weight_sync.history import WeightHistory
 from gcore_rollout.weight_sync.weight_references import WeightReferences
@@ -65,7 +71,9 @@ class EngineHandle:
         return replace(self, factory=_pickle_factory(factory), factories={})
 
 
-def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **options: Any) -> EngineHandle:
+def start_engine_actor(
+    factory: Factory, *, num_threads: int | None = None, **options: Any
+) -> EngineHandle:
     """Start an actor for an engine, which is made by the first `RayEngine.connect`.
 
     It ends with the process that calls this, or by `end_engine_actor`. After any other end Ray restarts it, with a new
@@ -121,7 +129,12 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     _HOW_TO_OPEN = "connect again"
 
     def __init__(
-        self, handle: EngineHandle, incarnation: Incarnation, stats: EngineStats, *, heartbeat_timeout_s: float
+        self,
+        handle: EngineHandle,
+        incarnation: Incarnation,
+        stats: EngineStats,
+        *,
+        heartbeat_timeout_s: float,
     ) -> None:
         super().__init__(incarnation.pid, heartbeat_timeout_s=heartbeat_timeout_s)
         self.handle = handle
@@ -136,7 +149,11 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
     @classmethod
     async def connect(
-        cls, handle: EngineHandle, *, start_timeout_s: float = 600.0, heartbeat_timeout_s: float = 120.0
+        cls,
+        handle: EngineHandle,
+        *,
+        start_timeout_s: float = 600.0,
+        heartbeat_timeout_s: float = 120.0,
     ) -> Self:
         """Wait until an actor's engine is made, and return a client of it.
 
@@ -158,13 +175,17 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
                 f"the engine actor was not ready after {start_timeout_s} s: free are {ray.available_resources()}"
             ) from error
         except RayActorError as error:
-            raise EngineDiedError(f"the engine actor died before it was ready: {_explain_end(error)}") from error
+            raise EngineDiedError(
+                f"the engine actor died before it was ready: {_explain_end(error)}"
+            ) from error
         if isinstance(answer, CallFailed):
             raise rebuild_exception(answer, incarnation.pid)
         return cls(handle, *answer, heartbeat_timeout_s=heartbeat_timeout_s)
 
     @staticmethod
-    async def _make(handle: EngineHandle) -> tuple[Incarnation, tuple[Incarnation, EngineStats] | CallFailed]:
+    async def _make(
+        handle: EngineHandle,
+    ) -> tuple[Incarnation, tuple[Incarnation, EngineStats] | CallFailed]:
         num_starts = 0
         while True:
             try:
@@ -177,7 +198,9 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
                 # It is being restarted.
                 await asyncio.sleep(_RETRY_S)
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Send weights as references; others than `WeightReferences` and `WeightHistory` are put into the store first.
 
         Engines of one node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails
@@ -205,7 +228,9 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         # Ray itself must see references to weights.
         if not isinstance(message, UpdateWeights):
             call = pickle.dumps(call, protocol=5)
-        reply = self._actor.take.remote(self._incarnation.token, self._client, next(self._numbers), call)
+        reply = self._actor.take.remote(
+            self._incarnation.token, self._client, next(self._numbers), call
+        )
         # If the actor is gone, the stream of its answers says so.
         reply.future().add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -224,7 +249,9 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         """Take the actor's messages until it is dead."""
         try:
             while True:
-                stream = self._actor.stream.remote(self._incarnation.token, self._client, self._heartbeat_timeout_s)
+                stream = self._actor.stream.remote(
+                    self._incarnation.token, self._client, self._heartbeat_timeout_s
+                )
                 async for packed in stream:
                     for message in pickle.loads(await packed):
                         if isinstance(message, CallFailed) and not message.call_id:

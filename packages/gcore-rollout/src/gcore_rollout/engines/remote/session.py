@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, report_weights
+from gcore_rollout.engines.protocol import (
+    AnyRequest,
+    AnySample,
+    Engine,
+    EngineStats,
+    report_weights,
+)
 from gcore_rollout.errors import EngineDiedError, RolloutError
 
 if TYPE_CHECKING:
@@ -260,7 +266,9 @@ class EngineSession:
             for call_id in {sample.call_id for sample in finished}:
                 self._send(make_failure(call_id, error))
 
-    async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
+    async def _update(
+        self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int
+    ) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
         weights: Any = await reading
         release = getattr(weights, "release", None)

@@ -51,7 +51,9 @@ class ServerClient:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(lambda: asyncio.run(self.call(method, path, **arguments))).result()
 
-    async def call(self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None) -> Any:
+    async def call(
+        self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None
+    ) -> Any:
         """Call the server, and return the answer's JSON, or its text if it is not JSON.
 
         Raises:
@@ -66,7 +68,9 @@ class ServerClient:
             except ValueError:
                 return answer
 
-    async def events(self, path: str, body: Any, *, may_be_silent: Callable[[], bool]) -> AsyncGenerator[Any]:
+    async def events(
+        self, path: str, body: Any, *, may_be_silent: Callable[[], bool]
+    ) -> AsyncGenerator[Any]:
         """POST, and yield the JSON of each server-sent event, until the server reports the last one.
 
         Args:
@@ -88,7 +92,9 @@ class ServerClient:
                     yield json.loads(payload)
         raise EngineDiedError(f"the server at {self.url} broke off a stream")
 
-    async def _read_more(self, response: "aiohttp.ClientResponse", may_be_silent: Callable[[], bool]) -> bytes:
+    async def _read_more(
+        self, response: "aiohttp.ClientResponse", may_be_silent: Callable[[], bool]
+    ) -> bytes:
         while True:
             try:
                 async with self._losses():
@@ -98,7 +104,9 @@ class ServerClient:
                     raise
 
     @asynccontextmanager
-    async def _response(self, method: str, path: str, **content: Any) -> AsyncGenerator["aiohttp.ClientResponse"]:
+    async def _response(
+        self, method: str, path: str, **content: Any
+    ) -> AsyncGenerator["aiohttp.ClientResponse"]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
@@ -109,7 +117,9 @@ class ServerClient:
                 if response.status >= 400:
                     async with self._losses():
                         answer = (await response.read()).decode(errors="replace")
-                    raise ServerRequestError(f"{method} {self.url}{path}", status=response.status, answer=answer)
+                    raise ServerRequestError(
+                        f"{method} {self.url}{path}", status=response.status, answer=answer
+                    )
                 yield response
 
     @asynccontextmanager

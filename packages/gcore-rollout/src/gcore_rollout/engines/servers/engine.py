@@ -4,7 +4,15 @@ import asyncio
 import shutil
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -16,11 +24,31 @@ from transformers import AutoConfig
 
 from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import Completion, Request
-from gcore_rollout.engines.queueing import Control, QueuedSample, QueueingEngine, SampleFilter, TokenLimits
+from gcore_rollout.engines.queueing import (
+    Control,
+    QueuedSample,
+    QueueingEngine,
+    SampleFilter,
+    TokenLimits,
+)
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.served import RunningSample, ServerInfo, StreamPiece, write_weights
-from gcore_rollout.engines.vllm.process import check_weights_and_head, checkpoint_shapes, eos_token_ids
-from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError, UnsupportedModelError
+from gcore_rollout.engines.servers.served import (
+    RunningSample,
+    ServerInfo,
+    StreamPiece,
+    write_weights,
+)
+from gcore_rollout.engines.vllm.process import (
+    check_weights_and_head,
+    checkpoint_shapes,
+    eos_token_ids,
+)
+from gcore_rollout.errors import (
+    EngineDiedError,
+    RolloutError,
+    ServerRequestError,
+    UnsupportedModelError,
+)
 
 Controls = Mapping[Control, tuple[str, Mapping[str, Any]]]
 """Path and further arguments of `ServerClient.call` by which a server is controlled, all of them idempotent."""
@@ -48,10 +76,17 @@ class ServerEngine(QueueingEngine[Request, Completion]):
     """Whether the server answers an abort while it is paused."""
 
     def __init__(
-        self, client: ServerClient, info: ServerInfo, *, weights_dir: str | Path | None, eos: Sequence[int] | None
+        self,
+        client: ServerClient,
+        info: ServerInfo,
+        *,
+        weights_dir: str | Path | None,
+        eos: Sequence[int] | None,
     ) -> None:
         if weights_dir is not None and not Path(weights_dir).is_dir():
-            raise ValueError(f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees")
+            raise ValueError(
+                f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees"
+            )
         self._model_path = Path(info.model_path)
         if not (self._model_path / "config.json").exists():
             raise UnsupportedModelError(
@@ -120,7 +155,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         engine._take_over()
         return engine
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before anything is sent.
 
         They are written to a new folder under ``weights_dir``, which the server loads between two steps and which stays
@@ -133,7 +170,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         async with self._controlling():
             self._check_update(version)
             if self._weights_dir is None:
-                raise RolloutError("the engine was made without weights_dir: update_weights needs it")
+                raise RolloutError(
+                    "the engine was made without weights_dir: update_weights needs it"
+                )
             new = dict(weights)
             check_weights_and_head(self._shapes, new, is_tied=self._is_tied)
             await self._check_update_possible()
@@ -177,12 +216,20 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             mine.set_result(None)
 
     def _start(self) -> None:
-        if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
+        if (
+            self._is_paused
+            or self._is_asleep
+            or self._is_held
+            or self._is_closed
+            or self._death is not None
+        ):
             return
         for sample in chain.from_iterable(self._pop_groups()):
             if not sample.shares_prompt:
                 self._prompt_tokens += len(sample.start_token_ids)
-            running = RunningSample(sample=sample, server_id=uuid.uuid4().hex, version=self._version)
+            running = RunningSample(
+                sample=sample, server_id=uuid.uuid4().hex, version=self._version
+            )
             self._running[running.server_id] = running
             running.task = asyncio.create_task(self._run(running))
 
@@ -198,7 +245,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
                 async for event in events:
                     if "error" in event:
                         error = event["error"]
-                        raise self._failure(running.sample, status=int(error["code"]), answer=error["message"])
+                        raise self._failure(
+                            running.sample, status=int(error["code"]), answer=error["message"]
+                        )
                     piece = self._cut_at_stop_string(running, read(event))
                     running.token_ids += piece.token_ids
                     running.log_probs += piece.log_probs
@@ -215,7 +264,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
                                 async for _ in events:
                                     pass
                         return
-            raise EngineDiedError(f"the server at {self._client.url} ended a stream without a finish reason")
+            raise EngineDiedError(
+                f"the server at {self._client.url} ended a stream without a finish reason"
+            )
         except EngineDiedError as error:
             self._die(error.reason)
         except ServerRequestError as error:
@@ -233,7 +284,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         """Return a piece up to the token that completes a stop string, if there is one."""
         sample = running.sample
         before = [sample.prefix.token_ids, running.token_ids]
-        end = self._limits.stop_strings.find_end(piece.token_ids, sample.request.sampling.stop, before=before)
+        end = self._limits.stop_strings.find_end(
+            piece.token_ids, sample.request.sampling.stop, before=before
+        )
         if end is None:
             return piece
         return replace(
@@ -252,9 +305,13 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         tasks = {r.server_id: r.task for r in self._running.values() if which(r.sample)}
         end = asyncio.get_running_loop().time() + self._client.timeout_s
         try:
-            while tasks := {server_id: task for server_id, task in tasks.items() if not task.done()}:
+            while tasks := {
+                server_id: task for server_id, task in tasks.items() if not task.done()
+            }:
                 if asyncio.get_running_loop().time() > end:
-                    raise EngineDiedError(f"the server at {self._client.url} does not end aborted samples")
+                    raise EngineDiedError(
+                        f"the server at {self._client.url} does not end aborted samples"
+                    )
                 await self._abort_on_server(list(tasks))
                 await asyncio.wait(tasks.values(), timeout=_ABORT_INTERVAL_S)
         except EngineDiedError as error:
@@ -288,7 +345,9 @@ class ServerEngine(QueueingEngine[Request, Completion]):
         self._notifications.add(notification)
         notification.add_done_callback(self._notifications.discard)
 
-    async def _replace_weights(self, tensors: Mapping[str, torch.Tensor], parent: Path, version: int) -> None:
+    async def _replace_weights(
+        self, tensors: Mapping[str, torch.Tensor], parent: Path, version: int
+    ) -> None:
         """Have the server load new weights between two steps."""
         folder = unused = await asyncio.to_thread(
             write_weights, tensors, parent, version=version, model_path=self._model_path

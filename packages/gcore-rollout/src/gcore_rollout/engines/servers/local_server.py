@@ -27,7 +27,12 @@ _MOST_COLUMNS = 300
 """An error shows so much of a log."""
 _TRIES = 3
 """Times that a server is started, where another program takes the port before it does."""
-_PORT_TAKEN = ("address already in use", "Address already in use", "port is already", "is not available")
+_PORT_TAKEN = (
+    "address already in use",
+    "Address already in use",
+    "port is already",
+    "is not available",
+)
 
 Command = Callable[[int], Sequence[str]]
 """Returns the server's command line for a port of 127.0.0.1."""
@@ -47,7 +52,9 @@ class LocalServer:
         self.url = url
 
     @classmethod
-    def start(cls, command: Command, *, env: Mapping[str, str], log: Path, timeout_s: float) -> "LocalServer":
+    def start(
+        cls, command: Command, *, env: Mapping[str, str], log: Path, timeout_s: float
+    ) -> "LocalServer":
         """Start a server, and wait until GET /health answers.
 
         Args:
@@ -66,15 +73,24 @@ class LocalServer:
                 return server
             code = server._guard.poll()
             server.stop()
-            lines = [line[:_MOST_COLUMNS] for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:]]
+            lines = [
+                line[:_MOST_COLUMNS]
+                for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            ]
             output = "\n".join(lines)
             is_taken = any(words in output for words in _PORT_TAKEN)
             if not is_taken or num_tries == _TRIES:
-                how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit code {code}"
+                how = (
+                    f"did not answer within {timeout_s:g} s"
+                    if code is None
+                    else f"ended with exit code {code}"
+                )
                 raise RolloutError("\n".join([f"the server {command(port)[0]} {how}:", *lines]))
 
     @classmethod
-    def _start_guard(cls, command: Sequence[str], port: int, env: Mapping[str, str], log: Path) -> "LocalServer":
+    def _start_guard(
+        cls, command: Sequence[str], port: int, env: Mapping[str, str], log: Path
+    ) -> "LocalServer":
         theirs, lifeline = os.pipe()
         guard = [sys.executable, str(Path(__file__)), str(theirs), *command]
         try:
@@ -127,7 +143,9 @@ def guard(lifeline: int, command: Sequence[str]) -> int:
     libc = ctypes.CDLL(None)
     # The guard has one thread: what runs between fork and exec finds no lock taken.
     server = subprocess.Popen(
-        command, start_new_session=True, preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        command,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     ended = os.pidfd_open(server.pid)
     try:

@@ -55,12 +55,17 @@ class RunningSample:
     """(tokens so far, new version) of each change of weights since."""
     task: "asyncio.Task[None]" = field(init=False)
 
-    def finish(self, reason: FinishReason, version_spans: list[Mapping[str, Any]] | None = None) -> None:
+    def finish(
+        self, reason: FinishReason, version_spans: list[Mapping[str, Any]] | None = None
+    ) -> None:
         """Hand over the completion; versions that the server has not recorded are those of the updates seen here."""
         length = len(self.token_ids)
         versions = np.full(length, self.version, np.int32)
         if version_spans is None:
-            version_spans = [{"version": version, "start": start, "end": length} for start, version in self.updates]
+            version_spans = [
+                {"version": version, "start": start, "end": length}
+                for start, version in self.updates
+            ]
         for span in version_spans:
             versions[span["start"] : span["end"]] = int(span["version"])
         tokens = np.array(self.token_ids, np.int64)
@@ -68,7 +73,9 @@ class RunningSample:
         self.sample.finish(tokens, log_probs, versions, reason)
 
 
-def write_weights(tensors: Mapping[str, torch.Tensor], parent: Path, *, version: int, model_path: Path) -> Path:
+def write_weights(
+    tensors: Mapping[str, torch.Tensor], parent: Path, *, version: int, model_path: Path
+) -> Path:
     """Write one safetensors file, and copies of the model's JSON files, to a new folder, and return it.
 
     Tied tensors are given once. The folder gets its unique name once it is whole.

@@ -62,12 +62,16 @@ class SGLangServerEngine(ServerEngine):
                 "start it with --disable-overlap-schedule"
             )
         # SGLang cuts a longer completion short without saying so.
-        return ServerInfo(model_path=info["model_path"], max_length=info["max_req_input_len"], max_num_seqs=256)
+        return ServerInfo(
+            model_path=info["model_path"], max_length=info["max_req_input_len"], max_num_seqs=256
+        )
 
     def _take_over(self) -> None:
         missing = sorted(set(self._declared_eos) - set(self._eos))
         if missing:
-            raise ValueError(f"eos_token_ids is {self._eos}; expected {missing}, too, where SGLang ends anyway")
+            raise ValueError(
+                f"eos_token_ids is {self._eos}; expected {missing}, too, where SGLang ends anyway"
+            )
         self._client.call_blocking("POST", "/continue_generation", body={})
         label = {"new_version": "0", "abort_all_requests": False}
         self._client.call_blocking("POST", "/update_weight_version", body=label)
@@ -112,7 +116,9 @@ class SGLangServerEngine(ServerEngine):
         if detection is None:
             return partial(self._read_piece, running)
         prefix = running.sample.prefix.token_ids
-        sizes = np.array([[detection.min_pattern_size], [detection.max_pattern_size], [detection.min_count]])
+        sizes = np.array(
+            [[detection.min_pattern_size], [detection.max_pattern_size], [detection.min_count]]
+        )
         tokens_1T = np.zeros((1, sampling.max_tokens), np.int64)
         length = prefix.size
         tokens_1T[0, :length] = prefix
@@ -141,18 +147,24 @@ class SGLangServerEngine(ServerEngine):
         meta = event["meta_info"]
         end: dict[str, Any] | None = meta["finish_reason"]
         if end is not None and end["type"] == "abort" and end.get("status_code"):
-            raise self._failure(running.sample, status=int(end["status_code"]), answer=end["message"])
+            raise self._failure(
+                running.sample, status=int(end["status_code"]), answer=end["message"]
+            )
         # Only new tokens come, except with some aborts: then all do.
         num_new = meta["completion_tokens"] - len(running.token_ids)
         entries: list[Any] = (meta.get("output_token_logprobs") or [])[-num_new:] if num_new else []
         return StreamPiece(
             token_ids=[entry[1] for entry in entries],
             log_probs=[entry[0] for entry in entries],
-            finish_reason=None if end is None else self._finish_reason(end["type"], running, entries),
+            finish_reason=None
+            if end is None
+            else self._finish_reason(end["type"], running, entries),
             version_spans=meta.get("weight_versions"),
         )
 
-    def _finish_reason(self, reason: str, running: RunningSample, entries: list[Any]) -> FinishReason:
+    def _finish_reason(
+        self, reason: str, running: RunningSample, entries: list[Any]
+    ) -> FinishReason:
         match reason:
             case "stop" | "length":
                 return reason
@@ -164,10 +176,15 @@ class SGLangServerEngine(ServerEngine):
                 num_tokens = sample.prefix_length + len(running.token_ids) + len(entries)
                 return "length" if num_tokens == sample.request.sampling.max_tokens else "abort"
             case _:
-                raise RolloutError(f"SGLang ended a sample for the reason {reason!r}; expected stop, length or abort")
+                raise RolloutError(
+                    f"SGLang ended a sample for the reason {reason!r}; expected stop, length or abort"
+                )
 
     async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
-        calls = (self._client.call("POST", "/abort_request", body={"rid": server_id}) for server_id in server_ids)
+        calls = (
+            self._client.call("POST", "/abort_request", body={"rid": server_id})
+            for server_id in server_ids
+        )
         await asyncio.gather(*calls)
 
     async def _settle(self) -> None:

@@ -79,8 +79,19 @@ class SGLangEngine(SGLangServerEngine):
                 "~/sglang/bin/python"
             )
         command = [str(python), "-m", "sglang.launch_server"]
-        command += ["--model-path", str(path), "--host", "127.0.0.1", "--dtype", str(dtype).removeprefix("torch.")]
-        command += ["--skip-tokenizer-init", "--incremental-streaming-output", "--disable-overlap-schedule"]
+        command += [
+            "--model-path",
+            str(path),
+            "--host",
+            "127.0.0.1",
+            "--dtype",
+            str(dtype).removeprefix("torch."),
+        ]
+        command += [
+            "--skip-tokenizer-init",
+            "--incremental-streaming-output",
+            "--disable-overlap-schedule",
+        ]
         command += ["--max-running-requests", str(max_num_seqs)]
         settings: dict[str, Any] = {
             "--context-length": max_model_len,
@@ -99,7 +110,11 @@ class SGLangEngine(SGLangServerEngine):
         elif enable_sleep_mode:
             command += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         command += server_args
-        folder = Path(tempfile.mkdtemp(prefix="gcore-sglang-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
+        folder = Path(
+            tempfile.mkdtemp(
+                prefix="gcore-sglang-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+            )
+        )
         server: LocalServer | None = None
         try:
             server = LocalServer.start(

@@ -51,7 +51,9 @@ class VLLMServerEngine(ServerEngine):
     @classmethod
     def _ask(cls, client: ServerClient) -> ServerInfo:
         try:
-            config = client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+            config = client.call_blocking("GET", "/server_info", params={"config_format": "json"})[
+                "vllm_config"
+            ]
         except ServerRequestError as error:
             if error.status != 404:
                 raise
@@ -117,7 +119,9 @@ class VLLMServerEngine(ServerEngine):
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._client.call("POST", "/collective_rpc", body=body)
         await self._repack_head()
-        await self._client.call("POST", "/update_weight_version", body={"new_version": str(version)})
+        await self._client.call(
+            "POST", "/update_weight_version", body={"new_version": str(version)}
+        )
 
     async def _repack_head(self) -> None:
         """Have a tied head packed again where vLLM would keep the old one."""

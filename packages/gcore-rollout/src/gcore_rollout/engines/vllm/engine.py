@@ -22,7 +22,12 @@ from gcore_rollout.engines.queueing import (
     check_max_num_seqs,
 )
 from gcore_rollout.engines.vllm import options, process, ranks, translation
-from gcore_rollout.errors import EngineDiedError, MissingExtraError, RolloutError, UnsupportedModelError
+from gcore_rollout.errors import (
+    EngineDiedError,
+    MissingExtraError,
+    RolloutError,
+    UnsupportedModelError,
+)
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
@@ -30,7 +35,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SLEEP_LEVELS: dict[Control, int] = {"sleep": 1, "discard": 2}
-_WAKE_TAGS: dict[Control, list[str] | None] = {"wake": None, "wake_weights": ["weights"], "wake_cache": ["kv_cache"]}
+_WAKE_TAGS: dict[Control, list[str] | None] = {
+    "wake": None,
+    "wake_weights": ["weights"],
+    "wake_cache": ["kv_cache"],
+}
 
 
 class VLLMEngine(QueueingEngine[Request, Completion]):
@@ -92,7 +101,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._can_sleep = config.model_config.enable_sleep_mode
         self._on_cpu = on_cpu = config.device_config.device_type == "cpu"
         has_v2_runner = not on_cpu and config.use_v2_model_runner
-        self._draws_by_sample = options.draws_by_sample(seed_per_sample, on_cpu=on_cpu, has_v2_runner=has_v2_runner)
+        self._draws_by_sample = options.draws_by_sample(
+            seed_per_sample, on_cpu=on_cpu, has_v2_runner=has_v2_runner
+        )
         self._has_ranks = config.parallel_config.world_size > 1
         if self._has_ranks:
             ranks.end_together(self._engine)
@@ -198,7 +209,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 raise MissingExtraError("vllm", "vllm") from error
 
             of_ranks = ranks.rank_options(
-                on_cpu=on_cpu, tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel
+                on_cpu=on_cpu,
+                tensor_parallel_size=tensor_parallel_size,
+                enable_expert_parallel=enable_expert_parallel,
             )
             if speculative_config is not None and on_cpu:
                 process.repair_rejection_sampler()
@@ -207,7 +220,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 "dtype": dtype,
                 "max_model_len": max_model_len,
                 "max_num_seqs": max_num_seqs,
-                "speculative_config": None if speculative_config is None else dict(speculative_config),
+                "speculative_config": None
+                if speculative_config is None
+                else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 "skip_tokenizer_init": vision is None,
                 # The model's own generation config may hold top-k, top-p or penalties.
@@ -238,7 +253,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         engine._limits.stop_strings = StopStrings(path)
         return engine
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int
+    ) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
 
         Running samples continue with the new weights, over keys and values of the old ones unless
@@ -268,7 +285,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         """Digest the weights; of a mixture of experts, all but the experts."""
         self._check_open()
-        read = partial(translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
+        read = partial(
+            translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names
+        )
         # All ranks return the same.
         with self._noting_deaths():
             tensors = self._engine.apply_model(read)[0]
@@ -282,7 +301,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         self._engine = None
         VLLMEngine._num_live -= 1
         is_last = VLLMEngine._num_live == 0
-        process.shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
+        process.shut_down(
+            engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group
+        )
         if is_last:
             VLLMEngine._made_process_group = False
         del engine
@@ -304,7 +325,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
 
     def stats(self) -> EngineStats:
         stats = super().stats()
-        return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
+        return replace(
+            stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running)
+        )
 
     async def _control(self, name: Control) -> None:
         with self._noting_deaths():
@@ -324,7 +347,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         elif name in _SLEEP_LEVELS and self._can_sleep:
             self._engine.sleep(level=_SLEEP_LEVELS[name])
         elif name in _SLEEP_LEVELS:
-            raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
+            raise RolloutError(
+                "sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)"
+            )
 
     def _step(self) -> None:
         admitted = self._pop_groups()
@@ -335,12 +360,17 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
-                settings = translation.sampling_params(sample, self._eos, has_seed=self._draws_by_sample)
+                settings = translation.sampling_params(
+                    sample, self._eos, has_seed=self._draws_by_sample
+                )
                 self._engine.add_request(sample_id, prompt, settings)
         seed: int | None = None
         if admitted and not self._draws_by_sample:
             seed = admitted[0][0].generator_seed
-        with self._noting_deaths(), self._generators.in_use(seed) if self._generators else nullcontext():
+        with (
+            self._noting_deaths(),
+            self._generators.in_use(seed) if self._generators else nullcontext(),
+        ):
             if self._has_ranks and seed is not None:
                 self._engine.collective_rpc(ranks.seed_generators, args=(seed,))
             outputs: list[Any] = self._engine.step()
@@ -372,20 +402,30 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
                 translation.finish(sample, result, result.finish_reason)
             else:
                 reason = f"{result.finish_reason}, {result.stop_reason}"
-                error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
+                error = RolloutError(
+                    f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}"
+                )
                 sample.call.finished.put_nowait(error)
 
-    def _find_end(self, sample: QueuedSample, token_ids: Sequence[int], num_checked: int = 0) -> int | None:
+    def _find_end(
+        self, sample: QueuedSample, token_ids: Sequence[int], num_checked: int = 0
+    ) -> int | None:
         """Return how many new tokens a sample has up to a stop string; None: it has none."""
         before = [sample.prefix.token_ids, token_ids[:num_checked]]
-        end = self._limits.stop_strings.find_end(token_ids[num_checked:], sample.request.sampling.stop, before=before)
+        end = self._limits.stop_strings.find_end(
+            token_ids[num_checked:], sample.request.sampling.stop, before=before
+        )
         if end is None:
             return None
         return num_checked + end
 
     def _end_at_stop_strings(self) -> None:
         """End the running samples whose text has a stop string."""
-        watched = {sample_id: sample for sample_id, sample in self._running.items() if sample.request.sampling.stop}
+        watched = {
+            sample_id: sample
+            for sample_id, sample in self._running.items()
+            if sample.request.sampling.stop
+        }
         ended: list[str] = []
         for state in self._states(watched):
             sample_id: str = state.external_req_id
@@ -402,7 +442,9 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             self._engine.abort_request(ended)
         for sample_id in ended:
             del self._running[sample_id]
-        self._num_checked = {name: count for name, count in self._num_checked.items() if name in self._running}
+        self._num_checked = {
+            name: count for name, count in self._num_checked.items() if name in self._running
+        }
 
     def _settle(self) -> None:
         """Take in the steps in flight, where steps overlap, without starting another."""
@@ -420,13 +462,17 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[QueuedSample]:
-        removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
+        removed = {
+            sample_id: sample for sample_id, sample in self._running.items() if which(sample)
+        }
         if not removed:
             return []
         self._completion_tokens += self._tokens_sampled(removed)
         if as_aborted:
             for state in self._states(removed):
-                translation.finish(removed[state.external_req_id], self._output_so_far(state), "abort")
+                translation.finish(
+                    removed[state.external_req_id], self._output_so_far(state), "abort"
+                )
         self._engine.abort_request(list(removed))
         for sample_id in removed:
             del self._running[sample_id]
@@ -437,7 +483,10 @@ class VLLMEngine(QueueingEngine[Request, Completion]):
         from vllm.v1.engine import FinishReason as VLLMFinishReason
 
         output: Any = state.make_request_output(
-            new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
+            new_token_ids=[],
+            pooling_output=None,
+            finish_reason=VLLMFinishReason.ABORT,
+            stop_reason=None,
         )
         return output.outputs[0]
 

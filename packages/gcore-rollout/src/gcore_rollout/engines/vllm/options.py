@@ -32,8 +32,20 @@ def device_options(
     """
     share = gpu_memory_utilization
     tokens = max_num_batched_tokens
-    require("gpu_memory_utilization", share, share is None or 0 < share <= 1, "a number in (0, 1], or None", ValueError)
-    require("max_num_batched_tokens", tokens, tokens is None or tokens >= 1, "at least 1, or None", ValueError)
+    require(
+        "gpu_memory_utilization",
+        share,
+        share is None or 0 < share <= 1,
+        "a number in (0, 1], or None",
+        ValueError,
+    )
+    require(
+        "max_num_batched_tokens",
+        tokens,
+        tokens is None or tokens >= 1,
+        "at least 1, or None",
+        ValueError,
+    )
     options: dict[str, Any] = {
         # None: vLLM's choice for the device and the usage context.
         "max_num_batched_tokens": max_num_batched_tokens,
@@ -84,7 +96,9 @@ class OwnGenerators:
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
-        self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]] = [
+        self._generators: list[
+            tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+        ] = [
             (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
             (np.random.get_state, np.random.set_state, lambda seed: np.random.seed(seed % 2**32)),
         ]

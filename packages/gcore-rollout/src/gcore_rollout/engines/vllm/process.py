@@ -62,7 +62,13 @@ def keep_process_state() -> Generator[None]:
     num_threads = torch.get_num_threads()
     was_frozen = gc.get_freeze_count() > 0
     # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
-    names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OMP_NUM_THREADS_SET_BY_VLLM")
+    names = (
+        "LD_PRELOAD",
+        "LD_LIBRARY_PATH",
+        "LOCAL_WORLD_SIZE",
+        "OMP_NUM_THREADS",
+        "OMP_NUM_THREADS_SET_BY_VLLM",
+    )
     variables = {name: os.environ[name] for name in names if name in os.environ}
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -144,7 +150,9 @@ def free_kv_cache(worker: Any) -> None:
         # Whole pages only: the first and the last may hold something else.
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if length > 0 and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+        if length > 0 and libc.madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED
+        ):
             code = ctypes.get_errno()
             raise OSError(code, f"madvise of the key-value cache: {os.strerror(code)}")
     return_free_memory()
@@ -191,7 +199,11 @@ def repair_rejection_sampler() -> None:
 
 
 def _expand_batch_to_tokens(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
 ) -> torch.Tensor:
     """Repeat the values ``x`` [B] for each token of a sample, [num_tokens]; ``cu_num_tokens`` [B] is summed up."""
     counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
@@ -208,7 +220,9 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     elif (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:
-        raise UnsupportedModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+        raise UnsupportedModelError(
+            f"{folder} has no model.safetensors and no model.safetensors.index.json"
+        )
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
@@ -217,7 +231,9 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights_and_head(shapes: Mapping[str, tuple[int, ...]], new: dict[str, Any], *, is_tied: bool) -> None:
+def check_weights_and_head(
+    shapes: Mapping[str, tuple[int, ...]], new: dict[str, Any], *, is_tied: bool
+) -> None:
     """Refuse weights that are not the model's, and remove a tied head, which need not be among them."""
     check_weights(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
     if is_tied:

@@ -32,7 +32,13 @@ def rank_options(
     require("tensor_parallel_size", size, size >= 1, "at least 1", ValueError)
     if not on_cpu:
         visible = torch.cuda.device_count()
-        require("tensor_parallel_size", size, size <= visible, f"at most {visible}, the visible GPUs", ValueError)
+        require(
+            "tensor_parallel_size",
+            size,
+            size <= visible,
+            f"at most {visible}, the visible GPUs",
+            ValueError,
+        )
     if size == 1:
         return {}
     # A fork would copy threads' locks without their threads.
@@ -50,7 +56,9 @@ def rank_options(
     }
 
 
-def send_weights(engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bucket_bytes: int | None = None) -> None:
+def send_weights(
+    engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bucket_bytes: int | None = None
+) -> None:
     """Give all ranks new weights through shared memory; each copies its own part out of it.
 
     Weights are sent in buckets. The memory of a bucket is freed when the last rank has copied what it needs, so that
@@ -61,7 +69,9 @@ def send_weights(engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bu
         shared = SharedWeights()
         try:
             shared.write(bucket.items())
-            engine.collective_rpc(partial(_take_bucket, path=str(shared.path), layout=shared.layout))
+            engine.collective_rpc(
+                partial(_take_bucket, path=str(shared.path), layout=shared.layout)
+            )
         finally:
             shared.close()
     engine.collective_rpc(_end_update)
@@ -100,7 +110,9 @@ def failure_of(engine: "LLMEngine") -> str | None:
     executor = _executor(engine)
     if not executor.is_failed:
         return None
-    ends = [f"{worker.proc.pid} with exit code {worker.proc.exitcode}" for worker in executor.workers]
+    ends = [
+        f"{worker.proc.pid} with exit code {worker.proc.exitcode}" for worker in executor.workers
+    ]
     return f"a rank of the engine died; all were ended: {', '.join(ends)}"
 
 
@@ -115,7 +127,11 @@ def gather_tensor(shard: torch.Tensor, shape: Sequence[int], module: Any) -> tor
     Args:
         module: vLLM's module that has the part.
     """
-    dims = [dim for dim, (part, full) in enumerate(zip(shard.shape, shape, strict=False)) if part != full]
+    dims = [
+        dim
+        for dim, (part, full) in enumerate(zip(shard.shape, shape, strict=False))
+        if part != full
+    ]
     if shard.dim() != len(shape) or len(dims) != 1:
         return shard
     from vllm.distributed import get_tp_group
@@ -131,7 +147,9 @@ def gather_tensor(shard: torch.Tensor, shape: Sequence[int], module: Any) -> tor
     return torch.cat(parts, dim).narrow(dim, 0, shape[dim])
 
 
-def buckets(weights: Mapping[str, torch.Tensor], size_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def buckets(
+    weights: Mapping[str, torch.Tensor], size_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the weights in lists of at most this size; a larger tensor is one of its own."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0

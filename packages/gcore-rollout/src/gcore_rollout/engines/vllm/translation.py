@@ -39,7 +39,9 @@ def check_temperature(request: Request) -> None:
         )
 
 
-def prompt_of(sample: QueuedSample, vision: VisionProcessor | None, *, version: int) -> "TokensInput | MultiModalInput":
+def prompt_of(
+    sample: QueuedSample, vision: VisionProcessor | None, *, version: int
+) -> "TokensInput | MultiModalInput":
     """Return a sample's prompt; its cached prefixes are used for weights of this version alone."""
     from vllm.inputs.engine import mm_input, tokens_input
 
@@ -48,7 +50,11 @@ def prompt_of(sample: QueuedSample, vision: VisionProcessor | None, *, version: 
     if vision is None or not images:
         return tokens_input(list(sample.start_token_ids), cache_salt=str(version))
     from transformers import BatchFeature
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+    from vllm.multimodal.inputs import (
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
 
     pixels = vision.process(images)
     # An image token after the prompt is text: the policy wrote it.
@@ -58,7 +64,9 @@ def prompt_of(sample: QueuedSample, vision: VisionProcessor | None, *, version: 
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid_thw.prod(1)),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    inputs = BatchFeature({"pixel_values": torch.from_numpy(pixels.pixel_values), "image_grid_thw": grid_thw})
+    inputs = BatchFeature(
+        {"pixel_values": torch.from_numpy(pixels.pixel_values), "image_grid_thw": grid_thw}
+    )
     return mm_input(
         list(sample.start_token_ids),
         MultiModalKwargsItems.from_hf_inputs(inputs, fields),
@@ -78,7 +86,9 @@ def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def sampling_settings(sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> dict[str, Any]:
+def sampling_settings(
+    sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True
+) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams` for a sample, as its server takes them."""
     sampling = sample.request.sampling
     detection = sampling.repetition_detection
@@ -98,7 +108,9 @@ def sampling_settings(sample: QueuedSample, eos_token_ids: Sequence[int], *, has
     }
 
 
-def sampling_params(sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> "SamplingParams":
+def sampling_params(
+    sample: QueuedSample, eos_token_ids: Sequence[int], *, has_seed: bool = True
+) -> "SamplingParams":
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
@@ -106,11 +118,17 @@ def sampling_params(sample: QueuedSample, eos_token_ids: Sequence[int], *, has_s
     detection = settings["repetition_detection"]
     if detection is not None:
         settings["repetition_detection"] = RepetitionDetectionParams(**detection)
-    return SamplingParams(**settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+    return SamplingParams(
+        **settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
+    )
 
 
 def finish(
-    sample: QueuedSample, result: "CompletionOutput", reason: FinishReason, *, num_tokens: int | None = None
+    sample: QueuedSample,
+    result: "CompletionOutput",
+    reason: FinishReason,
+    *,
+    num_tokens: int | None = None,
 ) -> None:
     """Hand over a sample, or its first ``num_tokens`` new tokens."""
     new = slice(num_tokens)
@@ -146,7 +164,9 @@ def held_tensors(
             continue
         try:
             tensors.append(
-                digest_held_tensor(name, partial(_read_published, model, name, shapes[source]), source=source)
+                digest_held_tensor(
+                    name, partial(_read_published, model, name, shapes[source]), source=source
+                )
             )
         except AttributeError:
             # There is no module or parameter of this name: vLLM has made something else of it.
@@ -161,7 +181,9 @@ def _read_published(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tens
     parent, _, leaf = path.rpartition(".")
     published_leaf = name.rpartition(".")[0].rpartition(".")[2]
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    fused = next((f for f, parts in packed.items() if published_leaf in parts and len(parts) > 1), None)
+    fused = next(
+        (f for f, parts in packed.items() if published_leaf in parts and len(parts) > 1), None
+    )
     if fused is not None and leaf in (fused, published_leaf):
         module = model.get_submodule(f"{parent}.{fused}")
         index = list(packed[fused]).index(published_leaf)
@@ -191,7 +213,11 @@ def _read_parameter(module: Any, name: str) -> torch.Tensor:
     if name != "weight":
         # Some kernels want it in float32, whatever it was loaded as.
         return parameter.to(layer.weight.dtype)
-    width: int = layer.embedding_dim if isinstance(module, ParallelLMHead) else layer.input_size_per_partition
+    width: int = (
+        layer.embedding_dim
+        if isinstance(module, ParallelLMHead)
+        else layer.input_size_per_partition
+    )
     # The output for the rows of the identity is exactly the transposed matrix.
     identity = torch.eye(width, dtype=layer.weight.dtype)
     parts = [layer.quant_method.apply(layer, rows, None) for rows in identity.split(_ROWS_AT_ONCE)]
@@ -202,7 +228,14 @@ def _find_embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | 
     """Return the published name of the tensor that shares its memory with a tied head."""
     try:
         head = _get_parameter(model, TIED_HEAD)
-        return next((n for n in shapes if n.endswith("embed_tokens.weight") and _get_parameter(model, n) is head), None)
+        return next(
+            (
+                n
+                for n in shapes
+                if n.endswith("embed_tokens.weight") and _get_parameter(model, n) is head
+            ),
+            None,
+        )
     except AttributeError:
         return None
 

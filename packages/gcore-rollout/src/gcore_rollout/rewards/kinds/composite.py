@@ -8,7 +8,14 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import NotApplicableError, RewardConfigError, require
-from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, check_images, check_prompts, evaluate_images
+from gcore_rollout.images.reward import (
+    ImageRewardFunction,
+    Images,
+    Rows,
+    check_images,
+    check_prompts,
+    evaluate_images,
+)
 from gcore_rollout.rewards.reward import RewardFunction, Scored, check_row, locate_errors
 from gcore_rollout.rewards.runner import answer, check_score
 
@@ -27,7 +34,9 @@ class CompositeReward:
     that takes long in `ThreadedReward`. Weights need not sum to 1, and 0 measures a reward without using it.
     """
 
-    def __init__(self, rewards: Mapping[str, RewardFunction], *, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, rewards: Mapping[str, RewardFunction], *, weights: Mapping[str, float]
+    ) -> None:
         _check(rewards, weights)
         self._rewards = dict(rewards)
         self._weights = dict(weights)
@@ -40,7 +49,9 @@ class CompositeReward:
             except NotApplicableError as error:
                 return error
 
-        results = await _run_together({name: score_part(name, reward) for name, reward in self._rewards.items()})
+        results = await _run_together(
+            {name: score_part(name, reward) for name, reward in self._rewards.items()}
+        )
         scored = {name: result for name, result in results.items() if isinstance(result, Scored)}
         if not scored:
             raise NotApplicableError("; ".join(map(str, results.values())))
@@ -59,7 +70,9 @@ class ImageCompositeReward:
     As in `CompositeReward`, each reward's own score is the part of its name, and the parts that it returns are below.
     """
 
-    def __init__(self, rewards: Mapping[str, ImageRewardFunction], *, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, rewards: Mapping[str, ImageRewardFunction], *, weights: Mapping[str, float]
+    ) -> None:
         _check(rewards, weights)
         self._rewards = dict(rewards)
         self._weights = dict(weights)
@@ -77,7 +90,10 @@ class ImageCompositeReward:
         self, images: Images, prompts: Sequence[str], rows: Rows
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Return scores [B] and their parts [B]."""
-        calls = {name: evaluate_images(reward, images, prompts, rows) for name, reward in self._rewards.items()}
+        calls = {
+            name: evaluate_images(reward, images, prompts, rows)
+            for name, reward in self._rewards.items()
+        }
         by_name = await _run_together(calls)
         scores: list[float] = []
         parts = defaultdict[str, list[float]](list)
@@ -99,7 +115,9 @@ def reward_terms(text: str, *, setting: str) -> dict[str, float]:
     for term in _PLUS.split(text.strip()):
         match = _TERM.fullmatch(term.strip())
         if match is None or match[2] in terms:
-            raise RewardConfigError(f"{setting} is {text!r}; expected WEIGHT * NAME + WEIGHT * OTHER NAME")
+            raise RewardConfigError(
+                f"{setting} is {text!r}; expected WEIGHT * NAME + WEIGHT * OTHER NAME"
+            )
         terms[match[2]] = float(match[1] or 1)
     require(setting, text, any(terms.values()), "a weight that is not 0")
     return terms
@@ -109,11 +127,15 @@ def _check(rewards: Mapping[str, object], weights: Mapping[str, float]) -> None:
     if not rewards:
         raise RewardConfigError("rewards is empty; expected at least one")
     if rewards.keys() != weights.keys():
-        raise RewardConfigError(f"weights has {sorted(weights)}; expected the names of rewards, {sorted(rewards)}")
+        raise RewardConfigError(
+            f"weights has {sorted(weights)}; expected the names of rewards, {sorted(rewards)}"
+        )
     for name, weight in weights.items():
         require(f"weights[{name!r}]", weight, math.isfinite(weight), "a finite number")
     if not any(weights.values()):
-        raise RewardConfigError(f"weights are all 0 ({sorted(weights)}); expected at least one that is not")
+        raise RewardConfigError(
+            f"weights are all 0 ({sorted(weights)}); expected at least one that is not"
+        )
 
 
 async def _run_together(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:

@@ -228,7 +228,9 @@ class MultipleChoiceReward:
             letter = letters[int(letter)]
         if letter not in letters:
             expected = f"one of {', '.join(letters)}, or a number below {len(letters)}"
-            raise RewardError(f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {expected}")
+            raise RewardError(
+                f"the row's {self._answer_key!r} is {row[self._answer_key]!r:.200}; expected {expected}"
+            )
         return letter
 
 

@@ -44,7 +44,12 @@ class JSONServer:
     def __post_init__(self) -> None:
         if find_spec("aiohttp") is None:
             raise MissingExtraError("aiohttp", "http")
-        require("url", self.url, self.url.startswith(("http://", "https://")), "http://... or https://...")
+        require(
+            "url",
+            self.url,
+            self.url.startswith(("http://", "https://")),
+            "http://... or https://...",
+        )
         require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
         require("max_connections", self.max_connections, self.max_connections >= 1, "at least 1")
         self._connections = asyncio.Semaphore(self.max_connections)
@@ -75,7 +80,9 @@ class JSONServer:
 
     def _answer_error(self, answer: str, expected: str) -> RewardError:
         """Return the error of an answer that is not as expected."""
-        return RewardError(f"{self.url} answered {answer[:_LONGEST_ERROR_TEXT]!r}; expected {expected}")
+        return RewardError(
+            f"{self.url} answered {answer[:_LONGEST_ERROR_TEXT]!r}; expected {expected}"
+        )
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -97,7 +104,9 @@ class JSONServer:
             async with self._connections:
                 answer, text = await self._follow(self.url, body)
         except TimeoutError:
-            raise ConnectionError(f"{self.url} did not answer within timeout_s={self.timeout_s}") from None
+            raise ConnectionError(
+                f"{self.url} did not answer within timeout_s={self.timeout_s}"
+            ) from None
         except aiohttp.ClientError as error:
             raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
@@ -117,9 +126,13 @@ class JSONServer:
             target = urljoin(url, answer.headers.get("Location", ""))
             if urlsplit(target)[:2] != urlsplit(self.url)[:2]:
                 # The rows, and headers such as an authorization, are not for another host.
-                raise RewardError(f"{self.url} redirects to {target!r:.200}; expected the URL that answers")
+                raise RewardError(
+                    f"{self.url} redirects to {target!r:.200}; expected the URL that answers"
+                )
             url = target
-        raise RewardError(f"{self.url} redirects more than {_MAX_REDIRECTS} times; expected the URL that answers")
+        raise RewardError(
+            f"{self.url} redirects more than {_MAX_REDIRECTS} times; expected the URL that answers"
+        )
 
     async def _read(self, answer: Any) -> bytes:
         """Read the body of an answer, up to a bound."""
@@ -127,7 +140,9 @@ class JSONServer:
         async for part in answer.content.iter_chunked(1 << 16):
             read += part
             if len(read) > _MAX_ANSWER_BYTES:
-                raise RewardError(f"{self.url} answers more than {_MAX_ANSWER_BYTES >> 20} MB; expected a few numbers")
+                raise RewardError(
+                    f"{self.url} answers more than {_MAX_ANSWER_BYTES >> 20} MB; expected a few numbers"
+                )
         return bytes(read)
 
 
@@ -141,12 +156,18 @@ class HTTPReward(JSONServer):
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `RewardError` as `JSONServer.post`, or if the answer has no finite score."""
-        answer = await self.post({"prompt": prompt, "completion": completion, "row": dict(row)}, expected="score")
+        answer = await self.post(
+            {"prompt": prompt, "completion": completion, "row": dict(row)}, expected="score"
+        )
         parts = answer.get("parts", {})
         feedback = answer.get("feedback", "")
         if not isinstance(parts, dict) or not isinstance(feedback, str):
-            raise self._answer_error(json.dumps(answer), '"parts" to be an object and "feedback" a string')
-        return check_score(Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback))
+            raise self._answer_error(
+                json.dumps(answer), '"parts" to be an object and "feedback" a string'
+            )
+        return check_score(
+            Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback)
+        )
 
 
 class HTTPImageReward(JSONServer):

@@ -76,12 +76,16 @@ class JudgeModel:
     """Together with the question, determines the verdicts, whatever else is asked at the same time."""
     vision: "VisionProcessor | None" = None
     """The model's image processor; `encode` returns one image token for each image."""
-    _numbers: "itertools.count[int]" = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+    _numbers: "itertools.count[int]" = field(
+        default_factory=itertools.count, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         require("n", self.n, self.n >= 1, "at least 1")
 
-    async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
+    async def ask(
+        self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None
+    ) -> list[list[str]]:
         """Return ``n`` verdicts on each question, in one call of the engine; ``images`` are encoded files of each.
 
         `RequestError` for a question that the engine cannot take, such as one longer than its context, and
@@ -89,18 +93,27 @@ class JudgeModel:
         """
         if images is None:
             images = [()] * len(questions)
-        requests = [self._request(question, tuple(files)) for question, files in zip(questions, images, strict=True)]
+        requests = [
+            self._request(question, tuple(files))
+            for question, files in zip(questions, images, strict=True)
+        ]
         verdicts = {request.request_id: [""] * self.n for request in requests}
         async for completion in self.engine.generate(requests):
-            verdicts[completion.request_id][completion.index] = self.decode(completion.token_ids.tolist())
+            verdicts[completion.request_id][completion.index] = self.decode(
+                completion.token_ids.tolist()
+            )
         return [verdicts[request.request_id] for request in requests]
 
     def _request(self, question: str, images: tuple[bytes, ...]) -> Request:
-        digest = hashlib.blake2b(f"{self.seed} {question}".encode("utf-8", "surrogatepass"), digest_size=7)
+        digest = hashlib.blake2b(
+            f"{self.seed} {question}".encode("utf-8", "surrogatepass"), digest_size=7
+        )
         token_ids = self.encode(question)
         if images:
             if self.vision is None:
-                raise RewardConfigError("vision is None; expected a vision-language model for questions with images")
+                raise RewardConfigError(
+                    "vision is None; expected a vision-language model for questions with images"
+                )
             token_ids = self.vision.expand(token_ids, images)
             for image in images:
                 digest.update(image)
@@ -188,7 +201,9 @@ class Judge(Generic[T]):
         self.num_verdicts = self.num_unparsable = 0
         template = self.template or self.question
         try:
-            self._fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+            self._fields = [
+                name for _, name, _, _ in string.Formatter().parse(template) if name is not None
+            ]
         except ValueError as error:
             raise RewardConfigError(f"template is {template!r}: {error}") from None
         for name in self._fields:
@@ -219,7 +234,11 @@ class Judge(Generic[T]):
 
     def _fill_template(self, row: Mapping[str, Any], **texts: str) -> str:
         """Return the question; ``texts`` take precedence over columns of the same name."""
-        columns = {name: column(row, name, "the judge's template") for name in self._fields if name not in texts}
+        columns = {
+            name: column(row, name, "the judge's template")
+            for name in self._fields
+            if name not in texts
+        }
         return (self.template or self.question).format_map({**columns, **texts})
 
 
@@ -233,7 +252,12 @@ class _ScoreJudge(Judge[float]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("reduce", self.reduce, self.reduce in get_args(Reduce), f"one of {', '.join(get_args(Reduce))}")
+        require(
+            "reduce",
+            self.reduce,
+            self.reduce in get_args(Reduce),
+            f"one of {', '.join(get_args(Reduce))}",
+        )
 
     def _reduce(self, scores: Sequence[float]) -> float:
         """Reduce one or more scores to one."""
@@ -265,12 +289,16 @@ class JudgeReward(_ScoreJudge):
     def __post_init__(self) -> None:
         super().__post_init__()
         unparsable = self.on_unparsable
-        is_accepted = unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
+        is_accepted = (
+            unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
+        )
         require("on_unparsable", unparsable, is_accepted, "'drop' or a finite number")
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
-        [verdicts] = await self.ask([self._fill_template(row, prompt=prompt, completion=completion)])
+        [verdicts] = await self.ask(
+            [self._fill_template(row, prompt=prompt, completion=completion)]
+        )
         scores: list[float] = []
         texts: list[str] = []
         num_parsed = 0
@@ -285,7 +313,9 @@ class JudgeReward(_ScoreJudge):
             texts.append(text)
         if not scores:
             first = verdicts[0][1]
-            raise NoScoreError(f"none of {len(verdicts)} verdicts could be parsed, the first is {first!r:.300}")
+            raise NoScoreError(
+                f"none of {len(verdicts)} verdicts could be parsed, the first is {first!r:.300}"
+            )
         reduced = self._reduce(scores)
         distances = [abs(score - reduced) for score in scores]
         return Scored(
@@ -319,7 +349,10 @@ class ImageJudgeReward(_ScoreJudge):
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
         """Return scores [B]; `RewardError` if a row lacks a column of the template."""
-        questions = [self._fill_template(row, prompt=prompt) for prompt, row in zip(prompts, rows, strict=True)]
+        questions = [
+            self._fill_template(row, prompt=prompt)
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
         reduced: list[float] = []
         for verdicts in await self.ask(questions, [[png(image)] for image in images]):
             scores = [self.unparsable_score if score is None else score for score, _ in verdicts]
@@ -366,9 +399,16 @@ class PairwiseJudge(Judge[Winner]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("on_unparsable", self.on_unparsable, self.on_unparsable in ("drop", "tie"), "one of drop, tie")
+        require(
+            "on_unparsable",
+            self.on_unparsable,
+            self.on_unparsable in ("drop", "tie"),
+            "one of drop, tie",
+        )
 
-    async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
+    async def __call__(
+        self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
+    ) -> list[Scored]:
         """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
 
         `NoScoreError` for fewer than two completions, or one that has no verdict that could be parsed.
@@ -383,7 +423,9 @@ class PairwiseJudge(Judge[Winner]):
         points: dict[tuple[int, int], list[float | None]] = {}
         for order, verdicts in zip(orders, await self.ask(questions), strict=True):
             points[order] = [_POINTS[winner or None] for winner, _ in verdicts]
-        return [self._score_completion(i, points, len(completions)) for i in range(len(completions))]
+        return [
+            self._score_completion(i, points, len(completions)) for i in range(len(completions))
+        ]
 
     def _score_completion(
         self, index: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int
@@ -409,5 +451,7 @@ class PairwiseJudge(Judge[Winner]):
         if self.on_unparsable == "tie":
             counted = [0.5 if p is None else p for p in verdicts]
         if not counted:
-            raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {index} could be parsed")
+            raise NoScoreError(
+                f"none of {len(verdicts)} verdicts on completion {index} could be parsed"
+            )
         return Scored(score=sum(counted) / len(counted), parts=parts)

@@ -44,7 +44,9 @@ class SequenceClassifierReward:
     def __post_init__(self) -> None:
         config = self.model.config
         if config.num_labels != 1:
-            raise UnsupportedModelError(f"the reward model has num_labels={config.num_labels}; expected 1")
+            raise UnsupportedModelError(
+                f"the reward model has num_labels={config.num_labels}; expected 1"
+            )
         # What decoders score each token with; others, such as BERT, have heads of other forms.
         self._token_head: Any = getattr(self.model, "score", None)
         if config.pad_token_id is None and self._token_head is None:
@@ -53,7 +55,9 @@ class SequenceClassifierReward:
             )
         longest = self.max_length or getattr(config, "max_position_embeddings", None)
         if longest is None or longest < 1:
-            raise RewardConfigError(f"max_length is {self.max_length} and the model names none; expected at least 1")
+            raise RewardConfigError(
+                f"max_length is {self.max_length} and the model names none; expected at least 1"
+            )
         require("max_batch_tokens", self.max_batch_tokens, self.max_batch_tokens >= 1, "at least 1")
         require("max_wait_s", self.max_wait_s, self.max_wait_s >= 0, "0 or more")
         self.model.eval().requires_grad_(False)
@@ -77,7 +81,9 @@ class SequenceClassifierReward:
     ) -> Self:
         """Load a local Hugging Face folder; its tokenizer is the default of ``encode``. ``options`` are the class's."""
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
-        encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
+        encode = encode or encoder(
+            AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template
+        )
         return cls(model.to(device), encode=encode, **options)
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
@@ -88,7 +94,9 @@ class SequenceClassifierReward:
     async def score_tokens(self, token_ids: Sequence[int]) -> float:
         """Score the tokens of a prompt and its completion; raises as a call."""
         if not 1 <= len(token_ids) <= self._longest:
-            raise RewardError(f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._longest}")
+            raise RewardError(
+                f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._longest}"
+            )
         score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((token_ids, score))
         if self._driver is None or self._driver.done():
@@ -113,7 +121,9 @@ class SequenceClassifierReward:
         sequences = [token_ids for token_ids, _ in batch]
         values: Sequence[float | Exception]
         try:
-            values = await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, sequences)
+            values = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._forward, sequences
+            )
         except Exception as error:
             values = [error] * len(batch)
         for (_, score), value in zip(batch, values, strict=True):
@@ -130,7 +140,9 @@ class SequenceClassifierReward:
         if self._token_head is None:
             logits_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
         else:
-            hidden_BTH = self.model.base_model(input_ids=tokens_BT, attention_mask=mask_BT).last_hidden_state
+            hidden_BTH = self.model.base_model(
+                input_ids=tokens_BT, attention_mask=mask_BT
+            ).last_hidden_state
             rows_B = torch.arange(len(sequences), device=device)
             logits_B1 = self._token_head(hidden_BTH[rows_B, mask_BT.sum(1) - 1])
         return logits_B1[:, 0].float().tolist()
@@ -142,7 +154,10 @@ def encoder(tokenizer: Any, *, apply_chat_template: bool) -> Encode:
     def encode(prompt: str, completion: str) -> Sequence[int]:
         if not apply_chat_template:
             return tokenizer(prompt + completion)["input_ids"]
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        messages = [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": completion},
+        ]
         return tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
 
     return encode

@@ -14,7 +14,9 @@ from gcore_rollout.rewards.reward import Scored, column, gold_answer
 if TYPE_CHECKING:
     from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
 
-_BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE
+)
 _READS_A_NUMBER = frozenset({"chain_sum", "products"})
 """Tasks of reasoning-gym whose verifier compares decimal numbers."""
 _NAN = re.compile(r"\bnan\b", re.IGNORECASE)
@@ -57,7 +59,9 @@ class ReasoningGymReward:
             entry: Mapping[str, Any] = row["entry"]
             name: str = entry["metadata"]["source_dataset"]
         except KeyError as error:
-            raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
+            raise RewardError(
+                f"the row has no {error}; expected reasoning-gym's own entry under 'entry'"
+            ) from None
         answer = completion
         if self._answer_after:
             answer = completion.rpartition(self._answer_after)[2]
@@ -193,7 +197,9 @@ class CodeReward:
 
         async def run(case: Mapping[str, str]) -> tuple[bool, "SandboxResult"]:
             result = await self.sandbox.run(program, stdin=case["input"])
-            return result.outcome == "finished" and _lines(result.stdout) == _lines(case["output"]), result
+            return result.outcome == "finished" and _lines(result.stdout) == _lines(
+                case["output"]
+            ), result
 
         if self.partial:
             return await asyncio.gather(*map(run, cases))
@@ -249,7 +255,9 @@ def _add_start(program: str, row: Mapping[str, Any]) -> str:
 
 
 def _is_case(test: Any) -> bool:
-    return isinstance(test, Mapping) and all(isinstance(test.get(key), str) for key in ("input", "output"))
+    return isinstance(test, Mapping) and all(
+        isinstance(test.get(key), str) for key in ("input", "output")
+    )
 
 
 def _lines(text: str) -> list[str]:

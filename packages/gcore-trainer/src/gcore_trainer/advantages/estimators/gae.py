@@ -3,7 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import AdvantagesAndReturns, ScoredGroup, advantage_estimator
+from gcore_trainer.advantages.estimator import (
+    AdvantagesAndReturns,
+    ScoredGroup,
+    advantage_estimator,
+)
 from gcore_trainer.config import AdvantageConfig
 from gcore_trainer.sample import require_finite
 
@@ -18,7 +22,12 @@ def gae(group: ScoredGroup, config: AdvantageConfig) -> AdvantagesAndReturns:
 
 
 def gae_advantages(
-    rewards: NDArray[np.floating], values: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float, lam: float
+    rewards: NDArray[np.floating],
+    values: NDArray[np.floating],
+    mask: NDArray[np.bool_],
+    *,
+    gamma: float,
+    lam: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Compute generalised advantage estimates along one response (arXiv 1506.02438, eq. 16), before whitening.
 

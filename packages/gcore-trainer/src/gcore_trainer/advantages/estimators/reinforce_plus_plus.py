@@ -11,10 +11,15 @@ from gcore_trainer.config import AdvantageConfig
 @advantage_estimator(reads_token_rewards=True, whiten=True)
 def reinforce_plus_plus(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.float64]]:
     """Return the `discounted_returns` of every response."""
-    return [discounted_returns(r, m, gamma=config.gamma) for r, m in zip(group.rewards, group.masks, strict=True)]
+    return [
+        discounted_returns(r, m, gamma=config.gamma)
+        for r, m in zip(group.rewards, group.masks, strict=True)
+    ]
 
 
-def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float) -> NDArray[np.float64]:
+def discounted_returns(
+    rewards: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float
+) -> NDArray[np.float64]:
     """Return the discounted sum of the rewards from each token on: REINFORCE++ (arXiv 2501.03262), before whitening.
 
     Tokens outside the mask (a tool's output) take no part: their rewards do not count, and time does not pass.

@@ -23,5 +23,9 @@ def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
     for part, mask in zip(log_ratio.split(lengths), tokens.mask.split(lengths), strict=True):
         mean = part.sum() / mask.sum().clamp(min=1)
         means.append(mean.expand(part.numel()))
-    ratio = torch.exp((torch.cat(means) + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO))
-    return clipped_surrogate(ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high)
+    ratio = torch.exp(
+        (torch.cat(means) + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO)
+    )
+    return clipped_surrogate(
+        ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high
+    )

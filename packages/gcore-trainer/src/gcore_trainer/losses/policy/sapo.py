@@ -10,5 +10,9 @@ def sapo(tokens: PolicyTokens, config: PolicyLossConfig) -> torch.Tensor:
     """Compute -A (4 / tau) sigmoid(tau (r - 1)), tau = ``tau_pos`` if A > 0, else ``tau_neg`` (arXiv 2511.20347)."""
     ratio = tokens.ratio
     advantages = tokens.advantages
-    tau = torch.where(advantages > 0, torch.full_like(ratio, config.tau_pos), torch.full_like(ratio, config.tau_neg))
+    tau = torch.where(
+        advantages > 0,
+        torch.full_like(ratio, config.tau_pos),
+        torch.full_like(ratio, config.tau_neg),
+    )
     return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau

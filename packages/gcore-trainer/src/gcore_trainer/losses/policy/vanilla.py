@@ -5,7 +5,12 @@ from dataclasses import replace
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens, clipped_surrogate, policy_loss_function
+from gcore_trainer.objectives.policy import (
+    PolicyLoss,
+    PolicyTokens,
+    clipped_surrogate,
+    policy_loss_function,
+)
 
 
 @policy_loss_function(has_dual_clip=True)
@@ -15,9 +20,15 @@ def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
     ``clip_ratio_high`` > ``clip_ratio_low`` is DAPO's clip-higher (arXiv 2503.14476, section 3.1). With
     ``clip_ratio_c`` > 1 and A < 0 the loss is at most -A c: dual-clip PPO (arXiv 1912.09729, eq. 5).
     """
-    policy = clipped_surrogate(tokens.ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high)
+    policy = clipped_surrogate(
+        tokens.ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high
+    )
     if config.clip_ratio_c is None:
         return policy
     bound = -tokens.advantages * config.clip_ratio_c
     is_clipped_lower = (tokens.advantages < 0) & (policy.loss > bound)
-    return replace(policy, loss=torch.where(is_clipped_lower, bound, policy.loss), clipped_lower=is_clipped_lower)
+    return replace(
+        policy,
+        loss=torch.where(is_clipped_lower, bound, policy.loss),
+        clipped_lower=is_clipped_lower,
+    )
