@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,10 +52,9 @@ def test_local_ranks_have_the_gpus_in_turn(
     monkeypatch.setattr(local, "join_ranks", joined)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ended)
+    connection, counter = cast(Any, SimpleNamespace()), SimpleNamespace(value=0)
     with pytest.raises(Ended):
-        local._run_rank(
-            rank, spec("cuda"), tmp_path / "store", SimpleNamespace(), SimpleNamespace(value=0)
-        )  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # the body of a process
+        local._run_rank(rank, spec("cuda"), tmp_path / "store", connection, counter)  # pyright: ignore[reportPrivateUsage]  # the body of a process
     assert calls == [f"set {device}", f"rank {rank} joins on {device}"]
 
 

@@ -425,9 +425,9 @@ def test_metrics() -> None:
         ),
         (lambda: RewardRunnerConfig(timeout_s=0), "timeout_s is 0; expected more than 0"),
         (
-            lambda: RewardRunnerConfig(on_error="skip"),
+            lambda: RewardRunnerConfig(on_error="skip"),  # pyright: ignore[reportArgumentType]
             "on_error is 'skip'; expected one of raise, drop",
-        ),  # pyright: ignore[reportArgumentType]
+        ),
         (lambda: RetryPolicy(max_retries=-1), "max_retries is -1; expected 0 or more"),
         (lambda: RetryPolicy(backoff_s=-1), "backoff_s is -1; expected 0 or more"),
         (
