@@ -55,3 +55,14 @@ DENSITY: dict[str, float] = {
     "nodes of apps in 100": 37.1,
     "repeated class names": 6.0,
 }
+WITHOUT_EXAMPLE: dict[str, int] = {
+    "gcore-ckpt": 11,
+    "gcore-controller": 60,
+    "gcore-placement": 54,
+    "gcore-rollout": 112,
+    "gcore-trainer": 0,
+    "gcore-bench": 0,
+    "gcore-diffusion": 10,
+    "gcore-llm": 18,
+    "gcore-runs": 26,
+}

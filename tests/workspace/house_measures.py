@@ -198,6 +198,22 @@ def fragments() -> dict[str, list[str]]:
     }
 
 
+def without_example() -> dict[str, list[str]]:
+    """Return the public types of each distribution, but errors, whose docstrings have no ``Example:``."""
+    found: dict[str, list[str]] = {}
+    for d in DISTRIBUTIONS:
+        names = found[d.name] = []
+        exports = d.exports()
+        for path in d.files():
+            for node in ast.walk(parse(path)):
+                is_public = isinstance(node, ast.ClassDef) and node.name in exports
+                if not is_public or node.name.endswith("Error"):
+                    continue
+                if "Example:" not in (ast.get_docstring(node) or ""):
+                    names.append(node.name)
+    return found
+
+
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -234,6 +250,7 @@ def limits() -> str:
         "DEEP_IMPORTS": {name: len(found) for name, found in deep_imports().items()},
         "DIALECT": {name: len(found) for name, found in dialect().items()},
         "FRAGMENTS": {name: len(found) for name, found in fragments().items()},
+        "WITHOUT_EXAMPLE": {name: len(found) for name, found in without_example().items()},
         "TRACED_FILES": traced_files(),
         "DENSITY": density_limits(),
     }

@@ -1,12 +1,18 @@
 """The public face of every distribution: exports, docstrings, version, changelog, README."""
 
+import doctest
 import importlib
 import inspect
 import re
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 from house import DISTRIBUTIONS, PACKAGES, Distribution, fenced_blocks
+
+from gcore_llm.tiny_model import make_tiny_model
 
 PUBLIC_MODULES = [p.module for p in PACKAGES]
 
@@ -44,6 +50,31 @@ def test_every_exported_function_and_class_says_what_it_is(module_name: str) -> 
         and (not value.__doc__ or value.__doc__.startswith(f"{name}("))
     ]
     assert not silent
+
+
+@pytest.mark.filterwarnings("default")  # of the libraries that examples use
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)
+def test_examples_in_docstrings_run(
+    distribution: Distribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with a tiny ``model``; numpy, torch, the module's and the public names need no import."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "model", seed=0)
+    root = importlib.import_module(distribution.module)
+    names = {name: getattr(root, name) for name in distribution.exports()}
+    names |= {"np": np, "torch": torch}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    printed: list[str] = []
+    for path in distribution.files():
+        text = path.read_text()
+        if ">>> " not in text:
+            continue
+        assert "+SKIP" not in text, f"{path}: an example that is not run"
+        parts = path.relative_to(distribution.source.parent).with_suffix("").parts
+        module = importlib.import_module(".".join(parts))
+        for example in doctest.DocTestFinder().find(module, extraglobs=names):
+            runner.run(example, out=printed.append)
+    assert runner.failures == 0, "".join(printed)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)

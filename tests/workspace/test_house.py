@@ -14,6 +14,7 @@ from house_measures import (
     full_folders,
     long_files,
     traced_files,
+    without_example,
 )
 
 COMMAND = "python tests/workspace/house_measures.py > tests/workspace/house_limits.py && ruff format tests/workspace"
@@ -52,6 +53,12 @@ def test_prose_is_plain() -> None:
 def test_docstrings_are_sentences() -> None:
     for name, found in fragments().items():
         assert len(found) <= house_limits.FRAGMENTS.get(name, 0), "\n".join(found)
+
+
+def test_public_types_have_an_example() -> None:
+    """`test_examples_in_docstrings_run` runs them."""
+    for name, found in without_example().items():
+        assert len(found) <= house_limits.WITHOUT_EXAMPLE.get(name, 0), f"{name}: {found}"
 
 
 def test_sources_do_not_become_larger_or_denser() -> None:

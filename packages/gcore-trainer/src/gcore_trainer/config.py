@@ -157,7 +157,13 @@ def _bounds(config_class: Any) -> list[tuple[str, Bound]]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Checked):
-    """AdamW or Muon with gradient clipping, and a rate that warms up and then stays or decays."""
+    """AdamW or Muon with gradient clipping, and a rate that warms up and then stays or decays.
+
+    Example:
+        >>> config = OptimizerConfig(lr=1e-6, lr_warmup_steps=10, lr_scheduler_type="cosine", total_training_steps=500)
+        >>> config.grad_clip
+        1.0
+    """
 
     name: OptimizerName = "adamw"
     """adamw_8bit: the two moments in 8 bits each, with a scale for every 256 values (bitsandbytes): 2 bytes a parameter
@@ -190,7 +196,12 @@ class OptimizerConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(Checked):
-    """The settings that advantage estimators read."""
+    """The settings that advantage estimators read.
+
+    Example:
+        >>> AdvantageConfig(gamma=0.99, lam=0.95)
+        AdvantageConfig(norm_adv_by_std_in_grpo=True, gamma=0.99, lam=0.95)
+    """
 
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
@@ -202,7 +213,12 @@ class AdvantageConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig(Checked):
-    """Scoring and training of responses that reach or come close to data.max-response-length."""
+    """Scoring and training of responses that reach or come close to data.max-response-length.
+
+    Example:
+        >>> OverlongConfig(buffer_len=512, filter=True).penalty_factor
+        1.0
+    """
 
     buffer_len: Annotated[int, AT_LEAST_0] = 0
     """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
@@ -214,7 +230,12 @@ class OverlongConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class KLControlConfig(Checked):
-    """The KL penalty in the reward."""
+    """The KL penalty in the reward.
+
+    Example:
+        >>> KLControlConfig(kl_coef=0.001, type="adaptive", target_kl=0.05).horizon
+        10000
+    """
 
     kl_coef: NotNegative = 0.0
     """Weight of the divergence from the initial policy in every token's reward; 0: none."""
@@ -237,7 +258,12 @@ class KLControlConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(Checked):
-    """The correction of a batch; with the defaults the mismatch is only measured."""
+    """The correction of a batch; with the defaults the mismatch is only measured.
+
+    Example:
+        >>> RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0).is_active
+        True
+    """
 
     rollout_is: RolloutIS | None = None
     """Importance sampling by each token's ratio (token) or by the product of a sequence's ratios (sequence)."""
@@ -311,7 +337,12 @@ class RolloutCorrectionConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig(Checked):
-    """The policy's loss. Names and meanings are verl's."""
+    """The policy's loss. Names and meanings are verl's.
+
+    Example:
+        >>> PolicyLossConfig(loss_mode="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4).loss_agg_mode
+        'token-mean'
+    """
 
     loss_mode: str = "vanilla"
     """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo), or a
@@ -347,7 +378,12 @@ class PolicyLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLossConfig(Checked):
-    """The critic's loss."""
+    """The critic's loss.
+
+    Example:
+        >>> ValueLossConfig(cliprange_value=0.2).loss_agg_mode
+        'token-mean'
+    """
 
     cliprange_value: Annotated[float, _MORE_THAN_0] = 0.5
     """A value moves at most this far from the one before the step's first update."""
@@ -359,7 +395,12 @@ class ValueLossConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(Checked):
-    """Direct preference optimisation."""
+    """Direct preference optimisation.
+
+    Example:
+        >>> DPOConfig(beta=0.05, loss_type="ipo").label_smoothing
+        0.0
+    """
 
     beta: AboveZero = 0.1
     """Strength of the pull to the reference policy."""
@@ -371,7 +412,12 @@ class DPOConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Checked):
-    """Bradley-Terry training of a reward model."""
+    """Bradley-Terry training of a reward model.
+
+    Example:
+        >>> RewardModelConfig(center_rewards_coefficient=0.01).center_rewards_coefficient
+        0.01
+    """
 
     center_rewards_coefficient: NotNegative = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
@@ -385,7 +431,13 @@ _VPP = "virtual_pipeline_model_parallel_size"
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Sizes under verl's and Megatron's names; the data-parallel size follows from the world size."""
+    """Sizes under verl's and Megatron's names; the data-parallel size follows from the world size.
+
+    Example:
+        >>> parallel = ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2)
+        >>> parallel.data_parallel_size(world_size=16)
+        2
+    """
 
     tensor_model_parallel_size: Count = 1
     """Ranks that divide each layer's matrices (megatron)."""

@@ -279,6 +279,18 @@ class LoRAWeights:
     """A model's frozen weights and its adapters; iterating yields names and merged weights, one at a time.
 
     Each is gathered from all ranks when it is called, or iterated over: all ranks make the same calls.
+
+    Example:
+        >>> base = torch.zeros(2, 2)
+        >>> adapters = {"layer.lora_A.weight": torch.ones(1, 2), "layer.lora_B.weight": torch.ones(2, 1)}
+        >>> weights = LoRAWeights(
+        ...     parameters=lambda: [("layer.weight", base)],
+        ...     adapters=lambda: adapters,
+        ...     config=LoRAConfig(rank=1, alpha=1),
+        ... )
+        >>> dict(weights)
+        {'layer.weight': tensor([[0., 0.],
+                [0., 0.]])}
     """
 
     parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]

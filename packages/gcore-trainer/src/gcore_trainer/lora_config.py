@@ -34,7 +34,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(Checked):
-    """Low-rank adapters instead of full fine-tuning."""
+    """Low-rank adapters instead of full fine-tuning.
+
+    Example:
+        >>> LoRAConfig(rank=32, alpha=64).scaling
+        2.0
+    """
 
     rank: Count = 16
     """Rank of each adapter's matrices."""

@@ -18,6 +18,10 @@ class MegatronConfig(Checked):
     head's layers, which are Megatron-Core's own even with Transformer Engine. ``apply_rope_fusion`` needs Transformer
     Engine's kernel, which takes these angles [T, 1, 1, D], but multiplies by sines in float32 where transformers, and
     the engine, round them to bfloat16 first: log-probabilities would differ from theirs.
+
+    Example:
+        >>> MegatronConfig(recompute_granularity="selective", overlap_grad_reduce=True).bucket_size
+        40000000
     """
 
     recompute_granularity: Literal["auto", "none", "selective", "full"] = "auto"

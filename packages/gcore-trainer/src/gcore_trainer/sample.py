@@ -41,7 +41,13 @@ def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | N
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """Images of a prompt, concatenated as by transformers' image processors of the Qwen-VL models."""
+    """Images of a prompt, concatenated as by transformers' image processors of the Qwen-VL models.
+
+    Example:
+        >>> images = Images(pixel_values=np.zeros((16, 1176), np.float32), grid_thw=np.array([[1, 4, 4]]))
+        >>> images.pixel_values.shape
+        (16, 1176)
+    """
 
     pixel_values: NDArray[np.float32]
     """[patches, features]."""
@@ -76,6 +82,11 @@ class Sample:
     It is made of an engine's answer and goes as one object to the loss: scores of models and advantages are set on the
     way. Entries of masked-out tokens are never read: they may be NaN or infinite. Samples of one micro-batch with equal
     prompts, and equal images in them, share the prompt's forward and backward pass.
+
+    Example:
+        >>> sample = Sample(prompt_ids=np.array([1, 5, 7]), response_ids=np.array([8, 9, 2]))
+        >>> sample.mask
+        array([ True,  True,  True])
     """
 
     prompt_ids: NDArray[np.int64]

@@ -179,7 +179,15 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Trainer(BaseTrainer, ABC):
-    """The interface of every training backend of language models, and the common part of their steps."""
+    """The interface of every training backend of language models, and the common part of their steps.
+
+    Example:
+        >>> def save_all(trainer: Trainer, folder: str) -> None:
+        ...     # Works for every backend.
+        ...     trainer.save_pretrained(folder)
+        >>> packed = PackedModel.from_pretrained("model")
+        >>> save_all(TorchTrainer(packed, optimizer=OptimizerConfig(), objective=SFTObjective()), "saved")
+    """
 
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
@@ -330,6 +338,14 @@ class TorchTrainer(Trainer):
         packed: the `PackedTransformer`; its parameters are updated in place.
         parallel: the `TorchParallel` of the ranks that divide parameters and samples; None: this process is alone.
         offload: whether optimizer states are in host memory, and updates run there; see `MasterAdamW`.
+
+    Example:
+        >>> packed = PackedModel.from_pretrained("model")
+        >>> trainer = TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-3), objective=SFTObjective())
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))
+        >>> losses = [trainer.train_step([[sample]])["sft/loss"] for _ in range(3)]
+        >>> losses[0] > losses[1] > losses[2]
+        True
     """
 
     def __init__(

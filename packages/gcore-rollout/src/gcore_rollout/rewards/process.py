@@ -78,8 +78,14 @@ class ProcessReward:
     called here, too, unless its result is given as ``reward``: one that cannot be made is an error at once.
 
     Example:
-        >>> reward = ProcessReward(MathVerifyReward, limit_score=0.0)  # doctest: +SKIP
-        >>> runner = RewardRunner(reward)  # doctest: +SKIP
+        >>> from functools import partial
+        >>> async def main():
+        ...     reward = ProcessReward(partial(MathVerifyReward, answer_key="gold"), limit_score=0.0)
+        ...     score = await reward("What is 1 + 1?", "2", {"gold": "2"})
+        ...     reward.close()
+        ...     return score
+        >>> asyncio.run(main())
+        Scored(score=1.0, parts={}, feedback='', answer='2')
     """
 
     def __init__(
@@ -148,9 +154,14 @@ class LimitedProcess:
     picklable. ``describe`` names a call by its arguments, for a warning of a slow one.
 
     Example:
-        >>> process = LimitedProcess(make_parser, ProcessLimits(call_s=1.0), describe=str)  # doctest: +SKIP
-        >>> parsed = await process.ask(("1 + 1",))  # doctest: +SKIP
-        >>> process.close()  # doctest: +SKIP
+        >>> from functools import partial
+        >>> async def main():
+        ...     process = LimitedProcess(partial(partial, max), ProcessLimits(call_s=1.0), describe=str)
+        ...     answer = await process.ask((3, 5))
+        ...     process.close()
+        ...     return answer
+        >>> asyncio.run(main())
+        5
     """
 
     def __init__(

@@ -21,7 +21,14 @@ _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoredGroup:
-    """The n responses to one prompt; R_i is the number of tokens of response i."""
+    """The n responses to one prompt; R_i is the number of tokens of response i.
+
+    Example:
+        >>> masks = [np.ones(2, bool), np.ones(3, bool)]
+        >>> group = ScoredGroup(rewards=[np.array([0.0, 1.0]), np.zeros(3)], masks=masks)
+        >>> group.scores.tolist()
+        [1.0, 0.0]
+    """
 
     rewards: Sequence[NDArray[np.floating]]
     """[R_i] of each response: its score at the last token that counts, and any KL penalty at every token."""
@@ -47,7 +54,13 @@ class ScoredGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdvantagesAndReturns:
-    """The output of an estimator that needs a critic; returns, [R_i] of each response, are the critic's targets."""
+    """The output of an estimator that needs a critic; returns, [R_i] of each response, are the critic's targets.
+
+    Example:
+        >>> result = AdvantagesAndReturns(advantages=[np.array([0.5, -0.5])], returns=[np.array([1.0, 0.0])])
+        >>> result.returns[0].tolist()
+        [1.0, 0.0]
+    """
 
     advantages: Sequence[NDArray[np.floating]]
     returns: Sequence[NDArray[np.floating]]
@@ -60,7 +73,18 @@ _Function = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """A function from the scored responses to one prompt to advantages, with its needs."""
+    """A function from the scored responses to one prompt to advantages, with its needs.
+
+    Example:
+        >>> @advantage_estimator(min_group_size=2)
+        ... def centred(group: ScoredGroup, config: AdvantageConfig):
+        ...     return group.at_every_token(group.scores - group.scores.mean())
+        >>> masks = [np.ones(2, bool), np.ones(3, bool)]
+        >>> group = ScoredGroup(rewards=[np.array([0.0, 1.0]), np.zeros(3)], masks=masks)
+        >>> advantages, returns = centred(group, AdvantageConfig())
+        >>> [values.tolist() for values in advantages]
+        [[0.5, 0.5], [-0.5, -0.5, -0.5]]
+    """
 
     function: _Function
     """Returns the advantages [R_i] of each response, with returns if ``needs_critic``."""
@@ -183,7 +207,14 @@ def whiten(
 
 
 class FixedKLController:
-    """A constant weight of the KL penalty in the reward; `ConfigError` if it is negative or not finite."""
+    """A constant weight of the KL penalty in the reward; `ConfigError` if it is negative or not finite.
+
+    Example:
+        >>> controller = FixedKLController(kl_coef=0.001)
+        >>> controller.update(current_kl=5.0, n_steps=64)
+        >>> controller.value
+        0.001
+    """
 
     def __init__(self, *, kl_coef: float) -> None:
         NOT_NEGATIVE.require("kl_coef", kl_coef)
@@ -214,6 +245,12 @@ class AdaptiveKLController(FixedKLController):
     Args:
         target_kl: divergence that is sought, in the unit that `update` is given.
         horizon: n_steps over which an error takes its full effect.
+
+    Example:
+        >>> controller = AdaptiveKLController(kl_coef=0.1, target_kl=6.0, horizon=10_000)
+        >>> controller.update(current_kl=12.0, n_steps=1_000)
+        >>> round(controller.value, 4)
+        0.102
     """
 
     def __init__(self, *, kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -244,7 +281,14 @@ class AdaptiveKLController(FixedKLController):
 
 
 class AdvantageCollectives(Protocol):
-    """Exchange between the processes that hold parts of a batch; all processes make the same calls."""
+    """Exchange between the processes that hold parts of a batch; all processes make the same calls.
+
+    Example:
+        >>> class OneProcess:
+        ...     async def all_gather(self, value):
+        ...         return [value]
+        >>> collectives: AdvantageCollectives = OneProcess()
+    """
 
     async def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank."""

@@ -8,7 +8,12 @@ from gcore_trainer.config import BELOW_ONE, AboveZero, Bound, Checked, Count, Fr
 
 @dataclass(frozen=True, kw_only=True)
 class DenoisingPolicyConfig(Checked):
-    """DDPO, Flow-GRPO and GRPO-Guard: policy gradients of the steps that a sampler drew."""
+    """DDPO, Flow-GRPO and GRPO-Guard: policy gradients of the steps that a sampler drew.
+
+    Example:
+        >>> DenoisingPolicyConfig(loss_mode="guard", clip_ratio=2e-6).kl_loss_type
+        'gaussian'
+    """
 
     loss_mode: Literal["vanilla", "guard"] = "vanilla"
     """PPO's clipped ratio (vanilla), or with the ratio's bias and scale taken out of it (guard)."""
@@ -26,7 +31,12 @@ class DenoisingPolicyConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class NFTConfig(Checked):
-    """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones."""
+    """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones.
+
+    Example:
+        >>> NFTConfig(beta=1.0, num_timesteps=8).old_decay_max
+        0.5
+    """
 
     beta: Annotated[float, Bound(lambda v: 0 < v <= 1, "a number in (0, 1]")] = 0.1
     """Distance of the implicit policies from the old one; in (0, 1]."""
@@ -44,7 +54,12 @@ class NFTConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionDPOConfig(Checked):
-    """Diffusion-DPO (arXiv 2311.12908)."""
+    """Diffusion-DPO (arXiv 2311.12908).
+
+    Example:
+        >>> DiffusionDPOConfig(beta=5000.0).num_timesteps
+        1
+    """
 
     beta: AboveZero = 2000.0
     """Strength of the pull to the reference."""

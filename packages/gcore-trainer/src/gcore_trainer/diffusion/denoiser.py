@@ -41,6 +41,16 @@ class Denoiser:
         lora: adapters to train in place of the parameters.
         gradient_checkpointing: whether activations are computed again in the backward pass; auto: for models of a
             billion parameters or more on CUDA.
+
+    Example:
+        >>> from diffusers import SD3Transformer2DModel
+        >>> model = SD3Transformer2DModel(
+        ...     sample_size=8, num_layers=1, num_attention_heads=1, attention_head_dim=8, joint_attention_dim=8,
+        ...     caption_projection_dim=8, pooled_projection_dim=8, in_channels=4, out_channels=4, pos_embed_max_size=8
+        ... )
+        >>> denoiser = Denoiser(model, lora=LoRAConfig(rank=2, alpha=4))
+        >>> sum(parameter.numel() for parameter in denoiser.trained_parameters().values()) > 0
+        True
     """
 
     def __init__(

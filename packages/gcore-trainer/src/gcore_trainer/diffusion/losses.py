@@ -13,7 +13,13 @@ from gcore_trainer.objectives.policy import PolicyLoss, clipped_surrogate
 
 
 class NoiseProcess(ABC):
-    """Levels [B] are in (0, 1]: of flow matching the sigma, of DDPM the share of its steps. Latents are [B, ...]."""
+    """Levels [B] are in (0, 1]: of flow matching the sigma, of DDPM the share of its steps. Latents are [B, ...].
+
+    Example:
+        >>> process: NoiseProcess = FlowProcess()
+        >>> process.timesteps(torch.tensor([0.5, 1.0]))
+        tensor([ 500., 1000.])
+    """
 
     @abstractmethod
     def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
@@ -30,7 +36,15 @@ class NoiseProcess(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowProcess(NoiseProcess):
-    """Rectified flow (arXiv 2209.03003): x_s = (1 - s) x_0 + s e, and the model gives v = e - x_0."""
+    """Rectified flow (arXiv 2209.03003): x_s = (1 - s) x_0 + s e, and the model gives v = e - x_0.
+
+    Example:
+        >>> process = FlowProcess()
+        >>> clean = torch.zeros(1, 2)
+        >>> noise = torch.ones(1, 2)
+        >>> process.noised(clean, noise, level=torch.tensor([0.25]))
+        tensor([[0.2500, 0.2500]])
+    """
 
     num_train_timesteps: int = 1000
 
@@ -48,7 +62,13 @@ class FlowProcess(NoiseProcess):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPMProcess(NoiseProcess):
-    """DDPM (arXiv 2006.11239, eq. 4): x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e, with a = alpha-bar."""
+    """DDPM (arXiv 2006.11239, eq. 4): x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e, with a = alpha-bar.
+
+    Example:
+        >>> process = DDPMProcess(alphas_cumprod=[0.99, 0.64])
+        >>> process.noised(torch.ones(1, 2), torch.zeros(1, 2), level=torch.tensor([1.0]))
+        tensor([[0.8000, 0.8000]])
+    """
 
     alphas_cumprod: Sequence[float]
     """[T]."""

@@ -57,7 +57,13 @@ class Models:
 
 
 class DiffusionObjective(ABC):
-    """A loss over images."""
+    """A loss over images.
+
+    Example:
+        >>> objective: DiffusionObjective = DiffusionDPOObjective(DiffusionDPOConfig(), FlowProcess())
+        >>> objective.needs_reference
+        True
+    """
 
     needs_old: bool = False
     """The policy that samples is kept apart from the one that learns."""
@@ -100,6 +106,12 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
     ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
+
+    Example:
+        >>> def kernel(model, images, index):
+        ...     raise NotImplementedError  # a step of the sampler
+        >>> DenoisingPolicyObjective(DenoisingPolicyConfig(kl_loss_coef=0.01), kernel).needs_reference
+        False
     """
 
     def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
@@ -171,6 +183,10 @@ class NFTObjective(DiffusionObjective):
     """DiffusionNFT: no step of the sampler is looked at, any sampler will do; of flow-matching models.
 
     Metrics: ``actor/pg_loss``, and ``actor/kl_loss`` where there is one.
+
+    Example:
+        >>> NFTObjective(NFTConfig(num_timesteps=2)).num_passes([])
+        2
     """
 
     needs_old = True
@@ -214,6 +230,10 @@ class DiffusionDPOObjective(DiffusionObjective):
     """Diffusion-DPO: a micro-batch holds pairs, the chosen image of each before the rejected one.
 
     Metrics: ``actor/dpo_loss`` and ``actor/dpo_accuracy``.
+
+    Example:
+        >>> DiffusionDPOObjective(DiffusionDPOConfig(), FlowProcess()).needs_reference
+        True
     """
 
     needs_reference = True
@@ -267,6 +287,14 @@ class RewardGradientObjective(DiffusionObjective):
 
     Args:
         reward: final latents [B, ...] and prompts to rewards [B], differentiable.
+
+    Example:
+        >>> def brightness(latents: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        ...     return latents.mean(dim=(1, 2, 3))
+        >>> def kernel(model, images, index):
+        ...     raise NotImplementedError  # a step of the sampler
+        >>> RewardGradientObjective(kernel, brightness).reads
+        ('latents', 'levels', 'next_levels', 'timesteps')
     """
 
     reads = ("latents", "levels", "next_levels", "timesteps")

@@ -30,7 +30,17 @@ _PER_STEP = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DiffusionSample:
-    """One image. Latents have any shape [...], the same in all of a batch; K steps of its making are trained on."""
+    """One image. Latents have any shape [...], the same in all of a batch; K steps of its making are trained on.
+
+    Example:
+        >>> sample = DiffusionSample(
+        ...     clean_latents=np.zeros((4, 8, 8), np.float32),
+        ...     conditions={"prompt_embeds": np.zeros((7, 32), np.float32)},
+        ...     advantage=1.5,
+        ... )
+        >>> sample.num_steps
+        0
+    """
 
     clean_latents: NDArray[np.float32]
     """[...] of the finished image."""
@@ -121,7 +131,13 @@ DiffusionMicroBatch = list[DiffusionSample]
 
 
 class StepScores(NamedTuple):
-    """The Gaussians of a policy at the K recorded steps of an image."""
+    """The Gaussians of a policy at the K recorded steps of an image.
+
+    Example:
+        >>> scores = StepScores(means=np.zeros((2, 4, 8, 8), np.float32), log_probs=np.zeros(2, np.float32))
+        >>> scores.log_probs.shape
+        (2,)
+    """
 
     means: NDArray[np.float32]
     """[K, ...]."""

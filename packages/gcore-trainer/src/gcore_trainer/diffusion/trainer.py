@@ -38,6 +38,14 @@ class MovingAverage:
 
     Raises:
         ConfigError: a decay out of its bounds.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> average = MovingAverage({"weight": weight}, decay=0.9)
+        >>> _ = weight.data.fill_(1.0)
+        >>> average.update(num_updates=0)
+        >>> average.tensors["weight"]
+        tensor([0.9000, 0.9000])
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
@@ -70,6 +78,18 @@ class DiffusionTrainer(BaseTrainer):
 
     Raises:
         ConfigError: the objective needs a model that is not given.
+
+    Example:
+        >>> from diffusers import SD3Transformer2DModel
+        >>> model = SD3Transformer2DModel(
+        ...     sample_size=8, num_layers=1, num_attention_heads=1, attention_head_dim=8, joint_attention_dim=8,
+        ...     caption_projection_dim=8, pooled_projection_dim=8, in_channels=4, out_channels=4, pos_embed_max_size=8
+        ... )
+        >>> trainer = DiffusionTrainer(
+        ...     Denoiser(model), optimizer=OptimizerConfig(lr=1e-4), objective=NFTObjective(NFTConfig()), ema_decay=0.99
+        ... )
+        >>> sorted(trainer.state())[:1]
+        ['ema']
     """
 
     def __init__(

@@ -79,6 +79,18 @@ class MegatronTrainer(Trainer):
     Raises:
         ConfigError: the sizes do not divide the world or the model, or another setting is off.
         UnsupportedModelError: the model has something that is not converted.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> trainer = MegatronTrainer(
+        ...     "model", parallel=ParallelConfig(), optimizer=OptimizerConfig(lr=1e-3), objective=SFTObjective()
+        ... )
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))
+        >>> metrics = trainer.train_step([[sample]])
+        >>> metrics["sft/loss"] > 0
+        True
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

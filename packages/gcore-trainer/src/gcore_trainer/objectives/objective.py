@@ -23,7 +23,13 @@ from gcore_trainer.sample import MicroBatch, Sample
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """Scores of N response tokens in the samples' order. All shape [N], in float32 at least."""
+    """Scores of N response tokens in the samples' order. All shape [N], in float32 at least.
+
+    Example:
+        >>> scores = TokenScores(log_probs=torch.tensor([-0.1, -2.3]), entropies=torch.tensor([0.3, 1.9]))
+        >>> scores.log_probs.sum()
+        tensor(-2.4000)
+    """
 
     log_probs: torch.Tensor
     entropies: torch.Tensor
@@ -40,7 +46,12 @@ PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTotals:
-    """The denominators of a batch's loss; those of its parts add up."""
+    """The denominators of a batch's loss; those of its parts add up.
+
+    Example:
+        >>> BatchTotals.of([np.array([True, True, False]), np.array([True])])
+        BatchTotals(num_sequences=2, num_tokens=3)
+    """
 
     num_sequences: int
     num_tokens: int
@@ -101,7 +112,16 @@ def aggregation_weights(
 
 
 class Objective(ABC, Generic[ScoresT]):
-    """A loss over samples, which reads ``ScoresT`` of the model."""
+    """A loss over samples, which reads ``ScoresT`` of the model.
+
+    Example:
+        >>> class UniformSFT(SFTObjective):
+        ...     def totals(self, samples):
+        ...         return BatchTotals(num_sequences=len(samples), num_tokens=len(samples))
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))
+        >>> UniformSFT().totals([sample, sample])
+        BatchTotals(num_sequences=2, num_tokens=2)
+    """
 
     scores: ClassVar[Literal["tokens", "values"]]
     loss_name: ClassVar[str]

@@ -29,7 +29,19 @@ _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyTokens:
-    """The tokens of a loss. All shape [N]; tokens that do not count have log-probabilities and advantages of 0."""
+    """The tokens of a loss. All shape [N]; tokens that do not count have log-probabilities and advantages of 0.
+
+    Example:
+        >>> tokens = PolicyTokens(
+        ...     log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        ...     old_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        ...     advantages=torch.tensor([1.0, 1.0, -1.0]),
+        ...     mask=torch.ones(3),
+        ...     lengths=[2, 1],
+        ... )
+        >>> tokens.ratio
+        tensor([1., 1., 1.])
+    """
 
     log_probs: torch.Tensor
     """Log-probabilities under the policy, with their gradient."""
@@ -49,7 +61,14 @@ class PolicyTokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyLoss:
-    """The loss, ratio and clipping of every token. All shape [N]."""
+    """The loss, ratio and clipping of every token. All shape [N].
+
+    Example:
+        >>> ratio = torch.tensor([1.0, 1.5])
+        >>> clipped = ratio > 1.2
+        >>> PolicyLoss(loss=-ratio.clamp(max=1.2), ratio=ratio, clipped=clipped, clipped_lower=clipped & False).loss
+        tensor([-1.0000, -1.2000])
+    """
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -163,6 +182,13 @@ class PolicyObjective(Objective[TokenScores]):
     Without a KL and an entropy term, samples whose advantages are all zero have no gradient. Metrics:
     ``actor/pg_loss``, ``actor/ppo_kl``, ``actor/pg_clipfrac``, ``actor/pg_clipfrac_lower``, ``actor/entropy``,
     ``actor/kl_loss``, ``training/rollout_probs_diff_mean``; the means are over the samples that have a gradient.
+
+    Example:
+        >>> objective = PolicyObjective(PolicyLossConfig(loss_mode="cispo"))
+        >>> scores = {"old_log_probs": np.full(2, -1.0, np.float32), "advantages": np.ones(2, np.float32)}
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 2]), **scores)
+        >>> objective.has_no_gradient(sample)
+        False
     """
 
     scores = "tokens"

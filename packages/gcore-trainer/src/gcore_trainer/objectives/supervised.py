@@ -30,6 +30,12 @@ class SFTObjective(Objective[TokenScores]):
     """The mean negative log-likelihood of response tokens, at the model's temperature.
 
     Metrics: ``sft/loss``, and ``sft/entropy`` of the distributions that the tokens were scored under.
+
+    Example:
+        >>> objective = SFTObjective()
+        >>> objective.check([[Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))]])
+        >>> objective.metrics({"mean:sft/loss": 3.0, "count": 2.0})
+        {'sft/loss': 1.5}
     """
 
     scores = "tokens"
@@ -164,6 +170,13 @@ class DPOObjective(Objective[TokenScores]):
 
     Metrics, the means over pairs: ``dpo/loss``, ``dpo/accuracy`` (the chosen response has the higher implicit reward),
     ``dpo/chosen_reward``, ``dpo/rejected_reward`` and ``dpo/margin`` between them.
+
+    Example:
+        >>> objective = DPOObjective(DPOConfig(beta=0.1))
+        >>> reference = {"ref_log_probs": np.array([-1.0, -1.0], np.float32)}
+        >>> chosen = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 2]), **reference)
+        >>> rejected = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([9, 2]), **reference)
+        >>> objective.check([[chosen, rejected]])
     """
 
     scores = "tokens"
@@ -208,6 +221,12 @@ class RewardModelObjective(Objective[torch.Tensor]):
 
     A response's reward is the value at the one token of its mask; `scored_at_end` makes such samples. Metrics, the
     means over pairs: ``rm/loss``, ``rm/accuracy``, ``rm/chosen_reward``, ``rm/rejected_reward`` and ``rm/margin``.
+
+    Example:
+        >>> objective = RewardModelObjective(RewardModelConfig(center_rewards_coefficient=0.01))
+        >>> chosen = scored_at_end(Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 2])))
+        >>> rejected = scored_at_end(Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([9, 2])))
+        >>> objective.check([[chosen, rejected]])
     """
 
     scores = "values"

@@ -80,6 +80,11 @@ class ValueObjective(Objective[torch.Tensor]):
 
     Metrics: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean`` and ``critic/vf_explained_var``, of the
     values before the update.
+
+    Example:
+        >>> objective = ValueObjective(ValueLossConfig(cliprange_value=0.5))
+        >>> scores = {"values": np.array([0.1, 0.2], np.float32), "returns": np.array([1.0, 1.0], np.float32)}
+        >>> objective.check([[Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 2]), **scores)]])
     """
 
     scores = "values"

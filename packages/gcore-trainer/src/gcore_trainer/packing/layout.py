@@ -41,7 +41,17 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
-    """T packed tokens that predict N response tokens, in the samples' order, from U distinct places."""
+    """T packed tokens that predict N response tokens, in the samples' order, from U distinct places.
+
+    Example:
+        >>> prompt = np.array([1, 5, 7])
+        >>> samples = [Sample(prompt_ids=prompt, response_ids=np.array(response)) for response in ([8, 2], [9, 9, 2])]
+        >>> batch = pack(samples)
+        >>> batch.input_ids
+        array([1, 5, 7, 8, 9, 9])
+        >>> batch.target_ids
+        array([8, 2, 9, 9, 2])
+    """
 
     input_ids: NDArray[np.int64]
     """[T]."""

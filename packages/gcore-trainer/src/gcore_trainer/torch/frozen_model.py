@@ -19,6 +19,13 @@ class FrozenModel:
 
     Args:
         parallel: the ranks among which parameters and samples are divided; None: this process is alone.
+
+    Example:
+        >>> reference = FrozenModel(PackedModel.from_pretrained("model"))
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))
+        >>> scores = reference.scores([[sample], [sample, sample]])
+        >>> [len(micro_batch) for micro_batch in scores]
+        [1, 2]
     """
 
     def __init__(

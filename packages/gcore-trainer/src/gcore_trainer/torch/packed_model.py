@@ -410,6 +410,13 @@ class PackedModel(PackedTransformer[TokenScores]):
 
     Args:
         temperature: divides the logits, as it did at generation.
+
+    Example:
+        >>> packed = PackedModel.from_pretrained("model", temperature=0.7)
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))
+        >>> log_probs = packed.log_probs([[sample]])
+        >>> log_probs[0][0].shape
+        (3,)
     """
 
     scores = "tokens"

@@ -27,7 +27,16 @@ share parameters gather them in every pass, and scatter gradients; copies exchan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TorchParallel:
-    """The groups of this rank. Rank = replica x context_parallel_size + rank in the sequence."""
+    """The groups of this rank. Rank = replica x context_parallel_size + rank in the sequence.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> parallel = TorchParallel.join(ParallelConfig(fsdp_size=1))
+        >>> parallel.world_size
+        1
+        >>> dist.destroy_process_group()
+    """
 
     mesh: DeviceMesh
     """All ranks: parameters and moments are sharded over its last dimension, and equal along the first of two."""

@@ -23,6 +23,13 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
 
     It is transformers' ``...ForSequenceClassification`` with ``num_labels=1``; a causal LM's folder loads with a head
     of zeros, so that a new critic's values start at 0.
+
+    Example:
+        >>> critic = PackedValueModel.from_pretrained("model")
+        >>> sample = Sample(prompt_ids=np.array([1, 5]), response_ids=np.array([8, 9, 2]))
+        >>> values = critic.values([[sample]])
+        >>> values[0][0].tolist()
+        [0.0, 0.0, 0.0]
     """
 
     scores = "values"
