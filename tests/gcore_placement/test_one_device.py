@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gcore_placement import (
     Device,
     DevicePlan,
+    DeviceSetting,
     EngineSettings,
     Job,
     Lengths,
@@ -20,7 +21,7 @@ from gcore_placement import (
     PlacementError,
     TrainingLayout,
     TrainingState,
-    plan_one_device,
+    plan_device,
 )
 
 H100 = Device.named("H100")
@@ -67,13 +68,19 @@ def job_of(config: dict[str, Any], **changed: Any) -> Job:
     return Job(**options)
 
 
+def plan_on(
+    job: Job, device: Device, engine: EngineSettings, layout: TrainingLayout, **settings: Any
+) -> DevicePlan:
+    return plan_device(
+        DeviceSetting(job=job, layout=layout, device=device, engine=engine, **settings)
+    )
+
+
 def plan_of(
     config: dict[str, Any], *, state: TrainingState | None = None, **changed: Any
 ) -> DevicePlan:
     layout, engine = changed.pop("layout", LAYOUT), changed.pop("engine", EngineSettings())
-    return plan_one_device(
-        job_of(config, **changed), layout, engine, H100, state=state or TrainingState()
-    )
+    return plan_on(job_of(config, **changed), H100, engine, layout, state=state or TrainingState())
 
 
 def tiny_model() -> Qwen2ForCausalLM:
@@ -182,12 +189,10 @@ def test_moments_in_8_bits() -> None:
         plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state)
     )
     device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
-    plan = plan_one_device(job_of(QWEN_HALF_B), LAYOUT, turns, device)
+    plan = plan_on(job_of(QWEN_HALF_B), device, turns, LAYOUT)
     assert not plan.fits
     assert ("8-bit moments",) in {remedy.names for remedy in plan.remedies}
-    megatron = plan_one_device(
-        job_of(QWEN_HALF_B), replace(LAYOUT, backend="megatron"), turns, device
-    )
+    megatron = plan_on(job_of(QWEN_HALF_B), device, turns, replace(LAYOUT, backend="megatron"))
     assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
 
 
@@ -286,7 +291,7 @@ def test_other_roles_are_counted() -> None:
         judge=ModelShape.from_config(QWEN_HALF_B),
         judge_lengths=Lengths.recorded([256]),
     )
-    plan = plan_one_device(job, LAYOUT, EngineSettings(), H100, others={"reward model": 3e9})
+    plan = plan_on(job, H100, EngineSettings(), LAYOUT, others={"reward model": 3e9})
     count = job.policy.num_parameters
     assert [*plan.roles] == [
         "policy engine",

@@ -24,7 +24,7 @@ from gcore_placement import (
     predict_step,
 )
 from gcore_placement.forecast import STAGES
-from gcore_placement.planning import layouts as memory
+from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 from gcore_placement.planning.options import EngineRoofline
 

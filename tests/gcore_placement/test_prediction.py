@@ -13,7 +13,8 @@ from gcore_placement import (
     TrainingLayout,
     predict_layout,
 )
-from gcore_placement.planning.layouts import TrainingLayouts, resident_state, training_memory
+from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.planning.memory import resident_state, training_memory
 
 LAYOUT = TrainingLayout(
     backend="torch",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gcore_placement import Efficiency, Job, Lengths, ModelShape, TrainingLayout
-from gcore_placement.planning import layouts as memory
+from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import TrainingLayouts
 
 SMALL: dict[str, Any] = {

@@ -47,13 +47,14 @@ from .partition.space import (
 )
 from .partition.strategy_choice import StrategyChoice as StrategyChoice
 from .planning.alternatives import Alternative as Alternative
-from .planning.layouts import TrainingLayout as TrainingLayout, TrainingState as TrainingState
+from .planning.layouts import TrainingLayout as TrainingLayout
+from .planning.memory import TrainingState as TrainingState
 from .planning.one_device import (
     DevicePlan as DevicePlan,
+    DeviceSetting as DeviceSetting,
     EngineSettings as EngineSettings,
-    Remedy as Remedy,
     Resident as Resident,
-    plan_one_device as plan_one_device,
+    plan_device as plan_device,
 )
 from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Plan as Plan, plan as plan

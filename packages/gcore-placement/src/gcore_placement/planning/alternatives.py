@@ -7,9 +7,9 @@ from math import inf
 import numpy as np
 
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.layouts import TrainingState, divides_heads, parts_at, powers
+from gcore_placement.planning.layouts import divides_heads, powers
+from gcore_placement.planning.memory import LORA_RANK, TrainingState, parts_at
 from gcore_placement.planning.options import EngineOptions, TrainingOptions
-from gcore_placement.planning.unfit import LORA_RANK
 from gcore_placement.quantities import gigabytes
 from gcore_placement.strategies import PLANNED, STRATEGIES
 

@@ -10,8 +10,14 @@ import numpy as np
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import SwapCosts, times
 from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
-from gcore_placement.planning.layouts import Setting, embedding_bytes
-from gcore_placement.planning.options import EngineOptions, Engines, TrainingChoice, TrainingOptions
+from gcore_placement.planning.memory import weight_sync_bytes
+from gcore_placement.planning.options import (
+    EngineOptions,
+    Engines,
+    Setting,
+    TrainingChoice,
+    TrainingOptions,
+)
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 
@@ -147,8 +153,9 @@ class Candidates:
         """
         if not self.setting.runnable:
             return 0.0
-        bucket = policy.weights_bytes if num_devices == 1 else embedding_bytes(self.setting.job)
-        return choice.state_bytes + policy.weights_bytes + bucket
+        return weight_sync_bytes(
+            self.setting.job, choice.state_bytes, policy.weights_bytes, at_once=num_devices == 1
+        )
 
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
         """Return the costs of moving the larger of the two models' weights."""

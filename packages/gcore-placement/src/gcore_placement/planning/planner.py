@@ -10,10 +10,10 @@ from gcore_placement.errors import check_known, refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
 from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
-from gcore_placement.planning.options import EnginePlan
+from gcore_placement.planning.layouts import TrainingLayout
+from gcore_placement.planning.memory import LORA_RANK, parts_at
+from gcore_placement.planning.options import EnginePlan, Setting
 from gcore_placement.planning.unfit import (
-    LORA_RANK,
     least_training_bytes,
     nothing_fits,
     settings_to_try,

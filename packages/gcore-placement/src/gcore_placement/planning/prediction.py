@@ -9,12 +9,8 @@ from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCost
 from gcore_placement.errors import refusal
 from gcore_placement.forecast import Job, StepTime, predict_step
 from gcore_placement.planning.candidates import swap_costs, sync_seconds
-from gcore_placement.planning.layouts import (
-    TrainingLayout,
-    TrainingLayouts,
-    resident_state,
-    training_memory,
-)
+from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts
+from gcore_placement.planning.memory import resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
 from gcore_placement.quantities import Checked, Floats, Positive
 from gcore_placement.strategies import Strategy
