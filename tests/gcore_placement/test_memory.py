@@ -39,7 +39,7 @@ def layout(
 def parts_of(
     job: Any, *layouts: TrainingLayout
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-    return dict(memory.training_memory(job, TrainingLayouts.of(*layouts)))
+    return dict(memory.training_memory(job, TrainingLayouts(*layouts)))
 
 
 def test_zero_stages_by_their_papers_sums() -> None:

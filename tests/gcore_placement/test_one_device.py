@@ -191,9 +191,9 @@ def test_moments_in_8_bits() -> None:
     device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
     plan = plan_on(job_of(QWEN_HALF_B), device, turns, LAYOUT)
     assert not plan.fits
-    assert ("8-bit moments",) in {remedy.names for remedy in plan.remedies}
+    assert ("8-bit moments",) in plan.remedies
     megatron = plan_on(job_of(QWEN_HALF_B), device, turns, replace(LAYOUT, backend="megatron"))
-    assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
+    assert ("8-bit moments",) not in megatron.remedies
 
 
 def test_muon_has_one_moment_of_hidden_matrices() -> None:
@@ -291,7 +291,7 @@ def test_other_roles_are_counted() -> None:
         judge=ModelShape.from_config(QWEN_HALF_B),
         judge_lengths=Lengths.recorded([256]),
     )
-    plan = plan_on(job, H100, EngineSettings(), LAYOUT, others={"reward model": 3e9})
+    plan = plan_on(job, H100, EngineSettings(), LAYOUT, further_roles={"reward model": 3e9})
     count = job.policy.num_parameters
     assert [*plan.roles] == [
         "policy engine",
@@ -313,13 +313,11 @@ def test_other_roles_are_counted() -> None:
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     plan = plan_of(QWEN_7B)
     assert not plan.fits
-    assert {remedy.names for remedy in plan.remedies} == {("optimizer offload",), ("LoRA",)}
+    assert set(plan.remedies) == {("optimizer offload",), ("LoRA",)}
     compared = plan_of(QWEN_7B, reference=True)
-    assert ("full offload",) in {remedy.names for remedy in compared.remedies}, (
-        "of the policy or its reference"
-    )
-    for remedy in plan.remedies:
-        assert remedy.peak_bytes <= plan.usable_bytes
+    assert ("full offload",) in compared.remedies, "of the policy or its reference"
+    for peak_bytes in plan.remedies.values():
+        assert peak_bytes <= plan.usable_bytes
     assert plan.peaks[plan.fullest] > plan.usable_bytes
     assert plan.fullest == "sync"
     assert plan_of(QWEN_HALF_B).fits
@@ -343,7 +341,7 @@ def test_gradients_that_are_exchanged_once_an_update() -> None:
         )
     short = plan_of(QWEN_7B, layout=replace(LAYOUT, data_parallel_size=4), state=waiting)
     assert not short.fits
-    assert ("frequent gradient exchange",) in {remedy.names for remedy in short.remedies}
+    assert ("frequent gradient exchange",) in short.remedies
 
 
 def _engines_awake(plan: DevicePlan) -> float:
@@ -354,9 +352,9 @@ def test_remedies_that_are_needed_together() -> None:
     """Activations alone are too many, and so are the states: no single change is enough."""
     layout = replace(LAYOUT, gradient_checkpointing=False, ppo_max_token_len=200_000)
     plan = plan_of(QWEN_7B, layout=layout)
-    [remedy] = plan.remedies
-    assert remedy.names[:2] == ("gradient checkpointing", "small micro-batches")
-    assert remedy.names[-1] in ("optimizer offload", "full offload", "LoRA")
+    [names] = plan.remedies
+    assert names[:2] == ("gradient checkpointing", "small micro-batches")
+    assert names[-1] in ("optimizer offload", "full offload", "LoRA")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def memory_of(
     return parts_at(
         training_memory(
             job,
-            TrainingLayouts.of(layout),
+            TrainingLayouts(layout),
             activations=Efficiency().activations,
             state=TrainingState(**state),
         ),

@@ -215,6 +215,6 @@ def predicted_bytes(
     )
     state = TrainingState(checkpointed_share=share)
     parts = training_memory(
-        job, TrainingLayouts.of(layout), activations=Efficiency().activations, state=state
+        job, TrainingLayouts(layout), activations=Efficiency().activations, state=state
     )
     return float(total(parts)[0])

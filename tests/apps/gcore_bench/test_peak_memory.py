@@ -92,6 +92,6 @@ def test_peak_memory_is_predicted(
         ppo_max_token_len=max_tokens,
     )
     parts = memory.training_memory(
-        job, TrainingLayouts.of(layout), activations=Efficiency().activations
+        job, TrainingLayouts(layout), activations=Efficiency().activations
     )
     assert memory.total(parts)[0] == pytest.approx(measured[number], rel=0.15)

@@ -156,7 +156,7 @@ def _make_layouts(run: SmallRun) -> TrainingLayouts:
         gradient_checkpointing=run.gradient_checkpointing,
         ppo_max_token_len=run.max_tokens,
     )
-    return TrainingLayouts.of(layout)
+    return TrainingLayouts(layout)
 
 
 def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Figures]) -> Laws:

@@ -86,7 +86,7 @@ def plan_memory(
         device=device,
         engine=engine,
         state=_training_state(config, job.policy, device),
-        others=further_roles,
+        further_roles=further_roles,
         residents=residents,
     )
     return plan_device(setting)
@@ -227,9 +227,9 @@ def check_fits(
         "LoRA": "actor.lora_rank 16",
     }
     fitting = list(larger)
-    for remedy in plan.remedies:
-        values = " and ".join(settings[name] for name in remedy.names)
-        fitting.append(f"{values} ({remedy.peak_bytes / _GB:.1f} GB)")
+    for names, peak_bytes in plan.remedies.items():
+        values = " and ".join(settings[name] for name in names)
+        fitting.append(f"{values} ({peak_bytes / _GB:.1f} GB)")
     advice = "no setting makes it fit; a larger GPU or a smaller model would"
     if fitting:
         advice = f"these would fit: {'; '.join(fitting)}"

@@ -1,13 +1,12 @@
 """Layouts of training over devices."""
 
-from collections.abc import Collection
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.forecast import Job
@@ -41,57 +40,54 @@ class TrainingLayout:
     ranks."""
 
     @property
+    def group_sizes(self) -> tuple[int, int, int, int]:
+        """Sizes of the tensor-, pipeline-, context- and data-parallel groups."""
+        return (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+            self.data_parallel_size,
+        )
+
+    @property
     def num_ranks(self) -> int:
         """All ranks."""
-        return prod(astuple(self)[1:5])
+        return prod(self.group_sizes)
 
     @property
     def sizes(self) -> str:
         """The backend and the sizes of its groups, as text."""
-        tp, pp, cp, dp = astuple(self)[1:5]
-        experts = (
-            f" EP {self.expert_model_parallel_size}" if self.expert_model_parallel_size > 1 else ""
-        )
-        return f"{self.backend} TP {tp} PP {pp} CP {cp} DP {dp}{experts}"
+        tp, pp, cp, dp = self.group_sizes
+        text = f"{self.backend} TP {tp} PP {pp} CP {cp} DP {dp}"
+        if self.expert_model_parallel_size > 1:
+            text += f" EP {self.expert_model_parallel_size}"
+        return text
 
     def __str__(self) -> str:
         recompute = "recompute, " if self.gradient_checkpointing else ""
         return f"{self.sizes}, {recompute}{self.ppo_max_token_len} tokens a micro-batch"
 
 
-@dataclass(frozen=True, eq=False)
 class TrainingLayouts:
-    """Many layouts at once: all fields are of shape [num_layouts], whole numbers as float64, or booleans."""
+    """Many layouts at once: arrays [num_layouts] of whole numbers as float64, or of booleans."""
 
-    sharded: NDArray[np.bool_]
-    """ZeRO-3: the torch backend."""
-    tp: Floats
-    pp: Floats
-    cp: Floats
-    dp: Floats
-    recompute: NDArray[np.bool_]
-    max_tokens: Floats
-    ep: Floats
+    def __init__(self, *layouts: TrainingLayout) -> None:
+        self._layouts = layouts
+        rows: list[tuple[float, ...]] = []
+        for layout in layouts:
+            further = (layout.expert_model_parallel_size, layout.ppo_max_token_len)
+            rows.append(layout.group_sizes + further)
+        columns: Floats = np.array(rows, dtype=np.float64).reshape(-1, 6).T
+        self.tp, self.pp, self.cp, self.dp, self.ep, self.max_tokens = columns
+        self.sharded = np.array([layout.backend == "torch" for layout in layouts], dtype=bool)
+        """ZeRO-3: the torch backend."""
+        self.recompute = np.array([layout.gradient_checkpointing for layout in layouts], dtype=bool)
 
     def __len__(self) -> int:
-        return self.tp.size
+        return len(self._layouts)
 
     def __getitem__(self, index: int) -> TrainingLayout:
-        return TrainingLayout(
-            backend="torch" if self.sharded[index] else "megatron",
-            tensor_model_parallel_size=int(self.tp[index]),
-            pipeline_model_parallel_size=int(self.pp[index]),
-            context_parallel_size=int(self.cp[index]),
-            data_parallel_size=int(self.dp[index]),
-            gradient_checkpointing=bool(self.recompute[index]),
-            ppo_max_token_len=int(self.max_tokens[index]),
-            expert_model_parallel_size=int(self.ep[index]),
-        )
-
-    @classmethod
-    def of(cls, *layouts: TrainingLayout) -> "TrainingLayouts":
-        """Build the arrays of these layouts."""
-        return _from_rows([(layout.backend == "torch", *astuple(layout)[1:]) for layout in layouts])
+        return self._layouts[index]
 
     @property
     def num_devices(self) -> Floats:
@@ -108,7 +104,7 @@ def training_layouts(
     cluster: Cluster,
     num_devices: int,
     *,
-    backends: Collection[Backend] = ("torch", "megatron"),
+    backends: Sequence[Backend] = ("torch", "megatron"),
 ) -> TrainingLayouts:
     """Return all training layouts of `num_devices`, including those that do not fit into memory.
 
@@ -126,19 +122,25 @@ def training_layouts(
     pp_sizes = [
         pp for pp in divisors if all(m.workload.num_hidden_layers % pp == 0 for m in job.trained)
     ]
-    rows: list[tuple[float, ...]] = []
+    layouts: list[TrainingLayout] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
         if rest or dp > job.train_batch_size:
             continue
-        sharding: list[bool] = []
-        if "torch" in backends and tp * pp == 1:
-            sharding.append(True)
-        if "megatron" in backends:
-            sharding.append(False)
-        for sharded, recompute, times in product(sharding, (False, True), _TOKENS_IN_LONGEST):
-            rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence, 1))
-    return _from_rows(rows)
+        for backend, recompute, times in product(backends, (False, True), _TOKENS_IN_LONGEST):
+            if backend == "torch" and tp * pp > 1:
+                continue
+            layout = TrainingLayout(
+                backend=backend,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
+                data_parallel_size=dp,
+                gradient_checkpointing=recompute,
+                ppo_max_token_len=times * job.longest_sequence,
+            )
+            layouts.append(layout)
+    return TrainingLayouts(*layouts)
 
 
 def divides_heads(model: ModelShape, tp: int) -> bool:
@@ -151,16 +153,6 @@ def divides_heads(model: ModelShape, tp: int) -> bool:
 def powers(limit: int) -> list[int]:
     """Return the powers of two up to a number."""
     return [2**k for k in range(limit.bit_length())]
-
-
-def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
-    """Build layouts from rows whose columns are the fields of `TrainingLayouts`."""
-    sharded, tp, pp, cp, dp, recompute, max_tokens, ep = (
-        np.array(rows, dtype=np.float64).reshape(-1, 8).T
-    )
-    return TrainingLayouts(
-        sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens, ep
-    )
 
 
 def count_micro_batches(job: Job, layouts: TrainingLayouts) -> tuple[Floats, Floats]:

@@ -63,12 +63,6 @@ class TrainingState(Checked):
     max_logits: Positive = 1 << 28
     """Most logits of a chunk of the head: the trainer's budget on a GPU; on a CPU it is 2^24."""
 
-    def optimizer_bytes(self, model: ModelShape, compute_bytes: int) -> float:
-        """Return the bytes of the mean parameter's moments and float32 master weight, as the optimizer holds them."""
-        # Where products are in float32, weights are their own masters.
-        master_bytes = MASTER_BYTES if compute_bytes != MASTER_BYTES else 0
-        return self.moment_bytes(model) + master_bytes
-
     def moment_bytes(self, model: ModelShape) -> float:
         """Return the bytes of the mean parameter's moments; biases and norms count as matrices."""
         match self.moments:
@@ -87,6 +81,32 @@ class TrainingState(Checked):
 
 
 DEFAULT_STATE = TrainingState()
+
+
+def state_bytes(
+    frozen: Number,
+    trained: Number,
+    stepped: Number,
+    *,
+    compute_bytes: int,
+    moment_bytes: float = 2 * MASTER_BYTES,
+) -> tuple[Number, Number, Number]:
+    """Return the bytes of a model's weights, gradients and optimizer, before ranks divide them.
+
+    Weights are in the compute precision, gradients in float32; the optimizer has moments, AdamW's by default, and
+    float32 master weights unless the weights are in float32 themselves.
+
+    Args:
+        frozen: parameters that are not trained.
+        trained: parameters with gradients.
+        stepped: those of them that the optimizer steps.
+    """
+    master_bytes = 0 if compute_bytes == MASTER_BYTES else MASTER_BYTES
+    return (
+        compute_bytes * (frozen + trained),
+        MASTER_BYTES * trained,
+        (moment_bytes + master_bytes) * stepped,
+    )
 
 
 def training_memory(
@@ -153,10 +173,17 @@ def training_memory(
             frozen = trained
             trained = stepped * (state.adapter_parameters / model.num_parameters)
             stepped = trained
-        weights.append(compute_bytes * (frozen + trained) / weight_shards)
-        gradients.append(MASTER_BYTES * trained / weight_shards)
-        unsynced.append(MASTER_BYTES * trained * waits)
-        optimizer = optimizer + state.optimizer_bytes(model, compute_bytes) * stepped / sharing
+        weight_bytes, gradient_bytes, optimizer_bytes = state_bytes(
+            frozen,
+            trained,
+            stepped,
+            compute_bytes=compute_bytes,
+            moment_bytes=state.moment_bytes(model),
+        )
+        weights.append(weight_bytes / weight_shards)
+        gradients.append(gradient_bytes / weight_shards)
+        unsynced.append(gradient_bytes * waits)
+        optimizer = optimizer + optimizer_bytes / sharing
         layer = model.num_layer_parameters
         outer = model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer)

@@ -69,7 +69,7 @@ class DeviceSetting:
     engine: EngineSettings = field(default_factory=EngineSettings)
     state: TrainingState = DEFAULT_STATE
     """The form in which the models in training are held."""
-    others: Mapping[str, float] = field(default_factory=dict[str, float])
+    further_roles: Mapping[str, float] = field(default_factory=dict[str, float])
     """Bytes of other models that stay on the device, by role, such as a reward model."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     """Its usable share of the memory, and its factor of activations, count."""
@@ -80,16 +80,6 @@ class DeviceSetting:
     def has_several_models(self) -> bool:
         """True if the trainer has models besides the policy."""
         return bool(self.job.critic is not None or self.job.reference or self.job.teachers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A change under which a job fits."""
-
-    names: Sequence[str]
-    """Names of the changes; all of them are needed."""
-    peak_bytes: float
-    """Bytes at the fullest stage, with as many keys and values as fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +102,9 @@ class DevicePlan:
     takes_turns: bool
     longest_sequence: int
     """Tokens of the longest prompt and response together, the least capacity of the engine."""
-    remedies: Sequence[Remedy] = field(default=())
-    """Changes under which the job fits; empty if it fits as it is."""
+    remedies: Mapping[Sequence[str], float] = field(default_factory=dict[Sequence[str], float])
+    """Changes under which the job fits, by their names, of which all are needed: bytes at the fullest stage, with as
+    many keys and values as fit. Empty if it fits as it is."""
 
     @property
     def fits(self) -> bool:
@@ -181,16 +172,16 @@ def _choose_turns(setting: DeviceSetting) -> DevicePlan:
     plan = _plan_memory(setting, takes_turns=False)
     has_all = True
     if "policy engine" in setting.residents:
-        has_all = plan.kv_tokens >= _Engine(setting, "policy engine").most_tokens
+        has_all = plan.kv_tokens >= _max_tokens(setting, "policy engine")
     if plan.fits and has_all:
         return plan
     return _plan_memory(setting, takes_turns=True)
 
 
-def _find_remedies(setting: DeviceSetting) -> list[Remedy]:
+def _find_remedies(setting: DeviceSetting) -> dict[Sequence[str], float]:
     """Return the changes that help alone; if none does, the fewest of the first ones that help together."""
-    single: list[Remedy] = []
-    combined: list[Remedy] = []
+    single: dict[Sequence[str], float] = {}
+    combined: dict[Sequence[str], float] = {}
     together = setting
     names: list[str] = []
     for name in REMEDIES:
@@ -199,14 +190,14 @@ def _find_remedies(setting: DeviceSetting) -> list[Remedy]:
             continue
         peak_bytes = _fitting_peak(alone)
         if peak_bytes is not None:
-            single.append(Remedy(names=(name,), peak_bytes=peak_bytes))
+            single[(name,)] = peak_bytes
         together = _change(together, name)
         names.append(name)
         if single or combined:
             continue
         peak_bytes = _fitting_peak(together)
         if peak_bytes is not None:
-            combined.append(Remedy(names=tuple(names), peak_bytes=peak_bytes))
+            combined[tuple(names)] = peak_bytes
     return single or combined
 
 
@@ -248,49 +239,63 @@ def _change(setting: DeviceSetting, name: str) -> DeviceSetting:
     return replace(setting, layout=layout, state=state)
 
 
-class _Engine:
-    """The bytes of an engine on the device."""
+def _engine_memory(setting: DeviceSetting, role: Resident) -> EngineMemory:
+    model, _, _ = setting.job.engine_role(_ENGINE_STAGES[role])
+    tp = setting.engine.devices_per_engine
+    if role == "judge":
+        tp = setting.engine.devices_per_judge
+    return EngineMemory(model=model, tp=tp, compute_bytes=setting.job.compute_bytes)
 
-    def __init__(self, setting: DeviceSetting, role: Resident) -> None:
-        job = setting.job
-        engine = setting.engine
-        model, read, written = job.engine_role(_ENGINE_STAGES[role])
-        tp = engine.devices_per_judge if role == "judge" else engine.devices_per_engine
-        memory = EngineMemory(model=model, tp=tp, compute_bytes=job.compute_bytes)
-        self.token_bytes = memory.kv_token_bytes
-        self.longest = ceil(read.longest + written.longest)
-        # All sequences that it may run at once, at their longest.
-        self.most_tokens = self.longest * min(engine.max_num_seqs, job.train_batch_size * job.n)
-        # Logits of the running sequences in float32, and their probabilities.
-        sampling = 2.0 * 4 * engine.max_num_seqs * model.workload.vocab_size
-        passes = engine.max_num_batched_tokens / PREFILL_TOKENS
-        self.items = {
-            "weights": memory.weights_bytes,
-            "workspace": memory.workspace_bytes * passes + sampling,
-            "graphs and libraries": engine.reserve_bytes,
-        }
-        self.fixed_bytes = sum(self.items.values())
+
+def _longest_sequence(setting: DeviceSetting, role: Resident) -> int:
+    _, read, written = setting.job.engine_role(_ENGINE_STAGES[role])
+    return ceil(read.longest + written.longest)
+
+
+def _max_tokens(setting: DeviceSetting, role: Resident) -> int:
+    """Return the tokens of all sequences that an engine may run at once, at their longest."""
+    job = setting.job
+    num_seqs = min(setting.engine.max_num_seqs, job.train_batch_size * job.n)
+    return _longest_sequence(setting, role) * num_seqs
+
+
+def _fixed_items(setting: DeviceSetting, memory: EngineMemory) -> dict[str, float]:
+    """Return the bytes of an engine besides its keys and values."""
+    engine = setting.engine
+    passes = engine.max_num_batched_tokens / PREFILL_TOKENS
+    # Logits of the running sequences in float32, and their probabilities.
+    sampling = 2.0 * 4 * engine.max_num_seqs * memory.model.workload.vocab_size
+    return {
+        "weights": memory.weights_bytes,
+        "workspace": memory.workspace_bytes * passes + sampling,
+        "graphs and libraries": engine.reserve_bytes,
+    }
 
 
 def _divide_memory(
     setting: DeviceSetting, free_bytes: float
 ) -> tuple[dict[Resident, dict[str, float]], dict[Resident, int]]:
     """Divide the free bytes between the engines, by the most tokens of each; return their items and their tokens."""
-    engines: dict[Resident, _Engine] = {}
-    for role, stage in _ENGINE_STAGES.items():
-        if role in setting.residents and (stage == "generation" or setting.job.judge is not None):
-            engines[role] = _Engine(setting, role)
     items: dict[Resident, dict[str, float]] = {}
+    token_bytes: dict[Resident, float] = {}
+    max_kv_bytes: dict[Resident, float] = {}
+    for role in _ENGINE_STAGES:
+        if role not in setting.residents or (role == "judge" and setting.job.judge is None):
+            continue
+        memory = _engine_memory(setting, role)
+        items[role] = _fixed_items(setting, memory)
+        token_bytes[role] = memory.kv_token_bytes
+        max_kv_bytes[role] = _max_tokens(setting, role) * memory.kv_token_bytes
+    fixed_bytes = {role: sum(sizes.values()) for role, sizes in items.items()}
     kv_tokens: dict[Resident, int] = {}
-    for role, engine in engines.items():
-        awake = [engine] if setting.engine.judge_takes_turns else list(engines.values())
-        free = free_bytes - sum(other.fixed_bytes for other in awake)
-        wanted = sum(other.most_tokens * other.token_bytes for other in awake)
-        part = min(1.0, max(0.0, free) / wanted)
-        most_bytes = engine.most_tokens * engine.token_bytes
-        kv_bytes = max(engine.longest * engine.token_bytes, part * most_bytes)
-        items[role] = {**engine.items, "keys and values": kv_bytes}
-        kv_tokens[role] = int(kv_bytes / engine.token_bytes + 1e-6)
+    for role, sizes in items.items():
+        awake = [role] if setting.engine.judge_takes_turns else list(items)
+        free = free_bytes - sum(fixed_bytes[name] for name in awake)
+        part = min(1.0, max(0.0, free) / sum(max_kv_bytes[name] for name in awake))
+        least_bytes = _longest_sequence(setting, role) * token_bytes[role]
+        kv_bytes = max(least_bytes, part * max_kv_bytes[role])
+        sizes["keys and values"] = kv_bytes
+        kv_tokens[role] = int(kv_bytes / token_bytes[role] + 1e-6)
     return items, kv_tokens
 
 
@@ -300,7 +305,7 @@ def _training_parts(
     """Return the parts of `training_memory` on the device; all are 0 without the trainer."""
     parts = training_memory(
         job,
-        TrainingLayouts.of(setting.layout),
+        TrainingLayouts(setting.layout),
         activations=setting.efficiency.activations,
         state=state or setting.state,
     )
@@ -311,10 +316,10 @@ def _training_parts(
 
 def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
     job = setting.job
-    usable = setting.device.memory_bytes * setting.efficiency.free_memory
+    usable = setting.efficiency.usable_bytes(setting.device)
     parts = _training_parts(setting, job)
     resident = sum(parts[name] for name in STATE + FROZEN)
-    resident_models = sum(setting.others.values())
+    resident_models = sum(setting.further_roles.values())
     train = sum(parts.values())
     free_bytes = usable - (resident_models if takes_turns else resident_models + train)
     engines, kv_tokens = _divide_memory(setting, free_bytes)
@@ -349,7 +354,7 @@ def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
         roles.update(_split_parts(setting, parts))
     if "judge" in engines:
         roles["judge"] = engines["judge"]
-    for name, size in setting.others.items():
+    for name, size in setting.further_roles.items():
         roles[name] = {"weights": size}
     return DevicePlan(
         device_bytes=setting.device.memory_bytes,

@@ -54,7 +54,7 @@ class Setting:
     @property
     def usable_bytes(self) -> float:
         """Usable memory of each device."""
-        return self.cluster.device.memory_bytes * self.efficiency.free_memory
+        return self.efficiency.usable_bytes(self.cluster.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class EngineOptions:
     def __init__(self, setting: Setting, stage: EngineStage) -> None:
         self._setting = setting
         self._stage: EngineStage = stage
-        self._model, self._read, self._written = setting.job.engine_role(stage)
+        self.model, self._read, self._written = setting.job.engine_role(stage)
         self._roofline = partial(
             EngineRoofline.of,
             setting.job,
@@ -201,13 +201,13 @@ class EngineOptions:
         """
         node = self._setting.cluster.devices_per_node
         only = self._setting.engine_devices
-        max_tp = min(num_devices, self._model.workload.num_attention_heads)
+        max_tp = min(num_devices, self.model.workload.num_attention_heads)
         if self._setting.runnable:
             max_tp = min(max_tp, node)
         sizes: list[int] = []
         for tp in powers(max_tp):
             fits_nodes = tp <= node or not tp % node
-            if fits_nodes and divides_heads(self._model, tp) and only in (None, tp):
+            if fits_nodes and divides_heads(self.model, tp) and only in (None, tp):
                 sizes.append(tp)
         return sizes
 
@@ -447,6 +447,8 @@ class TrainingOptions:
         rate = cluster.device.host_bytes_per_s * efficiency.host
         self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
         """Seconds to bring the state from the host's memory and back."""
+        self.offloaded_s = self.seconds + self.moving_s
+        """Seconds of layouts whose state moves to the host while engines work."""
 
     def choices(self) -> list[TrainingChoice]:
         """Return the layouts to try.
@@ -459,9 +461,9 @@ class TrainingOptions:
         in_host = fits & (
             self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes
         )
-        with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
-        if np.isfinite(with_moving).any():
-            choices.append(self._choice(int(with_moving.argmin()), offload=True))
+        if in_host.any():
+            offloaded_s = np.where(in_host, self.offloaded_s, np.inf)
+            choices.append(self._choice(int(offloaded_s.argmin()), offload=True))
         smallest = np.inf
         order = np.lexsort((self.state_bytes, self.seconds))
         for index in order[fits[order]].tolist():
@@ -471,13 +473,11 @@ class TrainingOptions:
         return choices
 
     def _choice(self, index: int, *, offload: bool) -> TrainingChoice:
-        seconds = self.seconds[index]
-        if offload:
-            seconds = seconds + self.moving_s[index]
+        seconds = self.offloaded_s if offload else self.seconds
         return TrainingChoice(
             layout=index,
             offload=offload,
-            seconds=float(seconds),
+            seconds=float(seconds[index]),
             state_bytes=float(self.state_bytes[index]),
             host_bytes=float(self.host_bytes[index]),
         )

@@ -131,10 +131,9 @@ def plan(
 def _fastest(candidates: Candidates, strategy: Strategy | None) -> Candidate | None:
     best: Candidate | None = None
     for size in candidates.setting.cluster.sizes():
-        if best is None or candidates.work_s / size < best.step_s:
-            for candidate in candidates.of(size, strategy):
-                if best is None or candidate.step_s < best.step_s:
-                    best = candidate
+        for candidate in candidates.of(size, strategy):
+            if best is None or candidate.step_s < best.step_s:
+                best = candidate
     return best
 
 

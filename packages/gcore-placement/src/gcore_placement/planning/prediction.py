@@ -106,7 +106,7 @@ def _training_costs(
     *,
     host_moves: int,
 ) -> TrainingCosts:
-    layouts = TrainingLayouts.of(layout)
+    layouts = TrainingLayouts(layout)
     laws = training_laws(job, layouts, cluster=cluster, efficiency=efficiency)
     rate = cluster.device.host_bytes_per_s * efficiency.host
     moving_s = host_moves * 2 * float(resident_state(training_memory(job, layouts))[0]) / rate
