@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 from gcore_placement import (
     DynamicPartition,
     DynamicPartitionConfig,
-    Partition,
     PartitionSpace,
     PlacementError,
     RoleLimits,
     RoleLoad,
 )
+from gcore_placement.partition.space import Partition
 from gcore_placement.partition.statistics import weighted_median
 
 EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0, tolerance=1e9)

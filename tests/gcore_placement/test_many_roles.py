@@ -10,13 +10,12 @@ from hypothesis import given, settings, strategies as st
 from gcore_placement import (
     DynamicPartition,
     DynamicPartitionConfig,
-    Partition,
     PartitionSpace,
     PlacementError,
     RoleLimits,
     RoleLoad,
 )
-from gcore_placement.partition.space import stage_seconds
+from gcore_placement.partition.space import Partition, stage_seconds
 from gcore_placement.partition.statistics import expected_max
 
 EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0, tolerance=1e9)

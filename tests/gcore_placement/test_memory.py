@@ -11,7 +11,7 @@ from planning_jobs import QWEN_7B, make_cluster, make_job
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gcore_placement import Efficiency, ModelShape, TrainingLayout
-from gcore_placement.planning import layouts as memory
+from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 from gcore_placement.planning.options import EngineRoofline
 
@@ -39,7 +39,7 @@ def layout(
 def parts_of(
     job: Any, *layouts: TrainingLayout
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-    return dict(memory.training_memory(job, TrainingLayouts.of(*layouts)))
+    return dict(memory.training_memory(job, TrainingLayouts(*layouts)))
 
 
 def test_zero_stages_by_their_papers_sums() -> None:

@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gcore_placement import (
     Device,
     DevicePlan,
+    DeviceSetting,
     EngineSettings,
     Job,
     Lengths,
@@ -20,7 +21,7 @@ from gcore_placement import (
     PlacementError,
     TrainingLayout,
     TrainingState,
-    plan_one_device,
+    plan_device,
 )
 
 H100 = Device.named("H100")
@@ -67,13 +68,19 @@ def job_of(config: dict[str, Any], **changed: Any) -> Job:
     return Job(**options)
 
 
+def plan_on(
+    job: Job, device: Device, engine: EngineSettings, layout: TrainingLayout, **settings: Any
+) -> DevicePlan:
+    return plan_device(
+        DeviceSetting(job=job, layout=layout, device=device, engine=engine, **settings)
+    )
+
+
 def plan_of(
     config: dict[str, Any], *, state: TrainingState | None = None, **changed: Any
 ) -> DevicePlan:
     layout, engine = changed.pop("layout", LAYOUT), changed.pop("engine", EngineSettings())
-    return plan_one_device(
-        job_of(config, **changed), layout, engine, H100, state=state or TrainingState()
-    )
+    return plan_on(job_of(config, **changed), H100, engine, layout, state=state or TrainingState())
 
 
 def tiny_model() -> Qwen2ForCausalLM:
@@ -182,13 +189,11 @@ def test_moments_in_8_bits() -> None:
         plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state)
     )
     device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
-    plan = plan_one_device(job_of(QWEN_HALF_B), LAYOUT, turns, device)
+    plan = plan_on(job_of(QWEN_HALF_B), device, turns, LAYOUT)
     assert not plan.fits
-    assert ("8-bit moments",) in {remedy.names for remedy in plan.remedies}
-    megatron = plan_one_device(
-        job_of(QWEN_HALF_B), replace(LAYOUT, backend="megatron"), turns, device
-    )
-    assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
+    assert ("8-bit moments",) in plan.remedies
+    megatron = plan_on(job_of(QWEN_HALF_B), device, turns, replace(LAYOUT, backend="megatron"))
+    assert ("8-bit moments",) not in megatron.remedies
 
 
 def test_muon_has_one_moment_of_hidden_matrices() -> None:
@@ -286,7 +291,7 @@ def test_other_roles_are_counted() -> None:
         judge=ModelShape.from_config(QWEN_HALF_B),
         judge_lengths=Lengths.recorded([256]),
     )
-    plan = plan_one_device(job, LAYOUT, EngineSettings(), H100, others={"reward model": 3e9})
+    plan = plan_on(job, H100, EngineSettings(), LAYOUT, further_roles={"reward model": 3e9})
     count = job.policy.num_parameters
     assert [*plan.roles] == [
         "policy engine",
@@ -308,13 +313,11 @@ def test_other_roles_are_counted() -> None:
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     plan = plan_of(QWEN_7B)
     assert not plan.fits
-    assert {remedy.names for remedy in plan.remedies} == {("optimizer offload",), ("LoRA",)}
+    assert set(plan.remedies) == {("optimizer offload",), ("LoRA",)}
     compared = plan_of(QWEN_7B, reference=True)
-    assert ("full offload",) in {remedy.names for remedy in compared.remedies}, (
-        "of the policy or its reference"
-    )
-    for remedy in plan.remedies:
-        assert remedy.peak_bytes <= plan.usable_bytes
+    assert ("full offload",) in compared.remedies, "of the policy or its reference"
+    for peak_bytes in plan.remedies.values():
+        assert peak_bytes <= plan.usable_bytes
     assert plan.peaks[plan.fullest] > plan.usable_bytes
     assert plan.fullest == "sync"
     assert plan_of(QWEN_HALF_B).fits
@@ -338,7 +341,7 @@ def test_gradients_that_are_exchanged_once_an_update() -> None:
         )
     short = plan_of(QWEN_7B, layout=replace(LAYOUT, data_parallel_size=4), state=waiting)
     assert not short.fits
-    assert ("frequent gradient exchange",) in {remedy.names for remedy in short.remedies}
+    assert ("frequent gradient exchange",) in short.remedies
 
 
 def _engines_awake(plan: DevicePlan) -> float:
@@ -349,9 +352,9 @@ def test_remedies_that_are_needed_together() -> None:
     """Activations alone are too many, and so are the states: no single change is enough."""
     layout = replace(LAYOUT, gradient_checkpointing=False, ppo_max_token_len=200_000)
     plan = plan_of(QWEN_7B, layout=layout)
-    [remedy] = plan.remedies
-    assert remedy.names[:2] == ("gradient checkpointing", "small micro-batches")
-    assert remedy.names[-1] in ("optimizer offload", "full offload", "LoRA")
+    [names] = plan.remedies
+    assert names[:2] == ("gradient checkpointing", "small micro-batches")
+    assert names[-1] in ("optimizer offload", "full offload", "LoRA")
 
 
 @pytest.mark.parametrize(

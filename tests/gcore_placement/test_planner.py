@@ -24,7 +24,7 @@ from gcore_placement import (
     predict_step,
 )
 from gcore_placement.forecast import STAGES
-from gcore_placement.planning import layouts as memory
+from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 from gcore_placement.planning.options import EngineRoofline
 
@@ -99,7 +99,7 @@ def test_a_plan_fits(cluster: Cluster, job: Job) -> None:
         return
     assert found.peak_bytes <= found.usable_bytes <= cluster.device.memory_bytes
     layout, engine = found.training, found.policy
-    training = memory.training_memory(job, TrainingLayouts.of(layout), activations=FACTOR)
+    training = memory.training_memory(job, TrainingLayouts(layout), activations=FACTOR)
     assert memory.total(training)[0] == pytest.approx(sum(found.memory["training"].values()))
     assert memory.total(training)[0] <= found.usable_bytes
     ranks = (
@@ -180,7 +180,7 @@ def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
                     gradient_checkpointing=True,
                     ppo_max_token_len=job.longest_sequence,
                 )
-                one = TrainingLayouts.of(layout)
+                one = TrainingLayouts(layout)
                 trains |= (
                     memory.total(memory.training_memory(job, one, activations=FACTOR))[0] <= usable
                 )

@@ -13,7 +13,8 @@ from gcore_placement import (
     TrainingLayout,
     predict_layout,
 )
-from gcore_placement.planning.layouts import TrainingLayouts, resident_state, training_memory
+from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.planning.memory import resident_state, training_memory
 
 LAYOUT = TrainingLayout(
     backend="torch",
@@ -41,7 +42,7 @@ def test_states_that_move_to_the_host_and_back(
 ) -> None:
     """Each move takes twice a rank's bytes over the rate to the host."""
     job, cluster = make_job(), make_cluster(8)
-    state_bytes = float(resident_state(training_memory(job, TrainingLayouts.of(LAYOUT)))[0])
+    state_bytes = float(resident_state(training_memory(job, TrainingLayouts(LAYOUT)))[0])
     move_s = 2 * state_bytes / (cluster.device.host_bytes_per_s * Efficiency().host)
     still, moved = (
         step(takes_turns=takes_turns, host_moves=0),

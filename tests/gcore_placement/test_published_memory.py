@@ -21,7 +21,8 @@ from gcore_placement import (
     TrainingLayout,
     TrainingState,
 )
-from gcore_placement.planning.layouts import Backend, TrainingLayouts, parts_at, training_memory
+from gcore_placement.planning.layouts import Backend, TrainingLayouts
+from gcore_placement.planning.memory import parts_at, training_memory
 from gcore_placement.planning.options import EngineRoofline
 
 GIB = 2**30
@@ -102,7 +103,7 @@ def memory_of(
     return parts_at(
         training_memory(
             job,
-            TrainingLayouts.of(layout),
+            TrainingLayouts(layout),
             activations=Efficiency().activations,
             state=TrainingState(**state),
         ),

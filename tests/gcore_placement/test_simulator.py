@@ -12,14 +12,12 @@ from gcore_placement import (
     Drift,
     EngineCosts,
     JobCosts,
-    Partition,
     PartitionSpace,
     PlacementError,
     RoleLimits,
     SimulatedStep,
     Simulator,
     StrategyRun,
-    StrategyTraits,
     SwapCosts,
     Trace,
     TraceRecipe,
@@ -27,10 +25,11 @@ from gcore_placement import (
     forecast as step_time,
     predict_step,
 )
+from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.simulator import wave_loads
 from gcore_placement.simulation.waves import simulate_waves
-from gcore_placement.strategies import PLANNED, STRATEGIES
+from gcore_placement.strategies import PLANNED, STRATEGIES, StrategyTraits
 from gcore_placement.workload.traces import steady
 
 COSTS = JobCosts(

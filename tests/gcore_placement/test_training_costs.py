@@ -50,7 +50,7 @@ def scoring_s(job: Job) -> float:
 
 def laws_of(job: Job, *layouts: TrainingLayout, cluster: Cluster | None = None) -> TrainingLaws:
     cluster = cluster or make_cluster(8)
-    return training_laws(job, TrainingLayouts.of(*layouts), cluster=cluster, efficiency=PEAK)
+    return training_laws(job, TrainingLayouts(*layouts), cluster=cluster, efficiency=PEAK)
 
 
 def test_alone_a_device_computes_and_updates() -> None:
@@ -108,7 +108,7 @@ def test_experts_are_slower_than_other_products() -> None:
     for own, added in ((job, expert_s), (make_job(), 0.0)):
         fast_s, slow_s = (
             training_laws(
-                own, TrainingLayouts.of(layout("torch")), cluster=make_cluster(8), efficiency=each
+                own, TrainingLayouts(layout("torch")), cluster=make_cluster(8), efficiency=each
             ).per_token_s
             for each in (PEAK, slow)
         )
@@ -142,7 +142,7 @@ def test_each_update_has_micro_batches_and_an_exchange_of_its_own(backend: Backe
     one, several = make_job(), make_job(ppo_mini_batch_size=8)
     assert (one.num_updates, several.num_updates) == (1, 8)
     for dp in (2, 32):
-        layouts = TrainingLayouts.of(layout(backend, dp=dp))
+        layouts = TrainingLayouts(layout(backend, dp=dp))
         base_s = [
             training_laws(job, layouts, cluster=make_cluster(32), efficiency=own).base_s.item()
             for job in (one, several)

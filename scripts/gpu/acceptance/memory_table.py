@@ -4,13 +4,13 @@ from typing import Any
 
 from gcore_placement import (
     Device,
-    EngineSettings,
+    DeviceSetting,
     Job,
     Lengths,
     ModelShape,
     TrainingLayout,
     TrainingState,
-    plan_one_device,
+    plan_device,
 )
 
 GPU_GB = (24, 48, 80, 141)
@@ -101,7 +101,8 @@ def _plan(size: str, gb: float, state: dict[str, Any]) -> Any:
         ppo_max_token_len=_MAX_TOKENS,
     )
     device = Device.of_memory(f"{gb} GB", gb * 1e9)
-    return plan_one_device(job, layout, EngineSettings(), device, state=TrainingState(**state))
+    setting = DeviceSetting(job=job, layout=layout, device=device, state=TrainingState(**state))
+    return plan_device(setting)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 
 from acceptance.trial import Trial
 from gcore_placement import Efficiency, Job, Lengths, ModelShape, TrainingLayout
-from gcore_placement.planning.layouts import TrainingLayouts, TrainingState, total, training_memory
+from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.planning.memory import TrainingState, total, training_memory
 from gcore_trainer import (
     OptimizerConfig,
     PackedModel,
@@ -214,6 +215,6 @@ def predicted_bytes(
     )
     state = TrainingState(checkpointed_share=share)
     parts = training_memory(
-        job, TrainingLayouts.of(layout), activations=Efficiency().activations, state=state
+        job, TrainingLayouts(layout), activations=Efficiency().activations, state=state
     )
     return float(total(parts)[0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gcore_placement import Efficiency, Job, Lengths, ModelShape, TrainingLayout
-from gcore_placement.planning import layouts as memory
+from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import TrainingLayouts
 
 SMALL: dict[str, Any] = {
@@ -92,6 +92,6 @@ def test_peak_memory_is_predicted(
         ppo_max_token_len=max_tokens,
     )
     parts = memory.training_memory(
-        job, TrainingLayouts.of(layout), activations=Efficiency().activations
+        job, TrainingLayouts(layout), activations=Efficiency().activations
     )
     assert memory.total(parts)[0] == pytest.approx(measured[number], rel=0.15)

@@ -39,7 +39,6 @@ from .partition.lend_choice import LendChoice as LendChoice
 from .partition.lending import LendingRule as LendingRule, Loan as Loan
 from .partition.space import (
     EngineWork as EngineWork,
-    Partition as Partition,
     PartitionSpace as PartitionSpace,
     RoleLimits as RoleLimits,
     RoleLoad as RoleLoad,
@@ -47,15 +46,15 @@ from .partition.space import (
 )
 from .partition.strategy_choice import StrategyChoice as StrategyChoice
 from .planning.alternatives import Alternative as Alternative
-from .planning.layouts import TrainingLayout as TrainingLayout, TrainingState as TrainingState
+from .planning.layouts import TrainingLayout as TrainingLayout
+from .planning.memory import TrainingState as TrainingState, state_bytes as state_bytes
 from .planning.one_device import (
     DevicePlan as DevicePlan,
+    DeviceSetting as DeviceSetting,
     EngineSettings as EngineSettings,
-    Remedy as Remedy,
     Resident as Resident,
-    plan_one_device as plan_one_device,
+    plan_device as plan_device,
 )
-from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Plan as Plan, plan as plan
 from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
@@ -74,11 +73,7 @@ from .simulation.simulator import (
     StrategyRun as StrategyRun,
     compare as compare,
 )
-from .strategies import (
-    STRATEGIES as STRATEGIES,
-    Strategy as Strategy,
-    StrategyTraits as StrategyTraits,
-)
+from .strategies import STRATEGIES as STRATEGIES, Strategy as Strategy
 from .workload.diffusion import DiffusionWorkload as DiffusionWorkload
 from .workload.model_shape import ModelShape as ModelShape
 from .workload.recorded_runs import (

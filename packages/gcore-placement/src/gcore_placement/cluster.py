@@ -186,6 +186,10 @@ class Efficiency(Checked):
     swap_s: Amount = 1.0
     """Seconds to put an engine to sleep, or to wake it, in addition to its bytes."""
 
+    def usable_bytes(self, device: Device) -> float:
+        """Return the bytes of a device's memory that may be planned with."""
+        return device.memory_bytes * self.free_memory
+
     def together_s(self, one_s: Floats, other_s: Floats) -> Floats:
         """Return the seconds of two kinds of work with their overlap."""
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)

@@ -54,17 +54,13 @@ class RoleSizes(Checked):
         for name in ("num_judges", "num_reward_models"):
             if getattr(self, name) < 0:
                 raise refusal(name, getattr(self, name), "an integer of at least 0")
-        if self.judges_in_turns and self.num_judges > self.num_engines:
-            raise refusal(
-                "num_judges", self.num_judges, f"at most num_engines ({self.num_engines}) in turns"
-            )
-        if (
-            self.judges_in_turns
-            and self.num_judges
-            and self.devices_per_judge != self.devices_per_engine
-        ):
-            accepted = f"devices_per_engine ({self.devices_per_engine}) in turns"
-            raise refusal("devices_per_judge", self.devices_per_judge, accepted)
+        if self.judges_in_turns and self.num_judges:
+            if self.num_judges > self.num_engines:
+                accepted = f"at most num_engines ({self.num_engines}) in turns"
+                raise refusal("num_judges", self.num_judges, accepted)
+            if self.devices_per_judge != self.devices_per_engine:
+                accepted = f"devices_per_engine ({self.devices_per_engine}) in turns"
+                raise refusal("devices_per_judge", self.devices_per_judge, accepted)
         if self.lends_ranks and self.ranks_in_turns:
             raise refusal("lends_ranks", True, "false with ranks_in_turns")
 
@@ -96,20 +92,6 @@ class DeviceMap:
             "lent engine": self.lent,
         }
 
-    def awake(self, stage: Literal["generation", "reward", "training"]) -> Collection[MappedRole]:
-        """Return the roles that are awake at a stage."""
-        roles: list[MappedRole] = ["reward model"]
-        if stage == "training" or not (self.sizes.ranks_in_turns or self.sizes.lends_ranks):
-            roles.append("training rank")
-        elif self.sizes.lends_ranks:
-            roles.append("lent engine")
-        if stage != "training" or not self.sizes.ranks_in_turns:
-            if stage != "reward" or not self.sizes.judges_in_turns:
-                roles.append("policy engine")
-            if stage == "reward" or not self.sizes.judges_in_turns:
-                roles.append("judge")
-        return roles
-
     def on(self, slot: Slot) -> Mapping[MappedRole, int]:
         """Return the number of the process of each role that is on a device."""
         numbers: dict[MappedRole, int] = {}
@@ -124,15 +106,10 @@ class DeviceMap:
 
         The order is Megatron's, and that of the torch backend, which has only CP and DP.
         """
-        layout = self.sizes.training
+        tp, pp, cp, dp = self.sizes.training.group_sizes
         positions: dict[str, int] = {}
         rest = rank
-        for name, size in (
-            ("TP", layout.tensor_model_parallel_size),
-            ("CP", layout.context_parallel_size),
-            ("DP", layout.data_parallel_size),
-            ("PP", layout.pipeline_model_parallel_size),
-        ):
+        for name, size in (("TP", tp), ("CP", cp), ("DP", dp), ("PP", pp)):
             rest, positions[name] = divmod(rest, size)
         return positions
 

@@ -15,7 +15,8 @@ from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, make_small_runs
 from gcore_bench.placement.tables import FigureTable
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
-from gcore_placement.planning.layouts import TrainingLayouts, total, training_memory
+from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.planning.memory import total, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
 
 CPU = Device(
@@ -155,7 +156,7 @@ def _make_layouts(run: SmallRun) -> TrainingLayouts:
         gradient_checkpointing=run.gradient_checkpointing,
         ppo_max_token_len=run.max_tokens,
     )
-    return TrainingLayouts.of(layout)
+    return TrainingLayouts(layout)
 
 
 def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Figures]) -> Laws:

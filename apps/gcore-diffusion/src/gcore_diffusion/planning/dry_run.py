@@ -23,11 +23,13 @@ from gcore_diffusion.planning.shapes import (
 )
 from gcore_diffusion.sampling.image_sampling import has_old_pass, has_reference_pass
 from gcore_diffusion.training import with_initial_lora
-from gcore_placement import Device, Efficiency, PlacementError
+from gcore_placement import Device, Efficiency, state_bytes
 from gcore_runs import UserError, one_line, print_table
+from gcore_runs.simulation.forecast import dry_run_device
 from gcore_trainer import LARGE_MODEL, Denoiser, should_replicate
 
 _GB = 1e9
+_FLOAT32_BYTES = 4
 _DEVICE = "H100"
 """Device that is planned for by default."""
 
@@ -111,20 +113,24 @@ def plan(config: DiffusionConfig, folder: Path) -> DryRunPlan:
     peak = training_bytes(
         model, inputs, num_halves * actor.micro_batch_size, getattr(torch, actor.dtype)
     )
-    num_weights = counts["transformer"]
-    if actor.lora:
-        num_weights += num_trained
+    num_frozen = counts["transformer"]
+    if actor.lora is None:
+        num_frozen -= num_trained
+    weights, average, optimizer = state_bytes(
+        float(num_frozen), float(num_trained), float(num_trained), compute_bytes=_FLOAT32_BYTES
+    )
     rank = {
-        "weights": 4 * num_weights / num_shards,
+        "weights": weights / num_shards,
         "reference": 0.0,
-        "optimizer": 8 * num_trained / num_shards,
+        "optimizer": optimizer / num_shards,
         "average": 0.0,
         "pass with gradients": float(peak),
     }
     if has_reference_pass(config) and actor.lora is None:
-        rank["reference"] = 4 * counts["transformer"] / num_shards
+        rank["reference"] = _FLOAT32_BYTES * counts["transformer"] / num_shards
     if actor.ema_decay:
-        rank["average"] = 4 * num_trained / num_shards
+        # As many numbers in float32 as the gradients have, which are in the pass.
+        rank["average"] = average / num_shards
     return DryRunPlan(
         parameters={name: (classes[name][1], count) for name, count in counts.items()},
         num_trained=num_trained,
@@ -148,7 +154,7 @@ def dry_run(config: DiffusionTrainArgs) -> None:
     # bitsandbytes, which diffusers imports, logs that a package of kernels for 4-bit weights is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
     folder = shape_folder(config.model)
-    device = _device(config)
+    device = dry_run_device(config.dry_run_device or _DEVICE)
     if folder != Path(config.model):
         print(
             f"there is no folder {config.model!r}: planned by the config.json files of a pipeline of this name that "
@@ -167,7 +173,7 @@ def dry_run(config: DiffusionTrainArgs) -> None:
     print(f"a pass of an engine: {inputs}; its output {list(run_plan.output)}")
     _print_memory(config, run_plan, device)
     peak = _peak(config, run_plan)
-    usable = device.memory_bytes * Efficiency().free_memory
+    usable = Efficiency().usable_bytes(device)
     print(
         f"peak of a GPU: {peak / _GB:.1f} GB; {usable / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable"
     )
@@ -254,13 +260,3 @@ def _print_steps(config: DiffusionConfig) -> None:
     )
     num_steps = config.trainer.total_training_steps
     print(f"{num_steps:,} steps: {num_images * num_steps:,} images")
-
-
-def _device(config: DiffusionTrainArgs) -> Device:
-    name: Any = config.dry_run_device or _DEVICE
-    if name.replace(".", "", 1).isdecimal():
-        return Device.of_memory(f"a GPU of {name} GB", float(name) * _GB)
-    try:
-        return Device.named(name)
-    except PlacementError as error:
-        raise UserError(f"dry_run_{error}, or a number of gigabytes") from None

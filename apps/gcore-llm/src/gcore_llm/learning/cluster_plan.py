@@ -309,13 +309,8 @@ def _describe_rank(device_map: DeviceMap, rank: int | None) -> str:
     if rank is None:
         return ""
     indices = device_map.rank_place(rank)
-    layout = device_map.sizes.training
-    counts = {
-        "TP": layout.tensor_model_parallel_size,
-        "CP": layout.context_parallel_size,
-        "DP": layout.data_parallel_size,
-        "PP": layout.pipeline_model_parallel_size,
-    }
+    tp, pp, cp, dp = device_map.sizes.training.group_sizes
+    counts = {"TP": tp, "CP": cp, "DP": dp, "PP": pp}
     return " ".join(f"{name} {indices[name]}" for name, count in counts.items() if count > 1)
 
 

@@ -13,13 +13,14 @@ from gcore_placement import (
     STRATEGIES,
     Device,
     DevicePlan,
+    DeviceSetting,
     EngineSettings,
     ModelShape,
     PlacementError,
     Resident,
     TrainingLayout,
     TrainingState,
-    plan_one_device,
+    plan_device,
 )
 from gcore_runs import UserError, available_host_bytes, count_parameters, model_folder
 from gcore_runs.simulation.forecast import model_shape
@@ -48,7 +49,7 @@ _PARTS = 8
 def plan_memory(
     config: TrainConfig, model: Path, device: Device, residents: Collection[Resident] | None = None
 ) -> DevicePlan:
-    """Plan the memory of a GPU for a run of a model's folder; see `plan_one_device`. Only headers of files are read.
+    """Plan the memory of a GPU for a run of a model's folder; see `plan_device`. Only headers of files are read.
 
     With several ranks each has a GPU of its own, and the plan is of the first, which has the first engine, too; with
     ``residents``, of a GPU of a map that has these.
@@ -79,15 +80,16 @@ def plan_memory(
         takes_turns=takes_turns,
         judge_takes_turns=judge_takes_turns,
     )
-    return plan_one_device(
-        job,
-        training_layout(config, job.policy),
-        engine,
-        device,
+    setting = DeviceSetting(
+        job=job,
+        layout=training_layout(config, job.policy),
+        device=device,
+        engine=engine,
         state=_training_state(config, job.policy, device),
-        others=further_roles,
+        further_roles=further_roles,
         residents=residents,
     )
+    return plan_device(setting)
 
 
 def _batched_tokens(config: TrainConfig, device: Device) -> int:
@@ -225,9 +227,9 @@ def check_fits(
         "LoRA": "actor.lora_rank 16",
     }
     fitting = list(larger)
-    for remedy in plan.remedies:
-        values = " and ".join(settings[name] for name in remedy.names)
-        fitting.append(f"{values} ({remedy.peak_bytes / _GB:.1f} GB)")
+    for names, peak_bytes in plan.remedies.items():
+        values = " and ".join(settings[name] for name in names)
+        fitting.append(f"{values} ({peak_bytes / _GB:.1f} GB)")
     advice = "no setting makes it fit; a larger GPU or a smaller model would"
     if fitting:
         advice = f"these would fit: {'; '.join(fitting)}"

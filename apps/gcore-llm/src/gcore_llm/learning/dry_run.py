@@ -14,7 +14,7 @@ from gcore_llm.learning.device_plan import (
     summarize_plan,
 )
 from gcore_llm.recipes.shapes import shape_folder
-from gcore_placement import Device, DevicePlan, PlacementError
+from gcore_placement import Device, DevicePlan
 from gcore_runs import (
     UserError,
     available_host_bytes,
@@ -25,6 +25,7 @@ from gcore_runs import (
     print_table,
     with_adapter,
 )
+from gcore_runs.simulation.forecast import dry_run_device
 
 _STAND_IN = "H100"
 """Device that a dry run plans for on a machine without a GPU."""
@@ -141,13 +142,6 @@ def _choose_device(config: TrainArgs) -> Device:
     import torch
 
     name = config.dry_run_device
-    if not name:
-        return (
-            present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
-        )
-    if name.replace(".", "", 1).isdecimal():
-        return Device.of_memory(f"a GPU of {name} GB", float(name) * 1e9)
-    try:
-        return Device.named(name)
-    except PlacementError as error:
-        raise UserError(f"dry_run_{error}, or a number of gigabytes") from None
+    if not name and torch.cuda.is_available():
+        return present_device(config.device)
+    return dry_run_device(name or _STAND_IN)

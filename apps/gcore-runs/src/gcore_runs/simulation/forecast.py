@@ -17,6 +17,7 @@ from gcore_placement import (
     plan,
     predict_step,
 )
+from gcore_runs.errors import UserError
 from gcore_runs.run_folder import write_atomically
 from gcore_runs.settings.run_config import BaseRLConfig
 
@@ -81,6 +82,20 @@ def forecast_job(
 def model_shape(model: Path) -> ModelShape:
     """Return the shape of a model's folder; `PlacementError` if the planner does not know its architecture."""
     return ModelShape.from_config(json.loads((model / "config.json").read_text()))
+
+
+def dry_run_device(name: str) -> Device:
+    """Return the device that a dry run plans for: one of the planner's, or one with a number of gigabytes.
+
+    Raises:
+        UserError: ``name`` is neither; it is the setting dry_run_device.
+    """
+    if name.replace(".", "", 1).isdecimal():
+        return Device.of_memory(f"a GPU of {name} GB", float(name) * 1e9)
+    try:
+        return Device.named(name)
+    except PlacementError as error:
+        raise UserError(f"dry_run_{error}, or a number of gigabytes") from None
 
 
 def _device(name: str) -> Device:

@@ -33,6 +33,7 @@ svg text { font: 12px system-ui, sans-serif; fill: #333; }
 """
 _WIDTH = 1000
 _LABEL = 110
+_AT_END = ' text-anchor="end"'
 _LINES = {
     "colocated": "#888888",
     "split": "#2f6fb0",
@@ -105,7 +106,7 @@ def _draw_bars(runs: Sequence[StrategyRun]) -> str:
     for row, run in enumerate(runs):
         y = 4 + 30 * row
         x = float(_LABEL)
-        shapes.append(f'<text x="0" y="{y + 16}">{run.strategy}</text>')
+        shapes.append(_draw_text(0, y + 16, run.strategy))
         for name in WORK + IDLE:
             width = run.share(name) * run.seconds / longest * (_WIDTH - _LABEL)
             title = f"{name.replace('_', ' ')}: {run.share(name):.1%}"
@@ -115,8 +116,8 @@ def _draw_bars(runs: Sequence[StrategyRun]) -> str:
             )
             x += width
     y = 30 * len(runs) + 16
-    shapes.append(f'<text x="{_LABEL}" y="{y}">0 s</text>')
-    shapes.append(_draw_end_label(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
+    shapes.append(_draw_text(_LABEL, y, "0 s"))
+    shapes.append(_draw_text(_WIDTH, y, f"{longest / len(runs[0].steps):,.0f} s, a step", _AT_END))
     return _render_svg(shapes, y + 8)
 
 
@@ -125,23 +126,22 @@ def _draw_lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | 
     height = 180
     margin = 80
     highest = top or max(float(values.max()) for _, values in lines)
-    shapes = [
-        f'<line x1="{margin}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
-        f'<text x="0" y="{y + 4}">{unit.format(share * highest)}</text>'
-        for share, y in ((0.0, height), (0.5, height / 2 + 5), (1.0, 10))
-    ]
+    shapes: list[str] = []
+    for share, y in ((0.0, height), (0.5, height / 2 + 5), (1.0, 10)):
+        shapes.append(f'<line x1="{margin}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>')
+        shapes.append(_draw_text(0, y + 4, unit.format(share * highest)))
     for number, (name, values) in enumerate(lines):
         x = margin + np.arange(len(values)) * (_WIDTH - margin) / max(1, len(values) - 1)
         y = height - values / highest * (height - 10)
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+        colour = _LINES[name]
         shapes.append(
-            f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>'
+            f'<polyline points="{_list_points(x, y)}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
         shapes.append(
-            f'<text x="{margin + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>'
+            _draw_text(margin + 110 * number, height + 38, name, f' style="fill:{colour}"')
         )
-    shapes.append(f'<text x="{margin}" y="{height + 18}">step 0</text>')
-    shapes.append(_draw_end_label(height + 18, f"step {len(lines[0][1]) - 1}"))
+    shapes.append(_draw_text(margin, height + 18, "step 0"))
+    shapes.append(_draw_text(_WIDTH, height + 18, f"step {len(lines[0][1]) - 1}", _AT_END))
     return _render_svg(shapes, height + 46)
 
 
@@ -156,20 +156,23 @@ def _draw_timeline(runs: tuple[EngineRun, EngineRun]) -> str:
         base = 70 + 75 * row
         highest = max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)
-        points = " ".join(
-            f"{a:.1f},{base - 60 * b / highest:.1f}" for a, b in zip(x, busy, strict=True)
-        )
-        shapes.append(f'<text x="0" y="{base - 36}">{name}</text>')
-        shapes.append(f'<text x="0" y="{base - 20}">{highest:,} replicas</text>')
+        points = _list_points(x, base - 60 * busy / highest)
+        shapes.append(_draw_text(0, base - 36, name))
+        shapes.append(_draw_text(0, base - 20, f"{highest:,} replicas"))
         shapes.append(
             f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>'
         )
-    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_draw_end_label(162, f"{end:,.0f} s")}')
+    shapes.append(_draw_text(_LABEL, 162, "0 s"))
+    shapes.append(_draw_text(_WIDTH, 162, f"{end:,.0f} s", _AT_END))
     return _render_svg(shapes, 168)
 
 
-def _draw_end_label(y: float, text: str) -> str:
-    return f'<text x="{_WIDTH}" y="{y}" text-anchor="end">{text}</text>'
+def _list_points(x: Floats, y: Floats) -> str:
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+
+
+def _draw_text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x}" y="{y}"{attributes}>{text}</text>'
 
 
 def _render_svg(shapes: Iterable[str], height: float) -> str:

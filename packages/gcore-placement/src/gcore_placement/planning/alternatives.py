@@ -1,15 +1,15 @@
 """The alternatives to a plan: their predicted seconds, and the reason against each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.layouts import TrainingState, divides_heads, parts_at, powers
+from gcore_placement.planning.layouts import divides_heads, powers
+from gcore_placement.planning.memory import LORA_RANK, TrainingState, parts_at
 from gcore_placement.planning.options import EngineOptions, TrainingOptions
-from gcore_placement.planning.unfit import LORA_RANK
 from gcore_placement.quantities import gigabytes
 from gcore_placement.strategies import PLANNED, STRATEGIES
 
@@ -44,13 +44,21 @@ def alternatives(candidates: Candidates, chosen: Candidate) -> Iterator[Alternat
         yield from _not_written(candidates, chosen)
         yield from _adapters(candidates, chosen)
 
-    offload = not chosen.training.offload
-    best = min((c.step_s for c in same_strategy if c.training.offload == offload), default=inf)
-    where = "moves to the host for sampling" if offload else "stays on the devices"
-    why = "does not fit next to the engines"
-    if not offload and candidates.setting.runnable:
-        why = "runs of gcore-llm take turns on the devices"
-    yield _compare("training state", where, best, chosen, against="" if best < inf else why)
+    yield _other_state(candidates, same_strategy, chosen)
+
+
+def _other_state(
+    candidates: Candidates, same_strategy: list[Candidate], chosen: Candidate
+) -> Alternative:
+    """Return the alternative of a state that stays on the devices if the plan's moves, and the reverse."""
+    option = "moves to the host for sampling"
+    unfit = "does not fit next to the engines"
+    if chosen.training.offload:
+        option = "stays on the devices"
+        if candidates.setting.runnable:
+            unfit = "runs of gcore-llm take turns on the devices"
+    moved = [c for c in same_strategy if c.training.offload != chosen.training.offload]
+    return _compare("training state", option, _least_step_s(moved), chosen, unfit=unfit)
 
 
 def _strategies(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative]:
@@ -58,17 +66,18 @@ def _strategies(candidates: Candidates, chosen: Candidate) -> Iterator[Alternati
         if strategy == chosen.strategy:
             continue
         best = inf
-        against = "there is no judge to share the devices with"
+        unfit = "there is no judge to share the devices with"
         if candidates.judge is not None:
-            best = min((c.step_s for c in candidates.of(chosen.num_devices, strategy)), default=inf)
-            against = "does not fit" if best == inf else ""
-            if (
-                best < inf
-                and not STRATEGIES[strategy].is_time_shared
-                and not STRATEGIES[strategy].follows_load
-            ):
-                against = "its partition stays where it is as lengths drift"
-        yield _compare("strategy", strategy, best, chosen, against=against)
+            best = _least_step_s(candidates.of(chosen.num_devices, strategy))
+            unfit = "does not fit"
+        against = ""
+        if not STRATEGIES[strategy].is_time_shared and not STRATEGIES[strategy].follows_load:
+            against = "its partition stays where it is as lengths drift"
+        yield _compare("strategy", strategy, best, chosen, against=against, unfit=unfit)
+
+
+def _least_step_s(candidates: Iterable[Candidate]) -> float:
+    return min((candidate.step_s for candidate in candidates), default=inf)
 
 
 def _engines(
@@ -89,22 +98,21 @@ def _engines(
         for tp in sorted(set(powers(node) + options.sizes(chosen.num_devices))):
             if tp == getattr(chosen, role).tp:
                 continue
-            seconds = best.get(tp, inf)
-            against = "" if seconds < inf else _unfit_engine(candidates, options, role, tp, chosen)
-            yield _compare(choice, f"TP {tp}", seconds, chosen, against=against)
+            unfit = ""
+            if tp not in best:
+                unfit = _unfit_engine(candidates, options, role, tp, chosen)
+            yield _compare(choice, f"TP {tp}", best.get(tp, inf), chosen, unfit=unfit)
 
 
 def _unfit_engine(
     candidates: Candidates, options: EngineOptions, role: str, tp: int, chosen: Candidate
 ) -> str:
     """Return the reason against engines over `tp` devices."""
-    job = candidates.setting.job
     usable = candidates.setting.usable_bytes
-    model = job.policy if role == "policy" or job.judge is None else job.judge
     if tp > chosen.num_devices:
         return f"needs {tp} devices, of {chosen.num_devices}"
-    if not divides_heads(model, tp):
-        w = model.workload
+    if not divides_heads(options.model, tp):
+        w = options.model.workload
         return f"{w.num_attention_heads} heads and {w.num_key_value_heads} of keys are not evenly divided by {tp}"
     needs = options.least_bytes(tp)
     if needs > usable:
@@ -141,7 +149,7 @@ def _training(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative
     usable = candidates.setting.usable_bytes
     layouts = options.layouts
     chosen_layout = layouts[chosen.training.layout]
-    seconds = options.seconds + (options.moving_s if chosen.training.offload else 0.0)
+    seconds = options.offloaded_s if chosen.training.offload else options.seconds
     by_sizes: dict[str, list[int]] = {}
     for index in np.argsort(layouts.tp * layouts.pp * layouts.cp, kind="stable").tolist():
         by_sizes.setdefault(layouts[index].sizes, []).append(index)
@@ -198,7 +206,7 @@ def _not_written(candidates: Candidates, chosen: Candidate) -> Iterator[Alternat
     fits = ~options.layouts.sharded & (options.total_bytes <= candidates.setting.usable_bytes)
     if candidates.setting.state.offload != "none" or not fits.any():
         return
-    seconds = np.where(fits, options.seconds + options.moving_s, inf)
+    seconds = np.where(fits, options.offloaded_s, inf)
     fastest = int(seconds.argmin())
     against = "no settings are written for it (--all-layouts)"
     yield _compare(
@@ -215,15 +223,15 @@ def _adapters(candidates: Candidates, chosen: Candidate) -> Iterator[Alternative
     state = TrainingState(adapter_parameters=0 if has_adapters else adapters)
     options = TrainingOptions(replace(candidates.setting, state=state), chosen.num_devices)
     fits = options.total_bytes <= usable
-    seconds = np.where(fits, options.seconds + options.moving_s, inf)
-    least = float(seconds.min())
+    seconds = np.where(fits, options.offloaded_s, inf)
+    option = "all"
     against = ""
-    if not fits.any():
-        against = _over(float(options.total_bytes.min()), usable)
-    elif not has_adapters:
+    if not has_adapters:
+        option = f"LoRA of rank {LORA_RANK}"
         against = f"trains {adapters / 1e6:,.1f} million of {policy.num_parameters / 1e9:.2f} billion parameters"
-    option = "all" if has_adapters else f"LoRA of rank {LORA_RANK}"
-    yield _compare("trained parameters", option, least, chosen, against=against)
+    unfit = _over(float(options.total_bytes.min()), usable)
+    least = float(seconds.min())
+    yield _compare("trained parameters", option, least, chosen, against=against, unfit=unfit)
 
 
 def _over(needs: float, usable: float, of: str = "") -> str:
@@ -244,10 +252,14 @@ def _compare(
     *,
     against: str = "",
     is_unfit: bool = False,
+    unfit: str = "does not fit",
 ) -> Alternative:
-    """Return an alternative with its seconds against the plan's, and the reason against it, first if it is unfit."""
+    """Return an alternative with its seconds against the plan's, and the reason against it, first if it is unfit.
+
+    ``unfit`` is the reason of one without seconds.
+    """
     if seconds == inf:
-        return Alternative(choice=choice, option=option, reason=against or "does not fit")
+        return Alternative(choice=choice, option=option, reason=unfit)
     chosen_s = chosen.step_s
     unit = "a step"
     if choice in ("training", "trained parameters"):

@@ -2,16 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import SwapCosts, times
-from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
-from gcore_placement.planning.layouts import Setting, embedding_bytes
-from gcore_placement.planning.options import EngineOptions, Engines, TrainingChoice, TrainingOptions
+from gcore_placement.forecast import added_by_reward, num_swaps
+from gcore_placement.planning.memory import weight_sync_bytes
+from gcore_placement.planning.options import (
+    EngineOptions,
+    Engines,
+    Setting,
+    TrainingChoice,
+    TrainingOptions,
+)
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 
@@ -37,35 +43,6 @@ class Candidates:
         self.policy = EngineOptions(setting, "generation")
         self.judge = EngineOptions(setting, "reward") if setting.job.judge is not None else None
         self.training = cache(partial(TrainingOptions, setting))
-
-    @cached_property
-    def work_s(self) -> float:
-        """A lower bound of a step's device-seconds: the matrix products of its tokens at their efficiency."""
-        job = self.setting.job
-        efficiency = self.setting.efficiency
-        factor = self.setting.correction.factor
-        products_s = (
-            sum(m.workload.flops_per_token for m in job.trained)
-            * job.training_tokens
-            / efficiency.training
-        )
-        if self.setting.state.adapter_parameters:
-            # Frozen weights have no gradients.
-            products_s *= 2 / 3
-        pair_flops = sum(m.workload.flops_per_attended_pair for m in job.trained)
-        pairs_s = pair_flops * job.training_pairs / efficiency.attention
-        seconds = factor("training") * (products_s + pairs_s)
-        seconds += (
-            factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
-        )
-        decoding = float(job.wave_chances @ job.wave_prompts) * job.n / efficiency.decode
-        stages: list[EngineStage] = (
-            ["generation"] if job.judge is None else ["generation", "reward"]
-        )
-        for stage in stages:
-            model, _, written = job.engine_role(stage)
-            seconds += factor(stage) * 2 * model.num_multiplied_parameters * written.mean * decoding
-        return seconds / self.setting.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
         """Yield the placements that fit on `num_devices`, each with its best partition; None: all strategies."""
@@ -147,8 +124,9 @@ class Candidates:
         """
         if not self.setting.runnable:
             return 0.0
-        bucket = policy.weights_bytes if num_devices == 1 else embedding_bytes(self.setting.job)
-        return choice.state_bytes + policy.weights_bytes + bucket
+        return weight_sync_bytes(
+            self.setting.job, choice.state_bytes, policy.weights_bytes, at_once=num_devices == 1
+        )
 
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
         """Return the costs of moving the larger of the two models' weights."""

@@ -2,23 +2,25 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from math import ceil
+from typing import Literal
 
-import numpy as np
-
-from gcore_placement.cluster import Cluster, Device, Efficiency
+from gcore_placement.cluster import Device, Efficiency
 from gcore_placement.forecast import EngineStage, Job
-from gcore_placement.planning.layouts import (
+from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts
+from gcore_placement.planning.memory import (
     DEFAULT_STATE,
-    MASTER_BYTES,
-    TrainingLayout,
-    TrainingLayouts,
+    FROZEN,
+    LORA_RANK,
+    PREFILL_TOKENS,
+    STATE,
+    EngineMemory,
     TrainingState,
-    embedding_bytes,
+    offloaded_optimizer_bytes,
     parts_at,
     training_memory,
+    weight_sync_bytes,
 )
-from gcore_placement.planning.options import EngineRoofline
 from gcore_placement.quantities import Amount, Checked, Positive
 
 Resident = Literal["trainer", "policy engine", "judge"]
@@ -28,9 +30,7 @@ PlanStage = Literal["generate", "prepare", "train", "sync"]
 trainer's state and the weights of the engine that takes them over."""
 
 ALL_RESIDENTS: tuple[Resident, ...] = ("trainer", "policy engine", "judge")
-_STATE = ("weights", "gradients", "optimizer")
-_FROZEN = ("reference", "teachers")
-_LORA_RANK = 16
+_ENGINE_STAGES: Mapping[Resident, EngineStage] = {"policy engine": "generation", "judge": "reward"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,28 @@ class EngineSettings(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A change under which a job fits."""
+class DeviceSetting:
+    """The roles of a job that share a device, and the settings that their memory depends on."""
 
-    names: Sequence[str]
-    """Names of the changes, of `REMEDIES`; all of them are needed."""
-    peak_bytes: float
-    """Bytes at the fullest stage, with as many keys and values as fit."""
+    job: Job
+    """Lengths are taken at their longest, so nothing depends on which are sampled."""
+    layout: TrainingLayout
+    """The trainer's, whose parts on this device count; one that has other devices has all of these alike."""
+    device: Device
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    state: TrainingState = DEFAULT_STATE
+    """The form in which the models in training are held."""
+    further_roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Bytes of other models that stay on the device, by role, such as a reward model."""
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    """Its usable share of the memory, and its factor of activations, count."""
+    residents: Collection[Resident] = ALL_RESIDENTS
+    """The roles that are on the device, as far as the job has them; on clusters devices differ."""
+
+    @property
+    def has_several_models(self) -> bool:
+        """True if the trainer has models besides the policy."""
+        return bool(self.job.critic is not None or self.job.reference or self.job.teachers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +102,9 @@ class DevicePlan:
     takes_turns: bool
     longest_sequence: int
     """Tokens of the longest prompt and response together, the least capacity of the engine."""
-    remedies: Sequence[Remedy] = field(default=())
-    """Changes under which the job fits; empty if it fits as it is."""
+    remedies: Mapping[Sequence[str], float] = field(default_factory=dict[Sequence[str], float])
+    """Changes under which the job fits, by their names, of which all are needed: bytes at the fullest stage, with as
+    many keys and values as fit. Empty if it fits as it is."""
 
     @property
     def fits(self) -> bool:
@@ -120,329 +136,306 @@ class DevicePlan:
         return float(sum(self.roles.get(role, {}).values()))
 
 
-def plan_one_device(
-    job: Job,
-    layout: TrainingLayout,
-    engine: EngineSettings,
-    device: Device,
-    *,
-    state: TrainingState = DEFAULT_STATE,
-    others: Mapping[str, float] | None = None,
-    efficiency: Efficiency | None = None,
-    residents: Collection[Resident] = ALL_RESIDENTS,
-) -> DevicePlan:
+REMEDIES = (
+    "turns",
+    "gradient checkpointing",
+    "small micro-batches",
+    "frequent gradient exchange",
+    "8-bit moments",
+    "optimizer offload",
+    "full offload",
+    "LoRA",
+)
+"""Changes that save memory, those that cost least first: turns of trainer and engine; gradient checkpointing;
+micro-batches of one longest sequence; gradients that ranks exchange in each of them; AdamW's moments in 8 bits;
+optimizer states in the host's memory, then all but those of the model at work; LoRA of rank 16 in place of training all
+parameters."""
+
+
+def plan_device(setting: DeviceSetting) -> DevicePlan:
     """Plan the memory of one device: the trainer's share by `training_memory`, and the engines' from the rest.
 
     Side by side, the engines get the memory that the peak of training leaves; by turns, all of it. Each engine gets
     keys and values for all sequences that it may run, as far as there is memory, and at least for the longest one.
-
-    Args:
-        job: the models and lengths; lengths are taken at their longest, so nothing depends on which are sampled.
-        layout: the trainer's, whose parts on this device count; one that has other devices has all of these alike.
-        state: the form in which the models in training are held.
-        others: bytes of other models that stay on the device, by role, such as a reward model.
-        efficiency: its usable share of the memory, and its factor of activations; None: the defaults.
-        residents: who is on the device, as far as the job has them; on clusters devices differ.
-
-    Returns:
-        the plan; where it does not fit, with `DevicePlan.remedies`.
+    A plan that does not fit has `DevicePlan.remedies`.
     """
-    planner = _Planner(
-        job, layout, engine, device, state, others or {}, efficiency or Efficiency(), residents
+    plan = _choose_turns(setting)
+    if plan.fits:
+        return plan
+    return replace(plan, remedies=_find_remedies(setting))
+
+
+def _choose_turns(setting: DeviceSetting) -> DevicePlan:
+    """Plan with turns if they are asked for, or are needed and not excluded."""
+    if setting.engine.takes_turns is not None:
+        return _plan_memory(setting, takes_turns=setting.engine.takes_turns)
+    plan = _plan_memory(setting, takes_turns=False)
+    has_all = True
+    if "policy engine" in setting.residents:
+        has_all = plan.kv_tokens >= _max_tokens(setting, "policy engine")
+    if plan.fits and has_all:
+        return plan
+    return _plan_memory(setting, takes_turns=True)
+
+
+def _find_remedies(setting: DeviceSetting) -> dict[Sequence[str], float]:
+    """Return the changes that help alone; if none does, the fewest of the first ones that help together."""
+    single: dict[Sequence[str], float] = {}
+    combined: dict[Sequence[str], float] = {}
+    together = setting
+    names: list[str] = []
+    for name in REMEDIES:
+        alone = _change(setting, name)
+        if alone == setting:
+            continue
+        peak_bytes = _fitting_peak(alone)
+        if peak_bytes is not None:
+            single[(name,)] = peak_bytes
+        together = _change(together, name)
+        names.append(name)
+        if single or combined:
+            continue
+        peak_bytes = _fitting_peak(together)
+        if peak_bytes is not None:
+            combined[tuple(names)] = peak_bytes
+    return single or combined
+
+
+def _fitting_peak(setting: DeviceSetting) -> float | None:
+    """Return the bytes of the fullest stage; None where it does not fit."""
+    plan = _choose_turns(setting)
+    return plan.peaks[plan.fullest] if plan.fits else None
+
+
+def _change(setting: DeviceSetting, name: str) -> DeviceSetting:
+    """Return the setting with one of `REMEDIES`; the same where it has that already, or cannot have it."""
+    layout = setting.layout
+    state = setting.state
+    match name:
+        case "turns":
+            return replace(setting, engine=replace(setting.engine, takes_turns=None))
+        case "gradient checkpointing":
+            layout = replace(layout, gradient_checkpointing=True)
+            state = replace(state, checkpointed_share=1.0)
+        case "small micro-batches":
+            fewest = min(layout.ppo_max_token_len, setting.job.longest_sequence)
+            layout = replace(layout, ppo_max_token_len=fewest)
+        case "frequent gradient exchange":
+            state = replace(state, gradient_sync="micro_batch")
+        case "8-bit moments":
+            if state.offload == "none" and layout.backend == "torch":
+                state = replace(state, moments="8bit")
+        case "optimizer offload":
+            if state.offload != "all":
+                state = replace(state, offload="optimizer")
+        case "full offload":
+            # A model alone is always at work.
+            if setting.has_several_models:
+                state = replace(state, offload="all")
+        case _:
+            if not state.adapter_parameters:
+                adapters = setting.job.policy.adapter_parameters(LORA_RANK)
+                state = replace(state, adapter_parameters=adapters)
+    return replace(setting, layout=layout, state=state)
+
+
+def _engine_memory(setting: DeviceSetting, role: Resident) -> EngineMemory:
+    model, _, _ = setting.job.engine_role(_ENGINE_STAGES[role])
+    tp = setting.engine.devices_per_engine
+    if role == "judge":
+        tp = setting.engine.devices_per_judge
+    return EngineMemory(model=model, tp=tp, compute_bytes=setting.job.compute_bytes)
+
+
+def _longest_sequence(setting: DeviceSetting, role: Resident) -> int:
+    _, read, written = setting.job.engine_role(_ENGINE_STAGES[role])
+    return ceil(read.longest + written.longest)
+
+
+def _max_tokens(setting: DeviceSetting, role: Resident) -> int:
+    """Return the tokens of all sequences that an engine may run at once, at their longest."""
+    job = setting.job
+    num_seqs = min(setting.engine.max_num_seqs, job.train_batch_size * job.n)
+    return _longest_sequence(setting, role) * num_seqs
+
+
+def _fixed_items(setting: DeviceSetting, memory: EngineMemory) -> dict[str, float]:
+    """Return the bytes of an engine besides its keys and values."""
+    engine = setting.engine
+    passes = engine.max_num_batched_tokens / PREFILL_TOKENS
+    # Logits of the running sequences in float32, and their probabilities.
+    sampling = 2.0 * 4 * engine.max_num_seqs * memory.model.workload.vocab_size
+    return {
+        "weights": memory.weights_bytes,
+        "workspace": memory.workspace_bytes * passes + sampling,
+        "graphs and libraries": engine.reserve_bytes,
+    }
+
+
+def _divide_memory(
+    setting: DeviceSetting, free_bytes: float
+) -> tuple[dict[Resident, dict[str, float]], dict[Resident, int]]:
+    """Divide the free bytes between the engines, by the most tokens of each; return their items and their tokens."""
+    items: dict[Resident, dict[str, float]] = {}
+    token_bytes: dict[Resident, float] = {}
+    max_kv_bytes: dict[Resident, float] = {}
+    for role in _ENGINE_STAGES:
+        if role not in setting.residents or (role == "judge" and setting.job.judge is None):
+            continue
+        memory = _engine_memory(setting, role)
+        items[role] = _fixed_items(setting, memory)
+        token_bytes[role] = memory.kv_token_bytes
+        max_kv_bytes[role] = _max_tokens(setting, role) * memory.kv_token_bytes
+    fixed_bytes = {role: sum(sizes.values()) for role, sizes in items.items()}
+    kv_tokens: dict[Resident, int] = {}
+    for role, sizes in items.items():
+        awake = [role] if setting.engine.judge_takes_turns else list(items)
+        free = free_bytes - sum(fixed_bytes[name] for name in awake)
+        part = min(1.0, max(0.0, free) / sum(max_kv_bytes[name] for name in awake))
+        least_bytes = _longest_sequence(setting, role) * token_bytes[role]
+        kv_bytes = max(least_bytes, part * max_kv_bytes[role])
+        sizes["keys and values"] = kv_bytes
+        kv_tokens[role] = int(kv_bytes / token_bytes[role] + 1e-6)
+    return items, kv_tokens
+
+
+def _training_parts(
+    setting: DeviceSetting, job: Job, state: TrainingState | None = None
+) -> dict[str, float]:
+    """Return the parts of `training_memory` on the device; all are 0 without the trainer."""
+    parts = training_memory(
+        job,
+        TrainingLayouts(setting.layout),
+        activations=setting.efficiency.activations,
+        state=state or setting.state,
     )
-    plan = planner.plan()
-    return plan if plan.fits else replace(plan, remedies=planner.remedies())
+    if "trainer" not in setting.residents:
+        return dict.fromkeys(parts, 0.0)
+    return parts_at(parts, 0)
 
 
-@dataclass(frozen=True)
-class _Planner:
-    job: Job
-    layout: TrainingLayout
-    engine: EngineSettings
-    device: Device
-    state: TrainingState
-    others: Mapping[str, float]
-    efficiency: Efficiency
-    residents: Collection[Resident]
-
-    def plan(self) -> DevicePlan:
-        """Plan with turns if they are asked for, or are needed and not excluded."""
-        if self.engine.takes_turns is not None:
-            return self._plan_memory(takes_turns=self.engine.takes_turns)
-        side_by_side = self._plan_memory(takes_turns=False)
-        has_all = True
-        if "policy engine" in self.residents:
-            has_all = side_by_side.kv_tokens >= self._max_tokens("generation")
-        if side_by_side.fits and has_all:
-            return side_by_side
-        return self._plan_memory(takes_turns=True)
-
-    def remedies(self) -> list[Remedy]:
-        """Return the changes that help alone; if none does, the fewest of the first ones that help together."""
-        single: list[Remedy] = []
-        combined: list[Remedy] = []
-        together = self
-        names: list[str] = []
-        for name, change in REMEDIES.items():
-            alone = change(self)
-            if alone == self:
-                continue
-            plan = alone.plan()
-            if plan.fits:
-                single.append(Remedy(names=(name,), peak_bytes=max(plan.peaks.values())))
-            together = change(together)
-            names.append(name)
-            if single or combined:
-                continue
-            plan = together.plan()
-            if plan.fits:
-                combined.append(Remedy(names=tuple(names), peak_bytes=max(plan.peaks.values())))
-        return single or combined
-
-    def _plan_memory(self, *, takes_turns: bool) -> DevicePlan:
-        job = self.job
-        usable = self.device.memory_bytes * self.efficiency.free_memory
-        parts = self._training_parts(job, self.state)
-        without_critic = self._training_parts(replace(job, critic=None), self.state)
-        resident = sum(parts[name] for name in _STATE + _FROZEN)
-        resident_models = sum(self.others.values())
-        train = sum(parts.values())
-        # A pass that only scores keeps one layer's activations at a time.
-        layer = job.policy.activations_per_token * job.compute_bytes * self._tokens
-        scoring = 0.0
-        if "trainer" in self.residents:
-            scoring = max(self.efficiency.activations * layer, parts["logits"])
-        engine_free = (
-            usable - resident_models if takes_turns else usable - (resident_models + train)
-        )
-        policy, judge = self._engines(engine_free)
-        engine_bytes = (sum(policy.values()), sum(judge.values()))
-        engines = max(engine_bytes) if self.engine.judge_takes_turns else sum(engine_bytes)
-        # Weights pass from the trainer to the engine a tensor at a time, or all at once.
-        copied = self.engine.copies_weights
-        has_adapters = bool(self.state.adapter_parameters)
-        bucket = 0.0
-        if policy:
-            bucket = embedding_bytes(job)
-            if copied == "all" or (has_adapters and (copied == "merged" or not takes_turns)):
-                # An engine that keeps its old weights until it has all new ones takes them all at once.
-                bucket = policy["weights"]
-        awake_in_training = engines
-        awake_in_sync = engines
-        resident_in_generation = resident
-        if takes_turns:
-            awake_in_training = 0.0
-            awake_in_sync = policy.get("weights", 0.0)
-            resident_in_generation = 0.0
-        peaks: dict[PlanStage, float] = {
-            "generate": resident_models + engines + resident_in_generation,
-            "prepare": resident_models + awake_in_training + resident + parts["gathered"] + scoring,
-            "train": resident_models + awake_in_training + train,
-            "sync": resident_models + resident + bucket + awake_in_sync,
-        }
-        kv_tokens = 0
-        judge_kv_tokens = 0
-        roles: dict[str, dict[str, float]] = {}
-        if policy:
-            roles["policy engine"] = policy
-            kv_tokens = self._kv_tokens("generation", policy)
-        if "trainer" in self.residents:
-            roles["trainer"] = {
-                name: size for name, size in without_critic.items() if name not in _FROZEN
-            }
-            if job.critic is not None:
-                roles["critic"] = {name: parts[name] - without_critic[name] for name in _STATE}
-            if job.reference:
-                roles["reference"] = {"weights": parts["reference"]}
-            if job.teachers:
-                roles["teachers"] = {"weights": parts["teachers"]}
-        if judge:
-            roles["judge"] = judge
-            judge_kv_tokens = self._kv_tokens("reward", judge)
-        return DevicePlan(
-            device_bytes=self.device.memory_bytes,
-            usable_bytes=usable,
-            roles=roles | {name: {"weights": size} for name, size in self.others.items()},
-            peaks=peaks,
-            host=self._host([policy, judge], takes_turns=takes_turns),
-            kv_tokens=kv_tokens,
-            judge_kv_tokens=judge_kv_tokens,
-            takes_turns=takes_turns,
-            longest_sequence=job.longest_sequence,
-        )
-
-    def _host(
-        self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool
-    ) -> dict[str, float]:
-        """Return the bytes in the host's memory: offloaded states and models, and sleeping engines; no gradients."""
-        job = self.job
-        offload = self.state.offload
-        layout = self.layout
-        on_device = self._training_parts(
-            job, replace(self.state, offload="none", activation_offload=False)
-        )
-        states = on_device["optimizer"] if takes_turns else 0.0
-        models = 0.0
-        sleeping = 0.0
-        if takes_turns or (self.engine.judge_takes_turns and all(engines)):
-            sleeping = sum(engine.get("weights", 0.0) for engine in engines)
-        if offload != "none" and "trainer" in self.residents:
-            # Master weights and a gradient in float32, and two moments.
-            states = (2 + self.state.moment_bytes(job.policy) / MASTER_BYTES) * on_device[
-                "gradients"
-            ]
-        if takes_turns or (offload == "all" and self.has_several_models):
-            models = on_device["weights"] + sum(on_device[name] for name in _FROZEN)
-        offloaded = on_device["activations"] - self._training_parts(job, self.state)["activations"]
-        # Master weights and two moments in float32, of which each rank has a share.
-        num_shares = (
-            1
-            if layout.backend == "torch"
-            else layout.data_parallel_size * layout.context_parallel_size
-        )
-        return {
-            "optimizer states": states,
-            "models": models,
-            "engines": sleeping,
-            "activations": offloaded,
-            "checkpoint": 3 * on_device["gradients"] / num_shares,
-        }
-
-    @property
-    def has_several_models(self) -> bool:
-        """True if the trainer has models besides the policy."""
-        return bool(self.job.critic is not None or self.job.reference or self.job.teachers)
-
-    @property
-    def _tokens(self) -> float:
-        """Tokens of a micro-batch on this device."""
-        tokens = min(self.layout.ppo_max_token_len, self.job.training_tokens)
-        return max(self.job.longest_sequence, tokens) / self.layout.context_parallel_size
-
-    def _training_parts(self, job: Job, state: TrainingState) -> dict[str, float]:
-        layouts = TrainingLayouts.of(self.layout)
-        if "trainer" not in self.residents:
-            return dict.fromkeys(training_memory(job, layouts), 0.0)
-        return parts_at(
-            training_memory(job, layouts, activations=self.efficiency.activations, state=state), 0
-        )
-
-    def _engines(self, free_bytes: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Divide the free bytes between the engines of the policy and the judge, by the most tokens of each."""
-        fixed: dict[EngineStage, dict[str, float]] = {}
-        if "policy engine" in self.residents:
-            fixed["generation"] = self._fixed_bytes("generation")
-        if "judge" in self.residents and self.job.judge is not None:
-            fixed["reward"] = self._fixed_bytes("reward")
-        most_kv = {
-            stage: self._max_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed
-        }
-        engines: dict[EngineStage, dict[str, float]] = {}
-        for stage, items in fixed.items():
-            awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else list(fixed)
-            free = free_bytes - sum(sum(fixed[name].values()) for name in awake)
-            part = min(1.0, max(0.0, free) / sum(most_kv[name] for name in awake))
-            least = self._longest(stage) * self._roofline(stage).kv_token_bytes
-            engines[stage] = {**items, "keys and values": max(least, part * most_kv[stage])}
-        return engines.get("generation", {}), engines.get("reward", {})
-
-    def _fixed_bytes(self, stage: EngineStage) -> dict[str, float]:
-        roofline = self._roofline(stage)
-        w = self.job.engine_role(stage)[0].workload
-        share = self.engine.max_num_batched_tokens / 8192
-        # Logits of the running sequences in float32, and their probabilities.
-        sampling = 2.0 * 4 * self.engine.max_num_seqs * w.vocab_size
-        return {
-            "weights": roofline.weights_bytes,
-            "workspace": roofline.workspace_bytes * share + sampling,
-            "graphs and libraries": self.engine.reserve_bytes,
-        }
-
-    def _roofline(self, stage: EngineStage) -> EngineRoofline:
-        tp = (
-            self.engine.devices_per_engine
-            if stage == "generation"
-            else self.engine.devices_per_judge
-        )
-        cluster = Cluster(num_devices=tp, device=self.device)
-        return EngineRoofline.of(
-            self.job, stage, cluster=cluster, tp=tp, efficiency=self.efficiency
-        )
-
-    def _longest(self, stage: EngineStage) -> int:
-        _, read, written = self.job.engine_role(stage)
-        return int(np.ceil(read.longest + written.longest))
-
-    def _max_tokens(self, stage: EngineStage) -> int:
-        """Return the tokens of all sequences that the engine may run at once, at their longest."""
-        return self._longest(stage) * min(
-            self.engine.max_num_seqs, self.job.train_batch_size * self.job.n
-        )
-
-    def _kv_tokens(self, stage: EngineStage, items: Mapping[str, float]) -> int:
-        return int(items["keys and values"] / self._roofline(stage).kv_token_bytes + 1e-6)
-
-
-def _with_state(planner: _Planner, **changes: Any) -> _Planner:
-    return replace(planner, state=replace(planner.state, **changes))
-
-
-def _with_checkpointing(planner: _Planner) -> _Planner:
-    layout = replace(planner.layout, gradient_checkpointing=True)
-    return replace(_with_state(planner, checkpointed_share=1.0), layout=layout)
-
-
-def _with_small_micro_batches(planner: _Planner) -> _Planner:
-    fewest = min(planner.layout.ppo_max_token_len, planner.job.longest_sequence)
-    return replace(planner, layout=replace(planner.layout, ppo_max_token_len=fewest))
-
-
-def _with_frequent_sync(planner: _Planner) -> _Planner:
-    return _with_state(planner, gradient_sync="micro_batch")
-
-
-def _with_turns(planner: _Planner) -> _Planner:
-    return replace(planner, engine=replace(planner.engine, takes_turns=None))
-
-
-def _with_8bit_moments(planner: _Planner) -> _Planner:
-    if planner.state.offload != "none" or planner.layout.backend != "torch":
-        return planner
-    return _with_state(planner, moments="8bit")
-
-
-def _with_optimizer_offload(planner: _Planner) -> _Planner:
-    if planner.state.offload == "all":
-        return planner
-    return _with_state(planner, offload="optimizer")
-
-
-def _with_offload(planner: _Planner) -> _Planner:
-    if not planner.has_several_models:
-        # A model alone is always at work.
-        return planner
-    return _with_state(planner, offload="all")
-
-
-def _with_lora(planner: _Planner) -> _Planner:
-    if planner.state.adapter_parameters:
-        return planner
-    return _with_state(
-        planner, adapter_parameters=planner.job.policy.adapter_parameters(_LORA_RANK)
+def _plan_memory(setting: DeviceSetting, *, takes_turns: bool) -> DevicePlan:
+    job = setting.job
+    usable = setting.efficiency.usable_bytes(setting.device)
+    parts = _training_parts(setting, job)
+    resident = sum(parts[name] for name in STATE + FROZEN)
+    resident_models = sum(setting.further_roles.values())
+    train = sum(parts.values())
+    free_bytes = usable - (resident_models if takes_turns else resident_models + train)
+    engines, kv_tokens = _divide_memory(setting, free_bytes)
+    sizes = [sum(items.values()) for items in engines.values()]
+    engine_bytes = max(sizes) if sizes and setting.engine.judge_takes_turns else sum(sizes)
+    weights = engines.get("policy engine", {}).get("weights", 0.0)
+    awake_in_training = engine_bytes
+    awake_in_sync = engine_bytes - weights
+    resident_in_generation = resident
+    if takes_turns:
+        awake_in_training = 0.0
+        awake_in_sync = 0.0
+        resident_in_generation = 0.0
+    sync = resident + awake_in_sync
+    if "policy engine" in engines:
+        at_once = _passes_at_once(setting, takes_turns=takes_turns)
+        sync = weight_sync_bytes(job, sync, weights, at_once=at_once)
+    peaks: dict[PlanStage, float] = {
+        "generate": resident_models + engine_bytes + resident_in_generation,
+        "prepare": resident_models
+        + awake_in_training
+        + resident
+        + parts["gathered"]
+        + _scoring_bytes(setting, parts["logits"]),
+        "train": resident_models + awake_in_training + train,
+        "sync": resident_models + sync,
+    }
+    roles: dict[str, Mapping[str, float]] = {}
+    if "policy engine" in engines:
+        roles["policy engine"] = engines["policy engine"]
+    if "trainer" in setting.residents:
+        roles.update(_split_parts(setting, parts))
+    if "judge" in engines:
+        roles["judge"] = engines["judge"]
+    for name, size in setting.further_roles.items():
+        roles[name] = {"weights": size}
+    return DevicePlan(
+        device_bytes=setting.device.memory_bytes,
+        usable_bytes=usable,
+        roles=roles,
+        peaks=peaks,
+        host=_plan_host(setting, parts, engines, takes_turns=takes_turns),
+        kv_tokens=kv_tokens.get("policy engine", 0),
+        judge_kv_tokens=kv_tokens.get("judge", 0),
+        takes_turns=takes_turns,
+        longest_sequence=job.longest_sequence,
     )
 
 
-REMEDIES = {
-    "turns": _with_turns,
-    "gradient checkpointing": _with_checkpointing,
-    "small micro-batches": _with_small_micro_batches,
-    "frequent gradient exchange": _with_frequent_sync,
-    "8-bit moments": _with_8bit_moments,
-    "optimizer offload": _with_optimizer_offload,
-    "full offload": _with_offload,
-    "LoRA": _with_lora,
-}
-"""Changes that save memory, by name, those that cost least first: turns of trainer and engine; gradient checkpointing;
-micro-batches of one longest sequence; gradients that ranks exchange in each of them; AdamW's moments in 8 bits;
-optimizer states in the host's memory, then all but those of the model at work; LoRA of rank 16 in place of training all
-parameters."""
+def _passes_at_once(setting: DeviceSetting, *, takes_turns: bool) -> bool:
+    """Return whether all new weights are on the device before the engine takes them."""
+    copied = setting.engine.copies_weights
+    if not setting.state.adapter_parameters:
+        return copied == "all"
+    # An engine that keeps its old weights until it has all new ones takes them all at once.
+    return copied != "none" or not takes_turns
+
+
+def _scoring_bytes(setting: DeviceSetting, logits: float) -> float:
+    """Return the bytes of a pass that only scores: it keeps one layer's activations at a time."""
+    if "trainer" not in setting.residents:
+        return 0.0
+    job = setting.job
+    tokens = min(setting.layout.ppo_max_token_len, job.training_tokens)
+    tokens = max(job.longest_sequence, tokens) / setting.layout.context_parallel_size
+    layer = job.policy.activations_per_token * job.compute_bytes * tokens
+    return max(setting.efficiency.activations * layer, logits)
+
+
+def _split_parts(
+    setting: DeviceSetting, parts: Mapping[str, float]
+) -> dict[str, Mapping[str, float]]:
+    """Return the parts of the trainer's memory by the role that has them."""
+    job = setting.job
+    without_critic = _training_parts(setting, replace(job, critic=None))
+    trainer = {name: size for name, size in without_critic.items() if name not in FROZEN}
+    roles: dict[str, Mapping[str, float]] = {"trainer": trainer}
+    if job.critic is not None:
+        roles["critic"] = {name: parts[name] - without_critic[name] for name in STATE}
+    if job.reference:
+        roles["reference"] = {"weights": parts["reference"]}
+    if job.teachers:
+        roles["teachers"] = {"weights": parts["teachers"]}
+    return roles
+
+
+def _plan_host(
+    setting: DeviceSetting,
+    parts: Mapping[str, float],
+    engines: Mapping[Resident, Mapping[str, float]],
+    *,
+    takes_turns: bool,
+) -> dict[str, float]:
+    """Return the bytes in the host's memory: offloaded states and models, and sleeping engines; no gradients."""
+    job = setting.job
+    offload = setting.state.offload
+    layout = setting.layout
+    state = replace(setting.state, offload="none", activation_offload=False)
+    on_device = _training_parts(setting, job, state)
+    states = on_device["optimizer"] if takes_turns else 0.0
+    models = 0.0
+    sleeping = 0.0
+    if takes_turns or (setting.engine.judge_takes_turns and len(engines) > 1):
+        sleeping = sum(items["weights"] for items in engines.values())
+    if offload != "none":
+        states = offloaded_optimizer_bytes(on_device["gradients"], job, state)
+    if takes_turns or (offload == "all" and setting.has_several_models):
+        models = on_device["weights"] + sum(on_device[name] for name in FROZEN)
+    # Master weights and two moments in float32, of which each rank has a share.
+    num_shares = 1
+    if layout.backend == "megatron":
+        num_shares = layout.data_parallel_size * layout.context_parallel_size
+    return {
+        "optimizer states": states,
+        "models": models,
+        "engines": sleeping,
+        "activations": on_device["activations"] - parts["activations"],
+        "checkpoint": 3 * on_device["gradients"] / num_shares,
+    }

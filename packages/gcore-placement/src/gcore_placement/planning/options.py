@@ -1,6 +1,6 @@
 """The engines and training layouts of a job: their costs, by shapes and data sheets, and their memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Self
 
@@ -8,38 +8,60 @@ import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineLaws, TrainingLaws, times, training_seconds
-from gcore_placement.forecast import EngineStage, Job, last_judgement_s, waves_seconds
+from gcore_placement.forecast import Correction, EngineStage, Job, last_judgement_s, waves_seconds
 from gcore_placement.planning.layouts import (
-    DEFAULT_STATE,
-    MASTER_BYTES,
     Backend,
-    Bytes,
-    Setting,
     TrainingLayouts,
-    TrainingState,
+    count_micro_batches,
     divides_heads,
     powers,
+    training_layouts,
+)
+from gcore_placement.planning.memory import (
+    DEFAULT_STATE,
+    MASTER_BYTES,
+    Bytes,
+    EngineMemory,
+    TrainingState,
+    offloaded_optimizer_bytes,
     resident_state,
     total,
-    training_layouts,
     training_memory,
 )
-from gcore_placement.quantities import Floats, Lengths
-from gcore_placement.workload.model_shape import ModelShape
+from gcore_placement.quantities import Floats
 
 _FLOPS_PER_WEIGHT = 2
-_PREFILL_TOKENS = 8192
-"""Most tokens of an engine's pass over prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setting:
+    """A job on a cluster, and the laws that compare its layouts."""
+
+    cluster: Cluster
+    job: Job
+    efficiency: Efficiency
+    correction: Correction
+    """Correction of all laws, by measurements."""
+    most_num_seqs: int
+    """Most sequences of an engine at once."""
+    engine_devices: int | None = None
+    """Devices of each engine; None: any number that an engine can have."""
+    runnable: bool = False
+    """Only plans that gcore-llm can run; see `plan`."""
+    state: TrainingState = DEFAULT_STATE
+    """The form in which the models in training are held."""
+
+    @property
+    def usable_bytes(self) -> float:
+        """Usable memory of each device."""
+        return self.efficiency.usable_bytes(self.cluster.device)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRoofline:
-    """One replica of a model on `tp` devices of a cluster. Bytes are on each device."""
+class EngineRoofline(EngineMemory):
+    """One replica of a model on `tp` devices of a cluster, with its seconds."""
 
-    model: ModelShape
     cluster: Cluster
-    tp: int
-    compute_bytes: int
     efficiency: Efficiency
 
     @classmethod
@@ -72,35 +94,6 @@ class EngineRoofline:
             decode_per_context_token_s=self.kv_token_bytes * self._byte_s,
             prefill_per_token_s=self._products_s(self.efficiency.prefill) + self._sums_s,
         )
-
-    @property
-    def weights_bytes(self) -> float:
-        return self.compute_bytes * self.model.num_parameters / self.tp
-
-    @property
-    def workspace_bytes(self) -> float:
-        """Bytes of a pass over `_PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
-        w = self.model.workload
-        widest = max(
-            w.intermediate_size,
-            w.num_experts_per_tok * w.moe_intermediate_size + w.shared_experts_size,
-        )
-        return self.compute_bytes * _PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / self.tp)
-
-    @property
-    def kv_token_bytes(self) -> float:
-        """Bytes of a token's keys and values; heads that are fewer than devices are copied, as are latent states."""
-        num_shares = min(self.tp, self.model.workload.num_cached_heads)
-        return self.compute_bytes * self.model.kv_values_per_token / num_shares
-
-    def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
-        """Return the bytes of keys and values per running sequence, at the worst moment of a step.
-
-        Either all have started together and those that are left hold most; or sequences end and start steadily, and one
-        caught at random has E[L^2] / 2 E[L] tokens of its response.
-        """
-        steady = prompt_lengths.mean + response_lengths.mean_square / (2 * response_lengths.mean)
-        return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
 
     def decode_s(self, num_seqs: Floats) -> Floats:
         """Return the seconds of a decoding step of `num_seqs` sequences, without reading their keys and values.
@@ -190,7 +183,7 @@ class EngineOptions:
     def __init__(self, setting: Setting, stage: EngineStage) -> None:
         self._setting = setting
         self._stage: EngineStage = stage
-        self._model, self._read, self._written = setting.job.engine_role(stage)
+        self.model, self._read, self._written = setting.job.engine_role(stage)
         self._roofline = partial(
             EngineRoofline.of,
             setting.job,
@@ -208,13 +201,13 @@ class EngineOptions:
         """
         node = self._setting.cluster.devices_per_node
         only = self._setting.engine_devices
-        max_tp = min(num_devices, self._model.workload.num_attention_heads)
+        max_tp = min(num_devices, self.model.workload.num_attention_heads)
         if self._setting.runnable:
             max_tp = min(max_tp, node)
         sizes: list[int] = []
         for tp in powers(max_tp):
             fits_nodes = tp <= node or not tp % node
-            if fits_nodes and divides_heads(self._model, tp) and only in (None, tp):
+            if fits_nodes and divides_heads(self.model, tp) and only in (None, tp):
                 sizes.append(tp)
         return sizes
 
@@ -313,15 +306,14 @@ def training_laws(
     tp = layouts.tp
     pp = layouts.pp
     cp = layouts.cp
-    ranks = layouts.dp * layouts.cp
+    ranks = layouts.ranks
     num_devices = layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
     updates = job.num_updates
-    replica_tokens = job.training_tokens / job.num_updates / layouts.dp
-    micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
+    replica_tokens, micro_batches = count_micro_batches(job, layouts)
     rank_tokens = replica_tokens / micro_batches / cp
     bubble = 1 + (pp - 1) / micro_batches
     passes = np.where(layouts.recompute, 3.0, 2.0)
@@ -445,8 +437,7 @@ class TrainingOptions:
         self.host_bytes = np.zeros(len(self.layouts))
         """Bytes in the host's memory at all times: of an optimizer that is offloaded, and of the gradients it gets."""
         if state.offload != "none":
-            on_devices = training_memory(job, self.layouts, state=replace(state, offload="none"))
-            self.host_bytes = on_devices["optimizer"] + on_devices["gradients"]
+            self.host_bytes = offloaded_optimizer_bytes(self.memory["gradients"], job, state)
         laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
         self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(
@@ -456,6 +447,8 @@ class TrainingOptions:
         rate = cluster.device.host_bytes_per_s * efficiency.host
         self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
         """Seconds to bring the state from the host's memory and back."""
+        self.offloaded_s = self.seconds + self.moving_s
+        """Seconds of layouts whose state moves to the host while engines work."""
 
     def choices(self) -> list[TrainingChoice]:
         """Return the layouts to try.
@@ -468,9 +461,9 @@ class TrainingOptions:
         in_host = fits & (
             self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes
         )
-        with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
-        if np.isfinite(with_moving).any():
-            choices.append(self._choice(int(with_moving.argmin()), offload=True))
+        if in_host.any():
+            offloaded_s = np.where(in_host, self.offloaded_s, np.inf)
+            choices.append(self._choice(int(offloaded_s.argmin()), offload=True))
         smallest = np.inf
         order = np.lexsort((self.state_bytes, self.seconds))
         for index in order[fits[order]].tolist():
@@ -480,13 +473,11 @@ class TrainingOptions:
         return choices
 
     def _choice(self, index: int, *, offload: bool) -> TrainingChoice:
-        seconds = self.seconds[index]
-        if offload:
-            seconds = seconds + self.moving_s[index]
+        seconds = self.offloaded_s if offload else self.seconds
         return TrainingChoice(
             layout=index,
             offload=offload,
-            seconds=float(seconds),
+            seconds=float(seconds[index]),
             state_bytes=float(self.state_bytes[index]),
             host_bytes=float(self.host_bytes[index]),
         )

@@ -10,10 +10,10 @@ from gcore_placement.errors import check_known, refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
 from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
-from gcore_placement.planning.options import EnginePlan
+from gcore_placement.planning.layouts import TrainingLayout
+from gcore_placement.planning.memory import LORA_RANK, parts_at
+from gcore_placement.planning.options import EnginePlan, Setting
 from gcore_placement.planning.unfit import (
-    LORA_RANK,
     least_training_bytes,
     nothing_fits,
     settings_to_try,
@@ -131,10 +131,9 @@ def plan(
 def _fastest(candidates: Candidates, strategy: Strategy | None) -> Candidate | None:
     best: Candidate | None = None
     for size in candidates.setting.cluster.sizes():
-        if best is None or candidates.work_s / size < best.step_s:
-            for candidate in candidates.of(size, strategy):
-                if best is None or candidate.step_s < best.step_s:
-                    best = candidate
+        for candidate in candidates.of(size, strategy):
+            if best is None or candidate.step_s < best.step_s:
+                best = candidate
     return best
 
 

@@ -9,12 +9,8 @@ from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCost
 from gcore_placement.errors import refusal
 from gcore_placement.forecast import Job, StepTime, predict_step
 from gcore_placement.planning.candidates import swap_costs, sync_seconds
-from gcore_placement.planning.layouts import (
-    TrainingLayout,
-    TrainingLayouts,
-    resident_state,
-    training_memory,
-)
+from gcore_placement.planning.layouts import TrainingLayout, TrainingLayouts
+from gcore_placement.planning.memory import resident_state, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
 from gcore_placement.quantities import Checked, Floats, Positive
 from gcore_placement.strategies import Strategy
@@ -110,7 +106,7 @@ def _training_costs(
     *,
     host_moves: int,
 ) -> TrainingCosts:
-    layouts = TrainingLayouts.of(layout)
+    layouts = TrainingLayouts(layout)
     laws = training_laws(job, layouts, cluster=cluster, efficiency=efficiency)
     rate = cluster.device.host_bytes_per_s * efficiency.host
     moving_s = host_moves * 2 * float(resident_state(training_memory(job, layouts))[0]) / rate

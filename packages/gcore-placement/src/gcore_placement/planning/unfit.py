@@ -11,14 +11,12 @@ import numpy as np
 from gcore_placement.cluster import DEVICES, Cluster
 from gcore_placement.errors import PlacementError
 from gcore_placement.planning.candidates import Candidates
-from gcore_placement.planning.layouts import Setting, TrainingState, parts_at
-from gcore_placement.planning.options import TrainingOptions
+from gcore_placement.planning.memory import LORA_RANK, TrainingState, parts_at
+from gcore_placement.planning.options import Setting, TrainingOptions
 from gcore_placement.quantities import gigabytes
 from gcore_placement.strategies import Strategy
 from gcore_placement.workload.model_shape import ModelShape
 
-LORA_RANK = 16
-"""Rank of the adapters where none is given."""
 _MOST_DOUBLINGS = 6
 """Doublings of the devices, or halvings of the responses, to try in search of a job that fits."""
 
