@@ -84,18 +84,16 @@ from .runtimes.ray import (
     run_ray as run_ray,
 )
 from .runtimes.simulated import VirtualTimeLoop as VirtualTimeLoop, run_simulated as run_simulated
+from .trainer_client import (
+    DeviceTurns as DeviceTurns,
+    Lending as Lending,
+    TrainerClient as TrainerClient,
+)
 from .trainer_group import (
     SharedTrainerGroup as SharedTrainerGroup,
     State as State,
-    TrainerClient as TrainerClient,
     TrainerGroup as TrainerGroup,
     TrainerSpec as TrainerSpec,
     TrainerWorker as TrainerWorker,
     deal as deal,
-)
-from .turns import (
-    DeviceTurns as DeviceTurns,
-    Lending as Lending,
-    LendRule as LendRule,
-    TurnTaker as TurnTaker,
 )

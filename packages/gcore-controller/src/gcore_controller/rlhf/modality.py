@@ -7,7 +7,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore_controller.context import Context, DeviceTimers, Span
 from gcore_controller.rlhf.rounds import Round
-from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer, State
+from gcore_controller.trainer_client import PolicyEngine, TrainerClient
+from gcore_controller.trainer_group import State
 
 Schedule = Literal["sync", "one_step_off", "async"]
 
@@ -71,7 +72,7 @@ class RLHFRoles(Protocol):
     @property
     def policy(self) -> PolicyEngine: ...
     @property
-    def learner(self) -> PolicyTrainer: ...
+    def learner(self) -> TrainerClient[Any]: ...
     @property
     def devices(self) -> DeviceTimers: ...
     @property

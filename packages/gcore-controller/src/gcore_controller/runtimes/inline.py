@@ -31,17 +31,22 @@ from gcore_controller.context import (
 from gcore_controller.errors import ControllerError, DeadlineError
 from gcore_controller.rlhf.events import Recorder
 from gcore_controller.runtimes.backend import Recovery
+from gcore_controller.trainer_client import (
+    DeviceTurns,
+    Lending,
+    PolicyEngine,
+    TrainerClient,
+    check_weights,
+    digests_of,
+)
 from gcore_controller.trainer_group import (
     BatchT,
-    PolicyEngine,
+    Message,
     SharedTrainerGroup,
     TrainerGroup,
     TrainerWorker,
     Weights,
-    check_weights,
-    digests_of,
 )
-from gcore_controller.turns import DeviceTurns, Lending, Turn, TurnChoice, TurnTaker
 
 T = TypeVar("T")
 JobT = TypeVar("JobT")
@@ -241,20 +246,12 @@ class InlineRun(Generic[RolesT, ResultT]):
         return result
 
 
-class InProcessTrainerGroup(Generic[BatchT]):
-    """A `SharedTrainerGroup` of one rank, in this process; ``in_thread`` computes while the event loop runs."""
+class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
+    """A trainer group of one rank, in this process; ``in_thread`` computes while the event loop runs."""
 
     def __init__(self, worker: TrainerWorker[BatchT], *, in_thread: bool = False) -> None:
-        self.save_pretrained = worker.save_pretrained
-        self.save = worker.save
-        self.load = worker.load
-        self.close = worker.close
         self._worker = worker
         self._in_thread = in_thread
-
-    @property
-    def num_updates(self) -> int:
-        return self._worker.num_updates
 
     @property
     def num_replicas(self) -> int:
@@ -274,48 +271,50 @@ class InProcessTrainerGroup(Generic[BatchT]):
             return await asyncio.to_thread(self._worker.train_step, role, micro_batches)
         return self._worker.train_step(role, micro_batches)
 
-    async def sleep(self) -> None:
-        self._worker.sleep()
-
-    async def wake(self) -> None:
-        self._worker.wake()
-
     def export_weights(self, *, averaged: bool = False) -> Weights:
         return self._worker.export_weights(averaged=averaged)
 
+    def close(self) -> None:
+        self._worker.close()
 
-@dataclass
-class SharedTrainerClient(TurnTaker, Generic[BatchT]):
-    """A `TrainerClient` of a trainer group, and of an engine, that all controllers of this process share."""
+    def _ask_all(self, message: Message) -> Any:
+        return message(self._worker)
 
-    trainer: SharedTrainerGroup[BatchT]
-    group: Collectives
-    devices: DeviceTimers
-    """Record when the ranks work: all of them in every call."""
-    num_ranks: int = 0
-    """Number of ranks whose work is recorded."""
-    turns: DeviceTurns | None = None
-    """The turns of the ranks and the engines on the devices that they share; None: they have devices of their own."""
-    lending: Lending | None = None
-    """The loan of the ranks' devices, if that is what turns are for."""
 
-    def __post_init__(self) -> None:
-        self._ranks = [rank_name(rank) for rank in range(self.num_ranks)]
-        self._choice = TurnChoice(self.lending, self.group, self.devices)
+class SharedTrainerClient(TrainerClient[BatchT]):
+    """A controller's access to a trainer group, and to an engine, that all controllers of this process share.
+
+    Args:
+        num_ranks: number of ranks whose work is recorded: all of them work in every call.
+    """
+
+    def __init__(
+        self,
+        trainer: SharedTrainerGroup[BatchT],
+        group: Collectives,
+        devices: DeviceTimers,
+        *,
+        num_ranks: int = 0,
+        turns: DeviceTurns | None = None,
+        lending: Lending | None = None,
+    ) -> None:
+        super().__init__(group, devices, turns=turns, lending=lending)
+        self._trainer = trainer
+        self._ranks = [rank_name(rank) for rank in range(num_ranks)]
 
     @property
     def num_replicas(self) -> int:
-        return self.trainer.num_replicas
+        return self._trainer.num_replicas
+
+    @property
+    def can_score_alone(self) -> bool:
+        return self._trainer.num_replicas == 1 and self.turns is None
 
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
         with self.devices.stage("prepare", *self._ranks):
-            return await self.trainer.score(role, micro_batches, with_routing=with_routing)
-
-    @property
-    def can_score_alone(self) -> bool:
-        return self.trainer.num_replicas == 1 and self.turns is None
+            return await self._trainer.score(role, micro_batches, with_routing=with_routing)
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         [outputs] = await self.score(role, [micro_batch])
@@ -326,21 +325,8 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
         metrics: dict[str, float] = {}
         if self.group.rank == 0 and everyones:
             with self.devices.stage("train", *self._ranks):
-                metrics = await self.trainer.train_step(role, everyones)
+                metrics = await self._trainer.train_step(role, everyones)
         return await self.group.broadcast(metrics)
-
-    async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self.turns is None:
-            return
-        turn = await self._choice.choose(turn, timer)
-        if turn == self.turns.current:
-            return
-        with self._choice.swapping(timer):
-            # No controller's calls are cut short.
-            await self.group.barrier()
-            if self.group.rank == 0:
-                await self.turns.take(turn)
-            await self.group.barrier()
 
     async def update_weights(
         self, policy: PolicyEngine, *, version: int, averaged: bool = False
@@ -349,14 +335,13 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
             # Engines may have started from other weights than the models did, both of version 0.
             version = max(version, policy.weight_version + 1)
             with self.devices.stage("sync", *self._ranks):
-                await policy.update_weights(
-                    self.trainer.export_weights(averaged=averaged), version=version
-                )
+                weights = self._trainer.export_weights(averaged=averaged)
+                await policy.update_weights(weights, version=version)
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
         if self.group.rank == 0:
-            await check_weights(policy, digests_of(self.trainer.export_weights()))
+            await check_weights(policy, digests_of(self._trainer.export_weights()))
         await self.group.barrier()
 
 
@@ -378,7 +363,12 @@ def share_trainer(
 
     async def run(ctx: Context[Any]) -> None:
         client = SharedTrainerClient(
-            trainer, ctx.group, ctx.roles.devices, num_ranks, turns, lending
+            trainer,
+            ctx.group,
+            ctx.roles.devices,
+            num_ranks=num_ranks,
+            turns=turns,
+            lending=lending,
         )
         await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
 

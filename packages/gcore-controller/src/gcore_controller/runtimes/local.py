@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,18 +18,16 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any
 
 from gcore_controller.errors import RankError
 from gcore_controller.trainer_group import (
     BatchT,
     Computation,
     Message,
-    MessageTrainerGroup,
-    Score,
+    SharedTrainerGroup,
     TrainerSpec,
     TrainerWorker,
-    TrainStep,
     Weights,
     deal_message,
     join_ranks,
@@ -53,17 +51,13 @@ Otherwise it asks the CUDA runtime, after which no fork of the process can use C
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ExportWeights:
-    """The message to write a rank's part of the policy's weights to a file; answered by the layout, and digests."""
-
-    averaged: bool
-    path: Path
-    write: Callable[[Weights, Path], Any]
-
-    def __call__(self, worker: TrainerWorker[Any]) -> tuple[Any, Mapping[str, Any]]:
-        weights = worker.export_weights(averaged=self.averaged)
-        return self.write(weights, self.path), dict(getattr(weights, "digests", {}))
+def _write_part(
+    write: Callable[[Weights, Path], Any], path: Path, averaged: bool, worker: TrainerWorker[Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Write a rank's part of the policy's weights to a file; return the layout, and digests."""
+    weights = worker.export_weights(averaged=averaged)
+    layout = write(weights, path)
+    return layout, dict(getattr(weights, "digests", {}))
 
 
 def _start_fork_server(preload: list[str]) -> None:
@@ -127,8 +121,8 @@ def _run_rank(
         os._exit(0)  # process groups whose other ranks are gone would wait for them
 
 
-class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
-    """A `SharedTrainerGroup` on ranks that are started here, and ended by `close`.
+class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
+    """A trainer group on ranks that are started here, and ended by `close`.
 
     Args:
         cost_of: work of a micro-batch, in any unit, by which micro-batches are balanced.
@@ -179,7 +173,12 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
+        message = Computation(
+            method="score",
+            role=role,
+            micro_batches=micro_batches,
+            options={"with_routing": with_routing},
+        )
         parts, answers = await self._compute(message)
         outputs_by_index: dict[int, list[Any]] = {}
         for part, outputs in zip(parts, answers, strict=True):
@@ -187,7 +186,8 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return [outputs_by_index[i] for i in range(len(micro_batches))]
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        _, answers = await self._compute(TrainStep(role=role, micro_batches=micro_batches))
+        message = Computation(method="train_step", role=role, micro_batches=micro_batches)
+        _, answers = await self._compute(message)
         return answers[0]
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
@@ -246,7 +246,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     def _write_weights(self, averaged: bool, path: Path) -> tuple[Any, dict[str, Any]]:
         """Have all ranks write their parts of the weights to a file; return its layout, and the digests of all."""
         assert self._write is not None, "write_weights is None; expected a function for local ranks"
-        message = _ExportWeights(averaged=averaged, path=path, write=self._write)
+        message = partial(_write_part, self._write, path, averaged)
         answers = self._ask([message] * len(self._processes))
         all_digests: dict[str, Any] = {}
         for _, digests in answers:
