@@ -2,11 +2,11 @@ from .collectives.base import Collectives as Collectives
 from .context import (
     Context as Context,
     DeviceTimers as DeviceTimers,
+    DeviceWork as DeviceWork,
     Program as Program,
     Reference as Reference,
     Span as Span,
     StageTimer as StageTimer,
-    merge_spans as merge_spans,
     on_wall_clock as on_wall_clock,
     seconds_by_stage as seconds_by_stage,
 )
@@ -20,16 +20,14 @@ from .errors import (
 )
 from .rlhf.batch_producer import DynamicSampler as DynamicSampler
 from .rlhf.events import (
-    Announced as Announced,
-    Announcer as Announcer,
     Evaluated as Evaluated,
     Event as Event,
     Reached as Reached,
     Recorder as Recorder,
-    RewardsFailed as RewardsFailed,
+    Round as Round,
     Stepped as Stepped,
     Updating as Updating,
-    WaveSampled as WaveSampled,
+    make_announcer as make_announcer,
 )
 from .rlhf.mixture import Joined as Joined, Mixture as Mixture
 from .rlhf.modality import (
@@ -50,7 +48,6 @@ from .rlhf.prompts import (
     ShardedSampler as ShardedSampler,
     SharedPrompts as SharedPrompts,
 )
-from .rlhf.rounds import DeviceWork as DeviceWork, Round as Round
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import (
     LENT as LENT,

@@ -3,11 +3,11 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.errors import ProgramExitedError
@@ -32,6 +32,31 @@ class Span:
     stage: str
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceWork:
+    """The work of devices in a period."""
+
+    spans: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
+    """Where the time of each device went, by name."""
+    generated: Counter[str] = field(default_factory=Counter[str])
+    """Number of tokens, or images, that were generated in each stage."""
+    num_lent: int = 0
+    """Engines that changed their role within a step, or sampled on the devices of ranks."""
+
+    @classmethod
+    def merge(cls, parts: Iterable[Self]) -> Self:
+        """Join the work that several processes recorded, or that was done in several periods."""
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
+        generated: Counter[str] = Counter()
+        num_lent = 0
+        for part in parts:
+            for name, device_spans in part.spans.items():
+                spans[name] += device_spans
+            generated += part.generated
+            num_lent += part.num_lent
+        return cls(spans=dict(spans), generated=generated, num_lent=num_lent)
 
 
 class StageTimer:
@@ -117,15 +142,19 @@ class DeviceTimers:
                 stages.enter_context(timer.stage(stage))
             yield
 
-    def drain(self) -> dict[str, list[Span]]:
-        """Return the spans since the last call, by device, in seconds of UTC; a running stage is cut and continues."""
-        self.generated.clear()
-        self.num_lent = 0
+    def drain(self) -> DeviceWork:
+        """Return the work since the last call, with spans in seconds of UTC; a running stage is cut and continues.
+
+        Controllers of one process share the timers: the first to drain them gets everything.
+        """
         now_s = self._clock()
-        return {
-            name: on_wall_clock(timer.drain(), now_s, self._wall_clock)
-            for name, timer in self._timers.items()
-        }
+        spans: dict[str, list[Span]] = {}
+        for name, timer in self._timers.items():
+            spans[name] = on_wall_clock(timer.drain(), now_s, self._wall_clock)
+        work = DeviceWork(spans=spans, generated=self.generated, num_lent=self.num_lent)
+        self.generated = Counter()
+        self.num_lent = 0
+        return work
 
 
 def rank_name(rank: int) -> str:
@@ -147,15 +176,6 @@ def on_wall_clock(spans: Iterable[Span], now_s: float, wall_clock: Clock = time.
     return [
         Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans
     ]
-
-
-def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
-    """Join the spans that several processes, or several calls of `DeviceTimers.drain`, recorded of the same devices."""
-    spans: defaultdict[str, list[Span]] = defaultdict(list)
-    for part in parts:
-        for name, device_spans in part.items():
-            spans[name] += device_spans
-    return dict(spans)
 
 
 class Reference(Protocol[T_co]):

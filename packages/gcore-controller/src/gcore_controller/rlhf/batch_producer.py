@@ -12,7 +12,8 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.context import Context
+from gcore_controller.context import Context, DeviceWork
+from gcore_controller.rlhf.events import Round
 from gcore_controller.rlhf.modality import (
     GroupT,
     IndexedT,
@@ -25,7 +26,6 @@ from gcore_controller.rlhf.modality import (
     Wave,
 )
 from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
-from gcore_controller.rlhf.rounds import Round, StepRounds
 from gcore_controller.rlhf.tail_batching import TailBatching, TailWave
 from gcore_controller.trainer_group import State
 
@@ -140,7 +140,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     state: InitVar[State | None]
     """State of the controller to resume from."""
     report: InitVar[Callable[[Round], Awaitable[None]] | None] = None
-    """Called by the first controller with each wave that another one follows; see `StepRounds`."""
+    """Called by the first controller with each wave that another one follows in its step, which starts on all
+    controllers when this has returned; None: each step is one round."""
 
     def __post_init__(
         self,
@@ -184,7 +185,11 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             if self._tail is not None:
                 self._tail.load_state(state["tail"])
         self._shared = SharedPrompts(self._loader, ctx.group)
-        self._rounds = StepRounds(ctx, report)
+        self._report = report
+        self._reported: list[Round] = []
+        """The waves of the step that were reported."""
+        self._num_prompts = 0
+        """Prompts that were sampled since then, over all controllers."""
         # Whether every trained token must come from the present weights.
         self._is_on_policy = config.schedule == "sync" and not config.partial_rollout
         self._max_staleness = 0 if self._is_on_policy else config.max_staleness
@@ -233,15 +238,18 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             state["tail"] = self._tail.state()
         if self.ctx.rank == 0:
             state |= modality.sampling_state()
-        filtered = (
-            [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
-        )
+        filtered: list[GroupT] = []
+        if self.config.filter_groups:
+            filtered = [g for g in self._wave_groups if not g.has_signal]
+        rounds = [*self._reported, self._make_round(DeviceWork())]
+        self._reported = []
+        self._num_prompts = 0
         return TrainingBatch(
             groups=groups,
             num_groups=sampled.num_groups,
             metrics=metrics,
             state=state,
-            rounds=self._rounds.end_step(),
+            rounds=rounds,
             filtered=filtered,
         )
 
@@ -250,7 +258,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         ctx = self.ctx
         config = self.config
         planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
-        await self._rounds.next_wave(planned.num_new + len(planned.again))
+        if self._report is not None and self._num_prompts:
+            await self._report_wave(self._report)
+        self._num_prompts += planned.num_new + len(planned.again)
         if config.partial_rollout:
             groups = [
                 g if self._is_fresh(g.oldest_version) else self.modality.restarted(g)
@@ -293,11 +303,22 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
                 deferred.extend(rank_deferred)
                 lengths.extend(rank_lengths)
             self._tail.record_wave(planned, deferred, lengths)
-        return (
-            [g for g in generated.groups if g.has_signal]
-            if config.filter_groups
-            else generated.groups
-        )
+        if not config.filter_groups:
+            return generated.groups
+        return [g for g in generated.groups if g.has_signal]
+
+    async def _report_wave(self, report: Callable[[Round], Awaitable[None]]) -> None:
+        """Report the wave that the next one follows, on all controllers together."""
+        group = self.ctx.group
+        parts = await group.all_gather(self.ctx.roles.devices.drain())
+        self._reported.append(self._make_round(DeviceWork.merge(parts)))
+        self._num_prompts = 0
+        if group.rank == 0:
+            await report(self._reported[-1])
+        await group.barrier()
+
+    def _make_round(self, work: DeviceWork) -> Round:
+        return Round(number=1 + len(self._reported), num_prompts=self._num_prompts, work=work)
 
     def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
         """Return this controller's prompts of a wave."""

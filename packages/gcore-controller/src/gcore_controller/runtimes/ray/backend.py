@@ -19,15 +19,13 @@ from gcore_controller.errors import (
     RankError,
 )
 from gcore_controller.rlhf.events import (
-    Announced,
     Event,
     Reached,
     Recorder,
+    Round,
     Stepped,
     Updating,
-    WaveSampled,
 )
-from gcore_controller.rlhf.rounds import Round
 from gcore_controller.runtimes.backend import LENT, Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import (
@@ -217,15 +215,15 @@ class RayBackend(Generic[JobT, ConfigT]):
         """Record an event; raise `CapacityChangedError` or `PlacementMovedError` if that calls for other processes."""
         del rank
         placement = self._placement
-        if isinstance(event, Announced):
+        if isinstance(event, str):
             # Another controller with the same engine may have reported it already.
-            if self.announce is not None and event.line not in self._announced:
-                self._announced.add(event.line)
-                self.announce(event.line)
+            if self.announce is not None and event not in self._announced:
+                self._announced.add(event)
+                self.announce(event)
             return
-        if isinstance(event, WaveSampled):
+        if isinstance(event, Round):
             if placement is not None:
-                placement.observe_wave(event.round)
+                placement.observe_wave(event)
                 if placement.sizes != self.config.sizes:
                     await self._arrange_engines(placement.sizes)
             return
