@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gcore_controller.context import StageTimer, seconds_by_stage
-from gcore_controller.errors import StateError
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.prompts import PromptLoader, ShardedSampler
 
 sizes = st.integers(1, 30)
@@ -118,7 +118,7 @@ def test_a_state_of_other_data_is_refused() -> None:
             "seed of the saved position is 9; expected 0, as this data set has",
         ),
     ):
-        with pytest.raises(StateError, match=message):
+        with pytest.raises(ControllerError, match=message):
             loader.load_state(state)
         assert loader.state() == expected, "a refused state changes nothing"
 
@@ -150,6 +150,8 @@ def test_a_negative_count_is_refused() -> None:
         loader.take(-1)
     with pytest.raises(ValueError, match="prompt_index is -1; expected 0 or more"):
         loader.row(-1)
-    with pytest.raises(StateError, match="cursor of the saved position is -1; expected 0 or more"):
+    with pytest.raises(
+        ControllerError, match="cursor of the saved position is -1; expected 0 or more"
+    ):
         loader.load_state({**loader.state(), "cursor": -1})
     assert (loader.cursor, loader.take(0)) == (2, [])

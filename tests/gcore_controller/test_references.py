@@ -17,7 +17,7 @@ from runtimes import AnyProgram, Ctx, Run, inline, over_messages
 
 from gcore_controller import Context, Reference, run_simulated
 from gcore_controller.context import HeldReference, nbytes_of
-from gcore_controller.errors import ReferenceLostError
+from gcore_controller.errors import ControllerError
 from gcore_controller.runtimes.ray import RayReference, put, run_ray
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
@@ -189,7 +189,7 @@ async def test_a_value_is_lost_with_who_put_it(producer: Any) -> None:
     [reference] = await producer.make.remote(1)
     os.kill(await producer.pid.remote(), signal.SIGKILL)
     with pytest.raises(
-        ReferenceLostError,
+        ControllerError,
         match=rf"a value of {4 * LARGE} bytes is lost, for the process that put it",
     ):
         await asyncio.wait_for(reference.get(), 60)

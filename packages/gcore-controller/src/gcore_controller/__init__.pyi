@@ -12,9 +12,9 @@ from .context import (
 )
 from .errors import (
     ClusterError as ClusterError,
+    CollectiveError as CollectiveError,
     ControllerDiedError as ControllerDiedError,
     ControllerError as ControllerError,
-    DeadlineError as DeadlineError,
     RankCodeError as RankCodeError,
     RankError as RankError,
 )

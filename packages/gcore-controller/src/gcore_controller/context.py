@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.errors import ProgramExitedError
+from gcore_controller.errors import ControllerError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -190,7 +190,7 @@ class Reference(Protocol[T_co]):
         """Return the value.
 
         Raises:
-            ReferenceLostError: the process that put the value, or its node, was lost.
+            ControllerError: the process that put the value, or its node, was lost.
         """
         ...
 
@@ -289,7 +289,7 @@ async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT
     """Run one controller's program, under any runtime.
 
     Raises:
-        ProgramExitedError: It called `sys.exit`, which would stop the event loop, or awaited something that it had
+        ControllerError: It called `sys.exit`, which would stop the event loop, or awaited something that it had
             cancelled, which would pass for the end of the run.
     """
     try:
@@ -302,6 +302,6 @@ async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT
             what = "was cancelled from within: it awaited a task or future that had been cancelled"
         else:
             raise
-        raise ProgramExitedError(
+        raise ControllerError(
             f"the program of controller {context.rank} {what}; a program ends by returning or by raising an error"
         ) from error

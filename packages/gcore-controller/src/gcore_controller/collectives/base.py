@@ -17,9 +17,7 @@ from operator import add, index, itemgetter
 from typing import Any, Self, TypeVar
 
 from gcore_controller.errors import (
-    CollectiveAbandonedError,
-    CollectiveMismatchError,
-    ConcurrentCollectivesError,
+    CollectiveError,
     ControllerError,
 )
 
@@ -87,9 +85,9 @@ class CallLog:
         self._is_closed = True
 
     def check_open(self, op: str) -> None:
-        """Raise `CollectiveMismatchError` if the program has returned: the call comes from a task that it left."""
+        """Raise `CollectiveError` if the program has returned: the call comes from a task that it left."""
         if self._is_closed:
-            raise CollectiveMismatchError(
+            raise CollectiveError(
                 f"rank {self._rank} called {op} after its program had returned: await or cancel tasks that use "
                 "collectives before the program returns"
             )
@@ -102,12 +100,12 @@ class CallLog:
             raise copy_error(channel.error)
         call = CollectiveCall(channel_name, channel.num_calls, op)
         if channel.current is not None:
-            raise ConcurrentCollectivesError(
+            raise CollectiveError(
                 f"rank {self._rank} called {op} while its {channel.current} was in flight: a channel carries one "
                 "collective at a time; give each concurrent task a channel of its own with ctx.group.channel(name)"
             )
         if channel.abandoned is not None:
-            raise CollectiveAbandonedError(
+            raise CollectiveError(
                 f"rank {self._rank} called {call} after its {channel.abandoned} was cancelled, by a timeout or with "
                 "its task: its calls no longer correspond to those of the other ranks, so the channel cannot be used "
                 "any more; limit the whole run with timeout_s instead, or use a new channel on every rank"
@@ -119,12 +117,12 @@ class CallLog:
         channel.current = call
         return call
 
-    def missing(self, call: CollectiveCall) -> CollectiveMismatchError | None:
+    def missing(self, call: CollectiveCall) -> CollectiveError | None:
         """Return the error of a call that cannot complete because another rank's program has returned, if so."""
         for rank, num_calls in self._returned.items():
             count = num_calls.get(call.channel, 0)
             if count <= call.sequence:
-                return CollectiveMismatchError(
+                return CollectiveError(
                     f"rank {self._rank} waits in {call} for rank {rank}, whose program has returned after {count} "
                     f"collective{'s' * (count != 1)} on that channel; {_SAME_CALLS}"
                 )
@@ -141,6 +139,10 @@ class CallLog:
         """Refuse further calls on a channel with this error, unless it has failed before."""
         channel = self._channels[channel_name]
         channel.error = channel.error or error
+
+    def is_abandoned(self, channel_name: str) -> bool:
+        """Return whether the program has left a call of the channel, and still runs."""
+        return self._channels[channel_name].abandoned is not None and not self._is_closed
 
     def has_failed(self, channel_name: str) -> bool:
         return self._channels[channel_name].error is not None
@@ -189,11 +191,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
-def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveMismatchError:
+def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveError:
     """Return the error for ranks whose calls in the same collective differ."""
     called = ", ".join(f"rank {rank} called {call.op}" for rank, call in sorted(calls.items()))
     (collective,) = {call.place for call in calls.values()}
-    return CollectiveMismatchError(f"{collective}: {called}; {_SAME_CALLS}")
+    return CollectiveError(f"{collective}: {called}; {_SAME_CALLS}")
 
 
 def copy_error(error: ControllerError) -> ControllerError:
@@ -214,12 +216,12 @@ class TicketCounters(Counter[str]):
 class Collectives(ABC):
     """Communication between the controllers, which must all make the same calls in the same order.
 
-    A call returns when every controller has made it. Calls that differ raise `CollectiveMismatchError` on every rank
+    A call returns when every controller has made it. Calls that differ raise `CollectiveError` on every rank
     that takes part, as does a call that waits for a controller whose program has returned. After an error the channel
     cannot be used any more: every later call on it raises the same error.
 
     A call that is cancelled on one rank, for instance by a timeout, still counts: the other ranks complete theirs. That
-    rank's next call on the channel raises `CollectiveAbandonedError`, because its calls no longer correspond to those
+    rank's next call on the channel raises `CollectiveError`, because its calls no longer correspond to those
     of the others.
 
     Values belong to all ranks that receive them: in one process (runtimes inline and sim) objects are passed by
@@ -314,7 +316,7 @@ class Collectives(ABC):
             abandoned = True
             raise
         except ControllerError as error:
-            is_refused = call is None and not isinstance(error, CollectiveAbandonedError)
+            is_refused = call is None and not self._log.is_abandoned(self._channel)
             if not is_refused and not self._log.has_failed(self._channel):
                 self._fail_everywhere(self._channel, error)
             raise
@@ -322,7 +324,7 @@ class Collectives(ABC):
             what = (
                 f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
             )
-            self._fail(self._channel, CollectiveAbandonedError(what))
+            self._fail(self._channel, CollectiveError(what))
             raise
         finally:
             if call is not None:

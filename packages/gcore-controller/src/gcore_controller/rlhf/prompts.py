@@ -13,7 +13,7 @@ from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import StageTimer
-from gcore_controller.errors import StateError
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.permutation import FeistelPermutation
 
 RowT = TypeVar("RowT")
@@ -137,16 +137,16 @@ class PromptLoader(Generic[RowT]):
         """Continue where `state` was taken, with any number of controllers.
 
         Raises:
-            StateError: it was taken on a data set of another size, or another shuffle.
+            ControllerError: it was taken on a data set of another size, or another shuffle.
         """
         for name in ("num_rows", "seed"):
             expected = self.state()[name]
             if state[name] != expected:
-                raise StateError(
+                raise ControllerError(
                     f"{name} of the saved position is {state[name]}; expected {expected}, as this data set has"
                 )
         if state["cursor"] < 0:
-            raise StateError(
+            raise ControllerError(
                 f"cursor of the saved position is {state['cursor']}; expected 0 or more"
             )
         self.cursor = state["cursor"]

@@ -17,7 +17,7 @@ from gcore_controller.context import (
     on_wall_clock,
     seconds_by_stage,
 )
-from gcore_controller.errors import RewardFailuresError
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.batch_producer import BatchProducer
 from gcore_controller.rlhf.events import (
     Evaluated,
@@ -87,7 +87,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         """Run from the first step to the last.
 
         Raises:
-            RewardFailuresError: too large a share of the last reward calls failed.
+            ControllerError: too large a share of the last reward calls failed.
         """
         ctx = self.ctx
         config = self.config
@@ -373,7 +373,7 @@ class _RewardFailures:
         if num_calls < _MIN_CALLS or num_failed <= self._max_share * num_calls:
             return
         worst = self._worst
-        raise RewardFailuresError(
+        raise ControllerError(
             f"{num_failed} of the last {num_calls} rewards failed; expected at most a share of "
             f"reward_calls.max_failed_share = {self._max_share:g}. The most frequent error: {worst.kind}: "
             f"{worst.message or 'no message'}"

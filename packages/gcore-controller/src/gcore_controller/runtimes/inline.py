@@ -28,7 +28,7 @@ from gcore_controller.context import (
     run_program,
     run_until_done,
 )
-from gcore_controller.errors import ControllerError, DeadlineError
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.events import Recorder
 from gcore_controller.runtimes.backend import Recovery
 from gcore_controller.trainer_client import (
@@ -112,7 +112,7 @@ class InlineGroup:
                     _raise_in(future, copy_error(error))
 
     def returned(self, rank: int) -> None:
-        """Record that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
+        """Record that a rank's program has returned; calls that would wait for it raise `CollectiveError`."""
         self._returned[rank] = self.logs[rank].num_calls
         self.logs[rank].close()
         for key, current in list(self._rounds.items()):
@@ -171,9 +171,9 @@ async def run_inline(
         reported: called with the rank and the value of every `Context.report`.
 
     Raises:
-        CollectiveMismatchError: controllers made different calls, or one returned while others wait for it.
-        DeadlineError: the run took longer; it says where each controller was, and for whom collectives waited.
-        ProgramExitedError: a program called `sys.exit` or cancelled itself.
+        CollectiveError: controllers made different calls, or one returned while others wait for it.
+        ControllerError: the run took longer; it says where each controller was, and for whom collectives waited.
+        ControllerError: a program called `sys.exit` or cancelled itself.
         Exception: the first controller's error; the other controllers are cancelled.
     """
     return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(
@@ -226,7 +226,7 @@ class InlineRun(Generic[RolesT, ResultT]):
 
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
-        raise DeadlineError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
+        raise ControllerError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
 
     def whereabouts(self) -> str:
         """Describe where each controller is now."""

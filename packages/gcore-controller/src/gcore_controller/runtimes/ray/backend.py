@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import ray
 
@@ -14,7 +14,6 @@ from gcore_controller.context import Context, run_until_done
 from gcore_controller.errors import (
     ClusterError,
     ControllerDiedError,
-    ControllerError,
     RankCodeError,
     RankError,
 )
@@ -29,8 +28,8 @@ from gcore_controller.rlhf.events import (
 from gcore_controller.runtimes.backend import LENT, Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import (
-    CapacityChangedError,
     CapacityWatch,
+    ClusterChangedError,
     check_capacity,
     free_resources,
 )
@@ -73,10 +72,6 @@ class Placement(Protocol):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
         ...
-
-
-class PlacementMovedError(ControllerError):
-    """Engines are to change their role in a way for which the program of the controllers starts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +174,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                 "they were started again" if self.config.sizes.engines else "connecting again",
             ),
             (RankError, "all training ranks were started again"),
-            ((CapacityChangedError, PlacementMovedError), ""),
+            (ClusterChangedError, ""),
         )
         done = next((remedy for kinds, remedy in remedies if isinstance(error, kinds)), None)
         if done is None:
@@ -193,10 +188,13 @@ class RayBackend(Generic[JobT, ConfigT]):
             await self.after_end()
         if self._capacity.fitting_sizes != before:
             done = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
+        cause: Literal["failure", "swap"] = "failure"
+        if isinstance(error, ClusterChangedError) and error.is_swap:
+            cause = "swap"
         return Recovery(
             message=f"{error}; {done}" if done else str(error),
             keeps_models=keeps_models,
-            cause="swap" if isinstance(error, PlacementMovedError) else "failure",
+            cause=cause,
         )
 
     async def close(self) -> None:
@@ -212,7 +210,7 @@ class RayBackend(Generic[JobT, ConfigT]):
             ray.shutdown()
 
     async def _take_in(self, recorder: Recorder, rank: int, event: Event) -> None:
-        """Record an event; raise `CapacityChangedError` or `PlacementMovedError` if that calls for other processes."""
+        """Record an event; raise `ClusterChangedError` if that calls for other processes."""
         del rank
         placement = self._placement
         if isinstance(event, str):
@@ -241,7 +239,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                 sizes = placement.sizes
                 now = self.config.sizes
                 if sizes != now:
-                    raise PlacementMovedError(_move(now, sizes))
+                    raise ClusterChangedError(_move(now, sizes), is_swap=True)
 
     async def _arrange_engines(self, sizes: Sizes) -> None:
         """Have the controllers bring the engines of their roles to the sizes, if all of them have some of each role.
@@ -278,7 +276,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                 return await run_until_done(
                     self._resize(config, keeps_models=keeps_models), self._watch_capacity()
                 )
-            except CapacityChangedError:
+            except ClusterChangedError:
                 keeps_models = False
 
     async def _resize(self, config: ConfigT, *, keeps_models: bool) -> bool:
@@ -343,7 +341,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         )
 
     async def _watch_capacity(self) -> None:
-        """Raise `CapacityChangedError` once not all processes fit any more."""
+        """Raise `ClusterChangedError` once not all processes fit any more."""
         while True:
             loss = await self._capacity.loss(self.config.sizes)
             # In the middle of an update the ranks find it out; otherwise the step is completed.

@@ -27,7 +27,7 @@ from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue,
 from ray.exceptions import AuthenticationError, ObjectLostError, RayError
 
 from gcore_controller.context import Reference, nbytes_of
-from gcore_controller.errors import ClusterError, ControllerError, ReferenceLostError
+from gcore_controller.errors import ClusterError, ControllerError
 from gcore_controller.runtimes.backend import SizedConfig, Sizes
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class RayReference(Generic[T]):
         try:
             return await self.object_ref
         except ObjectLostError as error:
-            raise ReferenceLostError(
+            raise ControllerError(
                 f"a value of {self.nbytes} bytes is lost, for the process that put it or its node has ended"
             ) from error
 
@@ -205,8 +205,13 @@ def free_resources() -> str:
     return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
 
 
-class CapacityChangedError(ControllerError):
-    """Nodes have left or joined, and the run has to continue in another size."""
+class ClusterChangedError(ControllerError):
+    """The run has to continue with other processes: nodes have left or joined, or engines are to change their role."""
+
+    def __init__(self, message: str, *, is_swap: bool = False) -> None:
+        super().__init__(message)
+        self.is_swap = is_swap
+        """Whether nothing was lost, and engines are to change their role in a way for which programs start again."""
 
 
 def _alive_nodes() -> dict[str, Node]:
@@ -319,7 +324,7 @@ class CapacityWatch:
             else f"the cluster has capacity for {self.fitting_sizes}, of {sizes}"
         )
 
-    async def loss(self, sizes: Sizes) -> CapacityChangedError:
+    async def loss(self, sizes: Sizes) -> ClusterChangedError:
         """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
         while True:
             await asyncio.sleep(_POLL_EVERY_S)
@@ -332,10 +337,10 @@ class CapacityWatch:
                 and self._config.ray.elastic
                 and not has_capacity(nodes.values(), self._config, sizes)
             ):
-                return CapacityChangedError(f"node {', '.join(lost)} was lost")
+                return ClusterChangedError(f"node {', '.join(lost)} was lost")
 
     def check_growth(self) -> None:
-        """Raise `CapacityChangedError` if nodes joined some seconds ago, and larger sizes fit."""
+        """Raise `ClusterChangedError` if nodes joined some seconds ago, and larger sizes fit."""
         names, since_s = self._last_change
         if (
             not self.shortfall
@@ -346,4 +351,4 @@ class CapacityWatch:
         nodes = _alive_nodes()
         if largest(nodes.values(), self._config) != self.fitting_sizes:
             joined = ", ".join(name for name in nodes if name not in self._nodes)
-            raise CapacityChangedError(f"node {joined} has joined")
+            raise ClusterChangedError(f"node {joined} has joined")

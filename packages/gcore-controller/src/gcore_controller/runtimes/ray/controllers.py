@@ -28,9 +28,9 @@ from gcore_controller.context import (
 )
 from gcore_controller.errors import (
     ClusterError,
-    CollectiveMismatchError,
+    CollectiveError,
     ControllerDiedError,
-    DeadlineError,
+    ControllerError,
     UnpicklableValueError,
 )
 from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time, cause_of
@@ -104,9 +104,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self, count: int, counter: str, limit: int | None, run_number: int
     ) -> range:
         if run_number != self._run_number:
-            raise CollectiveMismatchError(
-                "take_tickets was called by a task of a run that has ended"
-            )
+            raise CollectiveError("take_tickets was called by a task of a run that has ended")
         return self._tickets.take(count, counter, limit)
 
     async def next_report(self) -> Any:
@@ -384,7 +382,7 @@ class RayControllers:
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
         where = describe(dict(enumerate(await self._whereabouts())))
-        raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
+        raise ControllerError(f"the run is not done after {timeout_s} s: {where}")
 
     async def _whereabouts(self) -> list[Whereabouts | None]:
         """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
