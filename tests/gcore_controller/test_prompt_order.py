@@ -2,13 +2,13 @@
 
 import tracemalloc
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
 
-from gcore_controller import FeistelPermutation, Joined, Mixture, PromptLoader
-from gcore_controller.rlhf.prompts import ShardedSampler
+from gcore_controller import Joined, Mixture, PromptLoader
+from gcore_controller.rlhf.permutation import FeistelPermutation
 
 
 @given(st.integers(1, 700), st.integers(0, 2**40), st.integers(0, 5))
@@ -106,4 +106,5 @@ def test_up_to_a_million_rows_the_order_is_numpys() -> None:
 
     for num_rows in (1000, 2**20):
         expected = np.random.default_rng([7, 0]).permutation(num_rows)[:100].tolist()
-        assert list(islice(ShardedSampler(num_rows, seed=7, rank=0, world_size=1), 100)) == expected
+        taken = PromptLoader(range(num_rows), seed=7).take(100)
+        assert [row for _, row in taken] == expected

@@ -16,7 +16,7 @@ from ray.experimental import get_object_locations
 from runtimes import AnyProgram, Ctx, Run, inline, over_messages
 
 from gcore_controller import Context, Reference, run_simulated
-from gcore_controller.context import HeldReference, nbytes_of
+from gcore_controller.context import nbytes_of
 from gcore_controller.errors import ControllerError
 from gcore_controller.runtimes.ray import RayReference, put, run_ray
 
@@ -104,7 +104,7 @@ class Image:
 )
 def test_the_size_is_that_of_the_bytes_in_it(value: object, nbytes: int) -> None:
     assert nbytes_of(value) == nbytes
-    assert HeldReference(value).nbytes == nbytes
+    assert Reference(value).nbytes == nbytes
 
 
 class Service:
@@ -172,7 +172,7 @@ async def test_bytes_move_only_to_who_gets_them(producer: Any, consumer: Any) ->
 async def places_of(reference: Any) -> set[str]:
     """Ids of the nodes whose object store holds the value."""
     assert isinstance(reference, RayReference)
-    [found] = (await asyncio.to_thread(get_object_locations, [reference.object_ref])).values()
+    [found] = (await asyncio.to_thread(get_object_locations, [reference.value])).values()
     return set(found["node_ids"])
 
 

@@ -42,12 +42,7 @@ from .rlhf.modality import (
     TrainingBatch as TrainingBatch,
     Wave as Wave,
 )
-from .rlhf.permutation import FeistelPermutation as FeistelPermutation
-from .rlhf.prompts import (
-    PromptLoader as PromptLoader,
-    ShardedSampler as ShardedSampler,
-    SharedPrompts as SharedPrompts,
-)
+from .rlhf.prompts import PromptLoader as PromptLoader, SharedPrompts as SharedPrompts
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import (
     LENT as LENT,

@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.errors import ControllerError
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 RolesT = TypeVar("RolesT")
 OtherRolesT = TypeVar("OtherRolesT")
 ResultT = TypeVar("ResultT")
@@ -178,34 +177,26 @@ def on_wall_clock(spans: Iterable[Span], now_s: float, wall_clock: Clock = time.
     ]
 
 
-class Reference(Protocol[T_co]):
-    """A small, picklable handle of a value stored elsewhere, which is read-only."""
+@dataclass(frozen=True)
+class Reference(Generic[T]):
+    """A handle of a read-only value; where controllers and services share a process, it holds the value itself.
+
+    On Ray it is small and can be pickled: the value is in an object store.
+    """
+
+    value: Any
 
     @property
     def nbytes(self) -> int:
         """Size of the value, as `nbytes_of` counts it."""
-        ...
+        return nbytes_of(self.value)
 
-    async def get(self) -> T_co:
+    async def get(self) -> T:
         """Return the value.
 
         Raises:
             ControllerError: the process that put the value, or its node, was lost.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class HeldReference(Generic[T]):
-    """A reference that holds the value itself, for controllers and services that share a process."""
-
-    value: T
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes_of(self.value)
-
-    async def get(self) -> T:
         return self.value
 
 
@@ -243,7 +234,7 @@ class Context(Generic[RolesT]):
     """Seconds of the runtime's clock, real or simulated."""
     wall_clock: Clock = time.time
     """Seconds of the clock that spans are recorded by: UTC, or simulated."""
-    put: Callable[[Any], Reference[Any]] = HeldReference
+    put: Callable[[Any], Reference[Any]] = Reference
     """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
     reported: Reported = refuse_report
     notices: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue[Any])

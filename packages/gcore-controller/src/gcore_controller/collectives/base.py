@@ -203,14 +203,14 @@ def copy_error(error: ControllerError) -> ControllerError:
     return type(error)(*error.args)
 
 
-class TicketCounters(Counter[str]):
-    """The next numbers of one rank's counters, by name."""
-
-    def take(self, count: int, counter: str, limit: int | None) -> range:
-        """See `Collectives.take_tickets`."""
-        start = self[counter]
-        self[counter] = start + count if limit is None else max(start, min(start + count, limit))
-        return range(start, self[counter])
+def take_tickets(counters: Counter[str], count: int, counter: str, limit: int | None) -> range:
+    """Take from one rank's counters, the next numbers by name; see `Collectives.take_tickets`."""
+    start = counters[counter]
+    end = start + count
+    if limit is not None:
+        end = max(start, min(end, limit))
+    counters[counter] = end
+    return range(start, end)
 
 
 class Collectives(ABC):

@@ -1,6 +1,9 @@
-"""A permutation of any size that takes no memory."""
+"""Permutations of the rows of a data set; those of large ones take no memory."""
+
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
@@ -18,10 +21,8 @@ class FeistelPermutation:
     def __init__(self, num_rows: int, *, seed: int, epoch: int = 0) -> None:
         self._num_rows = num_rows
         self._half = max((num_rows - 1).bit_length() + 1, 2) // 2
-        self._keys = [
-            int(key)
-            for key in np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
-        ]
+        seeds = np.random.SeedSequence([seed, epoch])
+        self._keys: list[int] = seeds.generate_state(_ROUNDS, np.uint64).tolist()
 
     def __len__(self) -> int:
         return self._num_rows
@@ -50,3 +51,11 @@ def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
+
+
+@lru_cache(maxsize=16)
+def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64] | FeistelPermutation:
+    """Return the order of the rows in an epoch; of more than 2**20 rows it is computed entry by entry."""
+    if num_rows > 2**20:
+        return FeistelPermutation(num_rows, seed=seed, epoch=epoch)
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -1,6 +1,7 @@
 """The `inline` runtime: controllers are tasks of one event loop, and share services and a trainer group."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
@@ -10,10 +11,10 @@ from gcore_controller.collectives.base import (
     CallLog,
     CollectiveCall,
     Collectives,
-    TicketCounters,
     copy_error,
     describe,
     mismatch,
+    take_tickets,
 )
 from gcore_controller.context import (
     Context,
@@ -73,7 +74,7 @@ class InlineGroup:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
         self.world_size = world_size
-        self.tickets = [TicketCounters() for _ in range(world_size)]
+        self.tickets = [Counter[str]() for _ in range(world_size)]
         self._rounds: dict[tuple[str, int], _Round] = {}
         self._returned: dict[int, dict[str, int]] = {}
         self.logs = [CallLog(rank, self._returned) for rank in range(world_size)]
@@ -150,7 +151,7 @@ class InlineCollectives(Collectives):
         return [of_rank[self.rank] for of_rank in sent]
 
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
-        return self._group.tickets[at].take(count, counter, limit)
+        return take_tickets(self._group.tickets[at], count, counter, limit)
 
     def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
         self._group.fail(channel, error)

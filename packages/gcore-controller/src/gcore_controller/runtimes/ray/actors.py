@@ -4,17 +4,16 @@ import asyncio
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from gcore_controller.errors import ControllerError
+from gcore_controller.errors import ControllerDiedError, ControllerError
 from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.devices import ReservedDevice
 
@@ -41,26 +40,34 @@ ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 
 
 @dataclass(frozen=True)
-class ActorGroup(ABC):
-    """Actors that are called together; they have a method ``is_alive`` that answers whatever they do."""
+class ActorGroup:
+    """Actors that are called together, such as the controllers of a run.
 
-    noun: ClassVar[str]
-    """The word for one of them."""
-    death_error: ClassVar[type[ControllerError]]
+    They have a method ``is_alive`` that answers whatever they do.
+    """
 
-    heartbeat_timeout_s: float = field(default=120.0, kw_only=True)
-    """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
     actors: Sequence[Any] = ()
     locations: Sequence[str] = ()
     """Process and node of each actor, in words; empty: they have not started."""
+    _: KW_ONLY
+    noun: str = "controller"
+    """The word for one of them."""
+    death_error: type[ControllerError] = ControllerDiedError
+    heartbeat_timeout_s: float = 120.0
+    """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
 
-    @abstractmethod
     def failure(self, rank: int, error: BaseException) -> BaseException:
         """Return the error to raise where a call of an actor raised this one."""
+        cause = cause_of(error)
+        cause.add_note(f"raised by {self.name(rank)}:\n{error}")
+        return cause
 
     def name(self, rank: int) -> str:
         """Return which actor it is, and where."""
-        return f"{self.noun} {rank}, {self.locations[rank] if self.locations else 'which had not started'},"
+        location = "which had not started"
+        if self.locations:
+            location = self.locations[rank]
+        return f"{self.noun} {rank}, {location},"
 
     def death(self, rank: int, error: RayActorError) -> ControllerError:
         """Return the error that says how an actor died."""

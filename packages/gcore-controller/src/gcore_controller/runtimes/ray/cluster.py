@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -162,16 +162,22 @@ def _token(error: AuthenticationError) -> str:
 
 
 @dataclass(frozen=True)
-class RayReference(Generic[T]):
-    """A reference to a value in Ray's object stores; it lives as long as a reference and the process that put it."""
+class RayReference(Reference[T]):
+    """A reference to a value in Ray's object stores; it lives as long as a reference and the process that put it.
 
-    object_ref: Any
-    nbytes: int
+    Its ``value`` is the reference of Ray.
+    """
+
+    num_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_bytes
 
     async def get(self) -> T:
         """Return the value; its arrays are read-only, and not copied if they are on this node."""
         try:
-            return await self.object_ref
+            return await self.value
         except ObjectLostError as error:
             raise ControllerError(
                 f"a value of {self.nbytes} bytes is lost, for the process that put it or its node has ended"

@@ -2,9 +2,9 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gcore_controller.collectives.base import TicketCounters, Whereabouts, describe
+from gcore_controller.collectives.base import Whereabouts, describe, take_tickets
 from gcore_controller.collectives.peer import Message, PeerCollectives
 from gcore_controller.context import (
     Context,
@@ -33,7 +33,7 @@ from gcore_controller.errors import (
     ControllerError,
     UnpicklableValueError,
 )
-from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time, cause_of
+from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time
 from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_resources, put
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
     def _begin(self, peers: Sequence[Any], number: int) -> None:
         self._peers = list(peers)
         self._run_number = number
-        self._tickets = TicketCounters()
+        self._tickets: Counter[str] = Counter()
         # A task that is left over from an earlier run must not interfere with this one.
         self._collectives = PeerCollectives(
             self._rank,
@@ -105,7 +105,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
     ) -> range:
         if run_number != self._run_number:
             raise CollectiveError("take_tickets was called by a task of a run that has ended")
-        return self._tickets.take(count, counter, limit)
+        return take_tickets(self._tickets, count, counter, limit)
 
     async def next_report(self) -> Any:
         """Let the last report return, and wait for the next value that the program reports."""
@@ -180,19 +180,6 @@ async def run_ray(
         return await controllers.run(program, roles=roles, timeout_s=timeout_s, reported=reported)
     finally:
         await controllers.close()
-
-
-@dataclass(frozen=True)
-class _Controllers(ActorGroup):
-    """The controllers of one run."""
-
-    noun = "controller"
-    death_error = ControllerDiedError
-
-    def failure(self, rank: int, error: BaseException) -> BaseException:
-        cause = cause_of(error)
-        cause.add_note(f"raised by {self.name(rank)}:\n{error}")
-        return cause
 
 
 class RayControllers:
@@ -351,7 +338,7 @@ class RayControllers:
     async def _wait_until_started(self) -> None:
         calls = {rank: actor.is_alive.remote() for rank, actor in enumerate(self._controllers)}
         what = f"{self._world_size} controllers did not all start"
-        await _in_time(_Controllers(self._controllers).answers(calls), self._start_timeout_s, what)
+        await _in_time(ActorGroup(self._controllers).answers(calls), self._start_timeout_s, what)
 
     def _start_controller(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
@@ -370,14 +357,15 @@ class RayControllers:
             scheduling_strategy=strategy,
         ).remote(rank, self._world_size)
 
-    async def _introduce(self) -> _Controllers:
+    async def _introduce(self) -> ActorGroup:
         actors = list(self._controllers)
         calls = {
             rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)
         }
         what = f"{self._world_size} controllers did not all start"
-        locations = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
-        return _Controllers(actors, [*locations.values()])
+        answers = ActorGroup(actors).answers(calls)
+        locations = await _in_time(answers, self._start_timeout_s, what)
+        return ActorGroup(actors, [*locations.values()])
 
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, rank_name
-from gcore_controller.errors import ClusterError, RankCodeError, RankError
+from gcore_controller.errors import ClusterError, ControllerError, RankCodeError, RankError
 from gcore_controller.runtimes.ray.actors import HEARTBEAT_EVERY_S, ActorGroup, Heartbeats, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.runtimes.ray.devices import ReservedDevice
@@ -91,7 +91,7 @@ class TrainingRank:
         assert self._worker is not None
         if isinstance(message, Computation):
             # They are read where they lie.
-            batches = ray.get([batch.object_ref for batch in message.micro_batches])
+            batches = ray.get([batch.value for batch in message.micro_batches])
             message = replace(message, micro_batches=batches)
         return message(self._worker)
 
@@ -112,9 +112,8 @@ class TrainingRank:
 class RankHandles(ActorGroup):
     """The ranks of a group, for the processes that ask them."""
 
-    noun = "training rank"
-    death_error = RankError
-
+    noun: str = "training rank"
+    death_error: type[ControllerError] = RankError
     replicas: Mapping[str, Sequence[Replica]] = field(default_factory=dict[str, Sequence[Replica]])
     """The replica of each rank, by role."""
     expected_errors: tuple[type[Exception], ...] = ()
