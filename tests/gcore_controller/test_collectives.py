@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 from runtimes import Ctx, Run, inline, over_messages, simulated
 
-from gcore_controller import Collectives, InlineCollectives, InlineGroup
+from gcore_controller import Collectives, InlineCollectives
 from gcore_controller.collectives.peer import Message, Part, PeerCollectives, PeerFailed
 from gcore_controller.errors import (
     CollectiveError,
@@ -23,6 +23,7 @@ from gcore_controller.errors import (
     StuckError,
     UnpicklableValueError,
 )
+from gcore_controller.runtimes.inline import InlineGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 

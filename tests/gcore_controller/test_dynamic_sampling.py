@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gcore_controller import Context, DynamicSampler, PromptLoader, SampledBatch, run_inline
+from gcore_controller import Context, DynamicSampler, PromptLoader, run_inline
+from gcore_controller.rlhf.modality import SampledBatch
 
 
 @dataclass(frozen=True)

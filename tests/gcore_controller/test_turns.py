@@ -22,11 +22,11 @@ from gcore_controller import (
     RLHFConfig,
     RLHFLoop,
     RunStart,
-    SharedTrainerClient,
     StageTimer,
     Stepped,
     run_simulated,
 )
+from gcore_controller.runtimes.inline import SharedTrainerClient
 
 CONFIG = RLHFConfig(
     total_steps=3, train_batch_size=6, test_freq=2, filter_groups=True, max_num_gen_batches=8

@@ -25,8 +25,9 @@ from process_tree import descendants, left_after
 from ray.cluster_utils import Cluster
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import RankError, RayTrainerGroup, make_announcer
+from gcore_controller import RankError, make_announcer
 from gcore_controller.rlhf.events import Event
+from gcore_controller.runtimes.ray import RayTrainerGroup
 from gcore_llm.config import TrainConfig, TrainerConfig
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
 

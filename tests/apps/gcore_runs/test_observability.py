@@ -33,15 +33,9 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
-from gcore_controller import (
-    Context,
-    DeviceTimers,
-    DeviceWork,
-    SharedTrainerClient,
-    Span,
-    on_wall_clock,
-    run_inline,
-)
+from gcore_controller import Context, DeviceTimers, DeviceWork, Span, run_inline
+from gcore_controller.context import on_wall_clock
+from gcore_controller.runtimes.inline import SharedTrainerClient
 from gcore_llm.cli import main, own_data
 from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS

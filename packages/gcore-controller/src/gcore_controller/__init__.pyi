@@ -7,13 +7,10 @@ from .context import (
     Reference as Reference,
     Span as Span,
     StageTimer as StageTimer,
-    on_wall_clock as on_wall_clock,
     seconds_by_stage as seconds_by_stage,
 )
 from .errors import (
     ClusterError as ClusterError,
-    CollectiveError as CollectiveError,
-    ControllerDiedError as ControllerDiedError,
     ControllerError as ControllerError,
     RankCodeError as RankCodeError,
     RankError as RankError,
@@ -34,29 +31,22 @@ from .rlhf.modality import (
     Generated as Generated,
     Modality as Modality,
     Prepared as Prepared,
-    PromptGroup as PromptGroup,
     RLHFConfig as RLHFConfig,
-    RLHFRoles as RLHFRoles,
     RunStart as RunStart,
-    SampledBatch as SampledBatch,
     TrainingBatch as TrainingBatch,
     Wave as Wave,
 )
-from .rlhf.prompts import PromptLoader as PromptLoader, SharedPrompts as SharedPrompts
+from .rlhf.prompts import PromptLoader as PromptLoader
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import (
     LENT as LENT,
     Backend as Backend,
-    Recovery as Recovery,
-    SizedConfig as SizedConfig,
     Sizes as Sizes,
 )
 from .runtimes.inline import (
     InlineBackend as InlineBackend,
     InlineCollectives as InlineCollectives,
-    InlineGroup as InlineGroup,
     InProcessTrainerGroup as InProcessTrainerGroup,
-    SharedTrainerClient as SharedTrainerClient,
     run_inline as run_inline,
     share_trainer as share_trainer,
 )
@@ -65,12 +55,9 @@ from .runtimes.ray import (
     ActorRole as ActorRole,
     Handles as Handles,
     RayBackend as RayBackend,
-    RayControllers as RayControllers,
     RayTrainerClient as RayTrainerClient,
-    RayTrainerGroup as RayTrainerGroup,
     RoleActors as RoleActors,
     check_token as check_token,
-    connect as connect,
     connect_quietly as connect_quietly,
     count_cluster_gpus as count_cluster_gpus,
     run_ray as run_ray,
@@ -86,6 +73,5 @@ from .trainer_group import (
     State as State,
     TrainerGroup as TrainerGroup,
     TrainerSpec as TrainerSpec,
-    TrainerWorker as TrainerWorker,
     deal as deal,
 )

@@ -135,9 +135,10 @@ def _raise_in(future: "asyncio.Future[Any]", error: Exception) -> None:
 
 
 class InlineCollectives(Collectives):
-    """One controller's view of an `InlineGroup`; objects pass by reference."""
+    """One controller's view of an `InlineGroup`, by default alone; objects pass by reference."""
 
-    def __init__(self, group: InlineGroup, rank: int) -> None:
+    def __init__(self, group: InlineGroup | None = None, rank: int = 0) -> None:
+        group = group or InlineGroup(1)
         super().__init__(rank, group.world_size, group.logs[rank])
         self._group = group
 
