@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from gcore_controller.rlhf.permutation import permutation
+from gcore_controller.rlhf.permutation import shuffle_entry
 
 RowT = TypeVar("RowT")
 
@@ -79,8 +79,8 @@ class Mixture(Joined[RowT]):
         size = len(self.parts[part])
         epoch, entry = divmod(cycle * self.counts[part] + numbers[position], size)
         # Parts of one size would otherwise have one order.
-        order = permutation(size, seed + part * 2**32, epoch)
-        return self.first_row(part) + int(order[entry])
+        seed += part * 2**32
+        return self.first_row(part) + shuffle_entry(entry, size, seed=seed, epoch=epoch)
 
 
 @lru_cache(maxsize=4)

@@ -11,7 +11,7 @@ from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import StageTimer
 from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.mixture import Mixture
-from gcore_controller.rlhf.permutation import permutation
+from gcore_controller.rlhf.permutation import shuffle_entry
 
 RowT = TypeVar("RowT")
 
@@ -69,7 +69,7 @@ class PromptLoader(Generic[RowT]):
             return self.rows[self.rows.locate(prompt_index, self.seed)]
         num_rows = len(self.rows)
         epoch, entry = divmod(prompt_index, num_rows)
-        return self.rows[int(permutation(num_rows, self.seed, epoch)[entry])]
+        return self.rows[shuffle_entry(entry, num_rows, seed=self.seed, epoch=epoch)]
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
         """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
