@@ -6,6 +6,7 @@ a wave, to count.
 """
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from itertools import chain
@@ -59,12 +60,13 @@ class DynamicSampler(Generic[IndexedT]):
         mine = self.surplus
         self.surplus = []
         indices = await _gather_all(self.group, [g.prompt_index for g in mine])
-        num_waves = num_sampled = num_kept = 0
+        num_waves = 0
+        num_sampled = 0
+        num_kept = 0
         while len(indices) < quota and num_waves < self.max_waves:
             # What is missing over the acceptance rate, at most a whole quota.
-            wave_sampled = math.ceil(
-                min((quota - len(indices)) / max(self.acceptance, 1e-3), float(quota))
-            )
+            num_missing = (quota - len(indices)) / max(self.acceptance, 1e-3)
+            wave_sampled = math.ceil(min(num_missing, float(quota)))
             mine += await sample_wave(wave_sampled)
             num_before = len(indices)
             indices = await _gather_all(self.group, [g.prompt_index for g in mine])
@@ -76,10 +78,14 @@ class DynamicSampler(Generic[IndexedT]):
             accepted = min(num_new / wave_sampled, 1.0)
             self.acceptance += 0.3 * (accepted - self.acceptance)
         chosen = set(sorted(indices)[:quota])
-        mine.sort(key=lambda g: g.prompt_index)
-        self.surplus = [g for g in mine if g.prompt_index not in chosen]
+        groups: list[IndexedT] = []
+        for entry in sorted(mine, key=lambda g: g.prompt_index):
+            if entry.prompt_index in chosen:
+                groups.append(entry)
+            else:
+                self.surplus.append(entry)
         return SampledBatch(
-            groups=[g for g in mine if g.prompt_index in chosen],
+            groups=groups,
             num_groups=len(chosen),
             num_waves=num_waves,
             num_sampled=num_sampled,
@@ -110,7 +116,9 @@ async def exchange(
     """
     mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
     everyones = sorted(await _gather_all(group, mine))
-    parts = balance([cost for _, cost in everyones], group.world_size) if group.rank == 0 else None
+    parts = None
+    if group.rank == 0:
+        parts = balance([cost for _, cost in everyones], group.world_size)
     owners: dict[int, int] = {}
     for rank, part in enumerate(await group.broadcast(parts)):
         for i in part:
@@ -257,20 +265,21 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx = self.ctx
         config = self.config
-        planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
+        planned = TailWave(num_new=count)
+        if self._tail is not None:
+            planned = self._tail.next_wave(count)
         if self._report is not None and self._num_prompts:
             await self._report_wave(self._report)
         self._num_prompts += planned.num_new + len(planned.again)
         if config.partial_rollout:
-            groups = [
-                g if self._is_fresh(g.oldest_version) else self.modality.restarted(g)
-                for g in self._unfinished
-            ]
-            unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
+            unfinished: list[tuple[GroupT, PromptT]] = []
+            for group in self._unfinished:
+                if not self._is_fresh(group.oldest_version):
+                    group = self.modality.restarted(group)
+                unfinished.append((group, self._loader.row(group.prompt_index)))
             num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
-            prompts = self._loader.take(
-                max(0, math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished)
-            )
+            num_started = math.ceil(count * (1 + config.over_sample_rate))
+            prompts = self._loader.take(max(0, num_started - num_unfinished))
             quota = math.ceil(count / ctx.world_size)
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
@@ -290,16 +299,15 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
         # Controllers may have taken prompts from others: the numbers are right over all of them.
-        self._num_dropped += num_prompts - sum(
-            map(len, (generated.groups, generated.unfinished, generated.deferred))
-        )
+        self._num_dropped += num_prompts
+        self._num_dropped -= len(generated.groups) + len(generated.unfinished)
+        self._num_dropped -= len(generated.deferred)
         if self._tail is not None:
             longest = [self.modality.longest(group) for group in generated.groups]
             deferred: list[int] = []
             lengths: list[int] = []
-            for rank_deferred, rank_lengths in await ctx.group.all_gather(
-                (generated.deferred, longest)
-            ):
+            parts = await ctx.group.all_gather((generated.deferred, longest))
+            for rank_deferred, rank_lengths in parts:
                 deferred.extend(rank_deferred)
                 lengths.extend(rank_lengths)
             self._tail.record_wave(planned, deferred, lengths)
@@ -323,17 +331,14 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
         """Return this controller's prompts of a wave."""
         again = planned.again[self.ctx.rank :: self.ctx.world_size]
-        return [
-            *((index, self._loader.row(index)) for index in again),
-            *self._loader.take(planned.num_new),
-        ]
+        prompts = [(index, self._loader.row(index)) for index in again]
+        return prompts + self._loader.take(planned.num_new)
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""
-        return (
-            version is None
-            or 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
-        )
+        if version is None:
+            return True
+        return 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
 
     def _check_versions(self, groups: list[GroupT]) -> None:
         present = self.ctx.roles.policy.weight_version
@@ -349,28 +354,36 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Return metrics of what was sampled for this batch, over all controllers, kept or not."""
         # A batch whose groups all come from earlier surpluses has had no wave.
         groups = self._wave_groups if sampled.num_waves else sampled.groups
-        group_versions = [g.oldest_version for g in sampled.groups]
-        oldest = min((v for v in group_versions if v is not None), default=None)
-        counts = (len(groups), self._num_dropped, num_stale, len(self._unfinished))
-        part = await self.modality.sampled_part(self.ctx, groups)
-        versions, all_counts, parts = zip(
-            *await self.ctx.group.all_gather((oldest, counts, part)), strict=True
+        counts = Counter(
+            scored=len(groups),
+            dropped=self._num_dropped,
+            stale=num_stale,
+            unfinished=len(self._unfinished),
         )
-        num_scored, num_dropped, num_stale, num_unfinished = map(sum, zip(*all_counts, strict=True))
-        share = sampled.num_kept / max(num_scored + num_dropped, 1)
+        part = await self.modality.sampled_part(self.ctx, groups)
+        versions = {g.oldest_version for g in sampled.groups if g.oldest_version is not None}
+        all_counts: Counter[str] = Counter()
+        all_versions: set[int] = set()
+        parts: list[Any] = []
+        everyones = await self.ctx.group.all_gather((versions, counts, part))
+        for rank_versions, rank_counts, rank_part in everyones:
+            all_versions |= rank_versions
+            all_counts.update(rank_counts)
+            parts.append(rank_part)
+        acceptance = self._sampler.acceptance
+        if sampled.num_waves:
+            acceptance = sampled.num_kept / max(all_counts["scored"] + all_counts["dropped"], 1)
         metrics = {
             "sampling/waves": float(sampled.num_waves),
-            "sampling/acceptance": float(share if sampled.num_waves else self._sampler.acceptance),
+            "sampling/acceptance": acceptance,
             "sampling/groups": float(sampled.num_groups),
-            "sampling/stale_groups": float(num_stale),
+            "sampling/stale_groups": float(all_counts["stale"]),
             "sampling/epoch": self._loader.epoch,
         }
         if not self.modality.is_always_on_policy:
-            metrics["sampling/oldest_version"] = float(
-                min((v for v in versions if v is not None), default=0)
-            )
-            metrics["sampling/dropped_groups"] = float(num_dropped)
-            metrics["sampling/unfinished_groups"] = float(num_unfinished)
+            metrics["sampling/oldest_version"] = float(min(all_versions, default=0))
+            metrics["sampling/dropped_groups"] = float(all_counts["dropped"])
+            metrics["sampling/unfinished_groups"] = float(all_counts["unfinished"])
         if self._tail is not None:
             metrics |= self._tail.metrics()
         return metrics | self.modality.sampled_metrics(parts)

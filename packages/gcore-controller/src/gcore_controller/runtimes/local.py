@@ -25,6 +25,7 @@ from gcore_controller.trainer_group import (
     BatchT,
     Computation,
     Message,
+    Replica,
     SharedTrainerGroup,
     TrainerSpec,
     TrainerWorker,
@@ -162,9 +163,9 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         except KeyboardInterrupt:
             self._end(kill=True)
             raise
-        self._replicas = {
-            role: [replicas[role] for replicas in replicas_by_rank] for role in replicas_by_rank[0]
-        }
+        self._replicas: dict[str, list[Replica]] = {}
+        for role in replicas_by_rank[0]:
+            self._replicas[role] = [replicas[role] for replicas in replicas_by_rank]
 
     @property
     def num_replicas(self) -> int:
@@ -218,9 +219,10 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
                 # The next answers of the ranks are those to this call.
                 await asyncio.wait([asking])
                 raise
-        of_replica = dict(
-            zip((replica for replica, _ in reversed(replicas)), reversed(of_ranks), strict=True)
-        )
+        of_replica: dict[int, Any] = {}
+        for (replica, _), answer in zip(replicas, of_ranks, strict=True):
+            # All ranks of a replica have the same answer.
+            of_replica.setdefault(replica, answer)
         return parts, [of_replica[replica] for replica in range(len(parts))]
 
     def _ask_all(self, message: Message) -> Any:
@@ -264,11 +266,10 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         last_heartbeats = [0] * len(self._connections)
         num_silent = [0] * len(self._connections)
         while len(answers) < len(self._connections):
-            waiting = [
-                connection
-                for rank, connection in enumerate(self._connections)
-                if rank not in answers
-            ]
+            waiting: list[Any] = []
+            for rank, connection in enumerate(self._connections):
+                if rank not in answers:
+                    waiting.append(connection)
             ready = wait(waiting, timeout=_POLL_EVERY_S)
             for connection in ready:
                 rank = self._connections.index(connection)
@@ -285,7 +286,9 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         for rank, counter in enumerate(self._heartbeats):
             # A rank that has not started waits for imports.
             is_silent = counter.value == last[rank] and counter.value > 0
-            num_silent[rank] = num_silent[rank] + 1 if is_silent else 0
+            num_silent[rank] += 1
+            if not is_silent:
+                num_silent[rank] = 0
             last[rank] = counter.value
             if num_silent[rank] * _POLL_EVERY_S >= self._heartbeat_timeout_s:
                 pid = self._processes[rank].pid
@@ -311,11 +314,9 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
         self._end(kill=True)
         for dead, (process, code) in enumerate(zip(self._processes, codes, strict=True)):
             if code is not None:
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"ended with exit code {code}"
-                )
+                how = f"ended with exit code {code}"
+                if code < 0:
+                    how = f"was killed by {signal.Signals(-code).name}"
                 self._how_it_ended = f"training rank {dead} (process {process.pid}) {how}"
                 raise RankError(self._how_it_ended) from error
         assert error is not None

@@ -160,7 +160,11 @@ async def answers_in_time(calls: Iterable[Any]) -> list[Any]:
     replies = [future_of(call) for call in calls]
     if replies:
         await asyncio.wait(replies, timeout=_ANSWER_TIMEOUT_S)
-    return [reply.result() if reply.done() and not reply.exception() else None for reply in replies]
+    answers: list[Any] = []
+    for reply in replies:
+        has_answer = reply.done() and not reply.exception()
+        answers.append(reply.result() if has_answer else None)
+    return answers
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -170,8 +174,12 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _errors(replies: "Mapping[int, asyncio.Future[Any]]") -> dict[int, BaseException]:
     """Return the errors of those that are done."""
-    errors = {rank: reply.exception() for rank, reply in replies.items() if reply.done()}
-    return {rank: error for rank, error in errors.items() if error is not None}
+    errors: dict[int, BaseException] = {}
+    for rank, reply in replies.items():
+        error = reply.exception() if reply.done() else None
+        if error is not None:
+            errors[rank] = error
+    return errors
 
 
 def _is_death(error: BaseException) -> bool:
@@ -183,9 +191,10 @@ def _reason_of(error: RayActorError) -> str:
     """Return in a few words why an actor died."""
     if isinstance(error, ActorUnavailableError):
         return "it cannot be reached"
-    match = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
-    exit_type = next((g for g in match.groups() if g), "") if match else ""
-    return _DEATHS.get(exit_type) or str(error).strip().rpartition("\n")[2]
+    match = re.search(r"exit type: (\w+)", str(error))
+    if match is not None and match[1] in _DEATHS:
+        return _DEATHS[match[1]]
+    return str(error).strip().rpartition("\n")[2]
 
 
 @dataclass(eq=False)
@@ -226,68 +235,57 @@ class RoleActors(Generic[ConfigT]):
             LENT: sizes.num_lent,
             **sizes.judges,
         }
-        if self._is_in_turns and (
-            any(len(handles) != target_sizes[role] for role, handles in self.handles.items())
+        if self._is_in_turns:
+            present_sizes = {role: len(handles) for role, handles in self.handles.items()}
+            has_changed = present_sizes.items() - target_sizes.items()
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
-            or await self._have_moved()
-        ):
-            for judges in self._judges:
-                await self._end(judges)
-                judges.clear()
+            if has_changed or await self._have_moved():
+                for judges in self._judges:
+                    await self._end(judges)
+                    judges.clear()
         spare: list[Any] = []
         for role, handles in self.handles.items():
-            # Judges that are to share devices with engines give up their own.
-            num_kept = (
-                0
-                if role != "engine" and sizes.in_turns and not self._is_in_turns
-                else target_sizes[role]
-            )
+            num_kept = target_sizes[role]
+            if role != "engine" and sizes.in_turns and not self._is_in_turns:
+                # Judges that are to share devices with engines give up their own.
+                num_kept = 0
             if handles and len(handles) != num_kept:
-                answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
-                await self._end(
-                    [
-                        handle
-                        for handle, is_there in zip(handles, answers, strict=True)
-                        if not is_there
-                    ]
-                )
-                there = [
-                    handle for handle, is_there in zip(handles, answers, strict=True) if is_there
-                ]
-                handles[:] = there[:num_kept]
-                spare += there[num_kept:]
+                await self._end_dead(handles)
+                spare += handles[num_kept:]
+                del handles[num_kept:]
         self._is_in_turns = sizes.in_turns
         for role, handles in self.handles.items():
             while len(handles) < target_sizes[role]:
                 process = role, self._num_made[role]
                 factory = self.factory(role, config, process)
                 self._num_made[role] += 1
-                neighbour = (
-                    self.handles["engine"][len(handles)]
-                    if role != "engine" and sizes.in_turns
-                    else None
-                )
+                neighbour = None
+                if role != "engine" and sizes.in_turns:
+                    neighbour = self.handles["engine"][len(handles)]
                 if spare and neighbour is None:
                     handle = spare.pop().becoming(factory)
                 else:
                     handle = await self._start_actor(factory, config, neighbour)
-                is_fixed = sizes.in_turns or role == LENT
-                other_roles = (
-                    []
-                    if is_fixed
-                    else [
-                        other_role for other_role in self.handles if other_role not in (role, LENT)
-                    ]
-                )
-                handle = handle.lendable(
-                    role,
-                    {
-                        other_role: self.factory(other_role, config, process)
-                        for other_role in other_roles
-                    },
-                )
-                handles.append(handle)
+                other_engines: dict[ActorRole, Factory] = {}
+                if role != LENT and not sizes.in_turns:
+                    for other_role in self.handles:
+                        if other_role not in (role, LENT):
+                            other_engines[other_role] = self.factory(other_role, config, process)
+                handles.append(handle.lendable(role, other_engines))
         await self._end(spare)
+
+    async def _end_dead(self, handles: list[Any]) -> None:
+        """End the actors that do not answer, and remove them from the list."""
+        answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
+        dead: list[Any] = []
+        alive: list[Any] = []
+        for handle, answer in zip(handles, answers, strict=True):
+            if answer:
+                alive.append(handle)
+            else:
+                dead.append(handle)
+        await self._end(dead)
+        handles[:] = alive
 
     @property
     def _judges(self) -> list[list[Any]]:
@@ -302,10 +300,10 @@ class RoleActors(Generic[ConfigT]):
                 calls.append(judge.actor.__ray_call__.remote(_device))
                 calls.append(engine.actor.__ray_call__.remote(_device))
         devices = await answers_in_time(calls)
-        return any(
-            judge is None or engine is None or judge.node != engine.node
-            for judge, engine in zip(devices[::2], devices[1::2], strict=True)
-        )
+        for judge, engine in zip(devices[::2], devices[1::2], strict=True):
+            if judge is None or engine is None or judge.node != engine.node:
+                return True
+        return False
 
     async def devices(self) -> list[ReservedDevice]:
         """Return the devices of the actors once they have started, in the order of `SharedDevices.of`."""
@@ -314,9 +312,8 @@ class RoleActors(Generic[ConfigT]):
             # With one judge, the last engines of the policy become the last of the judge.
             handles += reversed([*chain.from_iterable(self._judges)])
         handles += self.handles.get(LENT, [])
-        return await asyncio.gather(
-            *(handle.actor.__ray_call__.remote(_device) for handle in handles)
-        )
+        calls = [handle.actor.__ray_call__.remote(_device) for handle in handles]
+        return await asyncio.gather(*calls)
 
     async def end_turn(self, *, timeout_s: float) -> None:
         """Put the engines on devices of ranks to sleep; those that do not answer in time have died."""
@@ -331,8 +328,9 @@ class RoleActors(Generic[ConfigT]):
     @property
     def _with_ranks(self) -> list[Any]:
         """The handles of the engines that take turns with ranks: the lent ones or, without any, those of all roles."""
-        roles = [LENT] if LENT in self.handles else [*self.handles]
-        return list(chain.from_iterable(self.handles[role] for role in roles))
+        if LENT in self.handles:
+            return self.handles[LENT]
+        return list(chain.from_iterable(self.handles.values()))
 
     async def _sleep(self, handle: Any, timeout_s: float) -> None:
         engine = await self.connect(handle, start_timeout_s=timeout_s)

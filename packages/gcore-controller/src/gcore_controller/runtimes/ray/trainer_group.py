@@ -161,8 +161,11 @@ class RayTrainerGroup(TrainerGroup):
         }
         actors: list[Any] = []
         for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
-            options = default_options if device is None else device.options
-            gpus = None if device is None else device.gpus
+            options = default_options
+            gpus = None
+            if device is not None:
+                options = device.options
+                gpus = device.gpus
             actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
         self.ranks = RankHandles(
             actors,
@@ -171,16 +174,13 @@ class RayTrainerGroup(TrainerGroup):
         )
         try:
             async with asyncio.timeout(timeout_s):
-                addresses = await self.ranks.answers(
-                    {rank: actor.place.remote() for rank, actor in enumerate(actors)}
-                )
-                self.ranks = replace(
-                    self.ranks, locations=[location for location, _ in addresses.values()]
-                )
+                calls = {rank: actor.place.remote() for rank, actor in enumerate(actors)}
+                addresses = await self.ranks.answers(calls)
+                locations = [location for location, _ in addresses.values()]
+                self.ranks = replace(self.ranks, locations=locations)
                 _, address = addresses[0]
-                joined = await self.ranks.answers(
-                    {rank: a.join.remote(*address) for rank, a in enumerate(actors)}
-                )
+                calls = {rank: actor.join.remote(*address) for rank, actor in enumerate(actors)}
+                joined = await self.ranks.answers(calls)
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
@@ -350,10 +350,9 @@ class RayTrainerClient(TrainerClient[BatchT]):
     async def _ask(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Return the answers of ranks, which are in this stage meanwhile."""
         with self.devices.stage(stage, *map(rank_name, messages)):
-            calls = {
-                rank: self._ranks.actors[rank].ask.remote(message)
-                for rank, message in messages.items()
-            }
+            calls: dict[int, Any] = {}
+            for rank, message in messages.items():
+                calls[rank] = self._ranks.actors[rank].ask.remote(message)
             return await self._ranks.answers(calls)
 
     async def _compute(
@@ -379,18 +378,16 @@ class RayTrainerClient(TrainerClient[BatchT]):
             return {}, [], []
         replicas = self._ranks.replicas[message.role]
         parts, messages = deal_message(replace(message, micro_batches=batches), costs, replicas)
-        size = self.group.world_size
-        own_ranks = [
-            rank for rank, (replica, _) in enumerate(replicas) if replica % size == self.group.rank
-        ]
+        own_messages: dict[int, Message] = {}
+        for rank, (replica, _) in enumerate(replicas):
+            if replica % self.group.world_size == self.group.rank:
+                own_messages[rank] = messages[rank]
         stage = "train" if message.method == "train_step" else "prepare"
-        answers = await self._ask(stage, {rank: messages[rank] for rank in own_ranks})
-        # All ranks of a replica have the same answer.
-        return (
-            {replicas[rank][0]: answer for rank, answer in reversed(answers.items())},
-            parts,
-            owners,
-        )
+        answers: dict[int, Any] = {}
+        for rank, answer in (await self._ask(stage, own_messages)).items():
+            # All ranks of a replica have the same answer.
+            answers.setdefault(replicas[rank][0], answer)
+        return answers, parts, owners
 
 
 def _scoring(role: str, micro_batches: Sequence[Any], *, with_routing: bool) -> Computation:
