@@ -222,15 +222,16 @@ def rank_failure(
     kinds = {base.__name__ for base in type(error).__mro__}
     is_loss = isinstance(error, ConnectionError) or not kinds.isdisjoint(_LOSSES)
     is_loss = is_loss or (isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None)
-    return RankError(message) if is_loss else RankCodeError(message)
+    if is_loss:
+        return RankError(message)
+    return RankCodeError(message)
 
 
 def _check_interfaces() -> None:
     """Raise `ClusterError` unless this machine has the network interfaces that gloo is to use."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     interfaces = [name for _, name in socket.if_nameindex()]
-    for name in names:
-        if name not in interfaces:
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in interfaces:
             raise ClusterError(
                 f"GLOO_SOCKET_IFNAME is {name!r}; expected an interface of {socket.gethostname()}: "
                 f"{', '.join(interfaces)}"
@@ -265,7 +266,9 @@ def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
     # The first replica to have the heavier one in a pass is the last in the next.
     parts: list[list[int]] = [[] for _ in range(num_replicas)]
     for n, start in enumerate(range(0, len(order), num_replicas)):
-        replicas = range(num_replicas) if n % 2 == 0 else reversed(range(num_replicas))
+        replicas = list(range(num_replicas))
+        if n % 2 == 1:
+            replicas.reverse()
         for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
             parts[replica].append(i)
     return parts
@@ -280,7 +283,8 @@ def deal_message(
     """
     parts = deal(costs, replicas[0][1])
     batches = message.micro_batches
-    return parts, [
-        replace(message, micro_batches=[batches[i] for i in parts[replica]])
-        for replica, _ in replicas
-    ]
+    messages: list[Computation] = []
+    for replica, _ in replicas:
+        part = [batches[i] for i in parts[replica]]
+        messages.append(replace(message, micro_batches=part))
+    return parts, messages

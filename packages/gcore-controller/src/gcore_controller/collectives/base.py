@@ -42,9 +42,10 @@ class CollectiveCall:
 
     @property
     def place(self) -> str:
-        return f"collective {self.sequence}" + (
-            f" on channel {self.channel!r}" if self.channel else ""
-        )
+        text = f"collective {self.sequence}"
+        if self.channel:
+            text += f" on channel {self.channel!r}"
+        return text
 
 
 @dataclass
@@ -163,32 +164,37 @@ class Whereabouts:
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
     """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
-    stages = [
-        f"controller {rank} {where or 'does not answer'}" for rank, where in whereabouts.items()
-    ]
+    stages: list[str] = []
     waiting: defaultdict[CollectiveCall, list[int]] = defaultdict(list)
     for rank, where in whereabouts.items():
-        for call in where.waiting if where else ():
-            waiting[call].append(rank)
-    waits: list[str] = []
+        stages.append(f"controller {rank} {where or 'does not answer'}")
+        if where is not None:
+            for call in where.waiting:
+                waiting[call].append(rank)
+    texts = [", ".join(stages)]
     for call, present in waiting.items():
-        absent = [
-            r
-            for r, w in whereabouts.items()
-            if w is None or w.num_calls.get(call.channel, 0) <= call.sequence
-        ]
-        waits.append(
-            f"{_ranks(present)} in {call}" + (f" waiting for {_ranks(absent)}" if absent else "")
-        )
-    return "; ".join([", ".join(stages), *waits])
+        text = f"{_ranks(present)} in {call}"
+        absent: list[int] = []
+        for rank, where in whereabouts.items():
+            if where is None or where.num_calls.get(call.channel, 0) <= call.sequence:
+                absent.append(rank)
+        if absent:
+            text += f" waiting for {_ranks(absent)}"
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def _ranks(ranks: list[int]) -> str:
     """Return ranks in words, consecutive ones as a range."""
     runs = groupby(enumerate(sorted(ranks)), key=lambda entry: entry[1] - entry[0])
-    spans = [[rank for _, rank in run] for _, run in runs]
-    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    spans: list[str] = []
+    for _, run in runs:
+        consecutive = [rank for _, rank in run]
+        span = str(consecutive[0])
+        if len(consecutive) > 1:
+            span += f"-{consecutive[-1]}"
+        spans.append(span)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
 
 
 def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveError:

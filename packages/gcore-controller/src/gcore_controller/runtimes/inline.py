@@ -199,20 +199,19 @@ class InlineRun(Generic[RolesT, ResultT]):
 
     async def run(self, timeout_s: float | None = None) -> list[ResultT]:
         loop = asyncio.get_running_loop()
-        self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
-        return await run_until_done(
-            self._run_all(), *([] if timeout_s is None else [self._deadline(timeout_s)])
-        )
+        for _ in range(self.world_size):
+            self.timers.append(StageTimer(loop.time))
+        if timeout_s is None:
+            return await self._run_all()
+        return await run_until_done(self._run_all(), self._deadline(timeout_s))
 
     async def _run_all(self) -> list[ResultT]:
         running: list[asyncio.Task[ResultT]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                ranks = range(self.world_size)
-                running.extend(
-                    tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
-                    for rank in ranks
-                )
+                for rank in range(self.world_size):
+                    task = tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
+                    running.append(task)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             for rank, task in enumerate(running):

@@ -79,6 +79,16 @@ class ActorGroup:
             f"{self.name(rank)} gave no sign of life for {self.heartbeat_timeout_s:g} s: it was stopped, or is stuck"
         )
 
+    async def call(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, **options: Any
+    ) -> dict[int, Any]:
+        """Call a method of all actors, or of those with these ranks, and return their `answers`."""
+        calls: dict[int, Any] = {}
+        for rank, actor in enumerate(self.actors):
+            if ranks is None or rank in ranks:
+                calls[rank] = getattr(actor, method).remote(*args, **options)
+        return await self.answers(calls)
+
     async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
         """Wait for the answers to calls of some actors, by rank.
 

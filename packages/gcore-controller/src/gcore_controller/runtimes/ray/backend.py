@@ -167,17 +167,16 @@ class RayBackend(Generic[JobT, ConfigT]):
         return self._stages
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        remedies = (
-            (ControllerDiedError, "another one takes over its share"),
-            (
-                self.engine_errors,
-                "they were started again" if self.config.sizes.engines else "connecting again",
-            ),
-            (RankError, "all training ranks were started again"),
-            (ClusterChangedError, ""),
-        )
-        done = next((remedy for kinds, remedy in remedies if isinstance(error, kinds)), None)
-        if done is None:
+        remedy = ""
+        if isinstance(error, ControllerDiedError):
+            remedy = "another one takes over its share"
+        elif isinstance(error, self.engine_errors):
+            remedy = "connecting again"
+            if self.config.sizes.engines:
+                remedy = "they were started again"
+        elif isinstance(error, RankError):
+            remedy = "all training ranks were started again"
+        elif not isinstance(error, ClusterChangedError):
             if isinstance(error, RankCodeError):
                 # The others wait for the one that failed, and would not answer.
                 self.learner.kill()
@@ -187,15 +186,14 @@ class RayBackend(Generic[JobT, ConfigT]):
         if self.after_end is not None:
             await self.after_end()
         if self._capacity.fitting_sizes != before:
-            done = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
+            remedy = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
+        message = str(error)
+        if remedy:
+            message += f"; {remedy}"
         cause: Literal["failure", "swap"] = "failure"
         if isinstance(error, ClusterChangedError) and error.is_swap:
             cause = "swap"
-        return Recovery(
-            message=f"{error}; {done}" if done else str(error),
-            keeps_models=keeps_models,
-            cause=cause,
-        )
+        return Recovery(message=message, keeps_models=keeps_models, cause=cause)
 
     async def close(self) -> None:
         """End all services; disconnect from the cluster, and end it if this process started it."""

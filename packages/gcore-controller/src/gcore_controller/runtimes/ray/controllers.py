@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -269,17 +269,14 @@ class RayControllers:
             self._num_runs += 1
             group = await self._introduce()
             packed = ray.put((program, roles))
-            calls = {
-                rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)
-            }
-            watchers = [
-                _forward_reports(controller, rank, reported)
-                for rank, controller in enumerate(group.actors)
-            ]
+            watchers: list[Coroutine[Any, Any, None]] = []
+            for rank, controller in enumerate(group.actors):
+                watchers.append(_forward_reports(controller, rank, reported))
             if timeout_s is not None:
                 watchers.append(self._deadline(timeout_s))
             try:
-                return [*(await run_until_done(group.answers(calls), *watchers)).values()]
+                answers = await run_until_done(group.call("run", packed), *watchers)
+                return list(answers.values())
             finally:
                 await self._end_programs()
 
@@ -336,9 +333,9 @@ class RayControllers:
             self._placement = None
 
     async def _wait_until_started(self) -> None:
-        calls = {rank: actor.is_alive.remote() for rank, actor in enumerate(self._controllers)}
         what = f"{self._world_size} controllers did not all start"
-        await _in_time(ActorGroup(self._controllers).answers(calls), self._start_timeout_s, what)
+        answers = ActorGroup(self._controllers).call("is_alive")
+        await _in_time(answers, self._start_timeout_s, what)
 
     def _start_controller(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
@@ -359,11 +356,8 @@ class RayControllers:
 
     async def _introduce(self) -> ActorGroup:
         actors = list(self._controllers)
-        calls = {
-            rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)
-        }
         what = f"{self._world_size} controllers did not all start"
-        answers = ActorGroup(actors).answers(calls)
+        answers = ActorGroup(actors).call("meet", actors, self._num_runs)
         locations = await _in_time(answers, self._start_timeout_s, what)
         return ActorGroup(actors, [*locations.values()])
 

@@ -174,13 +174,11 @@ class RayTrainerGroup(TrainerGroup):
         )
         try:
             async with asyncio.timeout(timeout_s):
-                calls = {rank: actor.place.remote() for rank, actor in enumerate(actors)}
-                addresses = await self.ranks.answers(calls)
+                addresses = await self.ranks.call("place")
                 locations = [location for location, _ in addresses.values()]
                 self.ranks = replace(self.ranks, locations=locations)
                 _, address = addresses[0]
-                calls = {rank: actor.join.remote(*address) for rank, actor in enumerate(actors)}
-                joined = await self.ranks.answers(calls)
+                joined = await self.ranks.call("join", *address)
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
@@ -312,17 +310,15 @@ class RayTrainerClient(TrainerClient[BatchT]):
         # A run that went back to an earlier step has engines with later weights.
         version = max(version, newest + 1)
         base_version = self._sent and self._sent.next_base
-        parts = await self._of_ranks(
-            lambda rank: rank.send_weights.remote(
-                averaged=averaged, version=version, base_version=base_version
-            )
+        parts = await self._call_all_ranks(
+            "send_weights", averaged=averaged, version=version, base_version=base_version
         )
         self._sent = parts[0].joined(parts).after(self._sent)
         await policy.update_weights(self._sent, version=version)
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
-        parts = await self._of_ranks(lambda rank: rank.digests.remote())
+        parts = await self._call_all_ranks("digests")
         all_digests: dict[str, Any] = {}
         for digests in parts:
             all_digests.update(digests)
@@ -335,16 +331,12 @@ class RayTrainerClient(TrainerClient[BatchT]):
 
     async def _ask_own_ranks(self, method: str) -> None:
         """Have this controller's ranks do something."""
-        calls: dict[int, Any] = {}
-        for rank in self._own_ranks:
-            calls[rank] = self._ranks.actors[rank].ask.remote(methodcaller(method))
-        await self._ranks.answers(calls)
+        await self._ranks.call("ask", methodcaller(method), ranks=self._own_ranks)
 
-    async def _of_ranks(self, ask: Callable[[Any], Any]) -> list[Any]:
+    async def _call_all_ranks(self, method: str, **options: Any) -> list[Any]:
         """Return the answers of all ranks, of which this controller asks its own."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
-            calls = {rank: ask(self._ranks.actors[rank]) for rank in self._own_ranks}
-            answers = await self._ranks.answers(calls)
+            answers = await self._ranks.call(method, ranks=self._own_ranks, **options)
         return list(chain.from_iterable(await self.group.all_gather(list(answers.values()))))
 
     async def _ask(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
