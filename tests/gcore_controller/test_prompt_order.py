@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gcore_controller import Joined, Mixture, PromptLoader
-from gcore_controller.rlhf.permutation import permute_entry
+from gcore_controller.rlhf.prompts import permute_entry
 
 
 @given(st.integers(1, 700), st.integers(0, 2**40), st.integers(0, 5))

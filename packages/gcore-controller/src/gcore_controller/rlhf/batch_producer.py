@@ -27,7 +27,7 @@ from gcore_controller.rlhf.modality import (
     Wave,
 )
 from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
-from gcore_controller.rlhf.tail_batching import TailBatching, TailWave
+from gcore_controller.rlhf.tail_batching import TailBatching
 from gcore_controller.trainer_group import State
 
 T = TypeVar("T")
@@ -265,12 +265,14 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx = self.ctx
         config = self.config
-        planned = TailWave(num_new=count)
+        again: Sequence[int] = ()
+        num_new = count
+        max_length = None
         if self._tail is not None:
-            planned = self._tail.next_wave(count)
+            again, num_new, max_length = self._tail.next_wave(count)
         if self._report is not None and self._num_prompts:
             await self._report_wave(self._report)
-        self._num_prompts += planned.num_new + len(planned.again)
+        self._num_prompts += num_new + len(again)
         if config.partial_rollout:
             unfinished: list[tuple[GroupT, PromptT]] = []
             for group in self._unfinished:
@@ -285,14 +287,15 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             num_prompts = len(unfinished) + len(prompts)
         elif self.modality.takes_prompts(ctx):
             prompts = sorted(
-                self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1])
+                self._prompts(again, num_new),
+                key=lambda entry: -self.modality.expected_work(entry[1]),
             )
             await self._shared.open(prompts)
-            wave = Wave(step=self._step, take=self._shared.take, max_length=planned.max_length)
+            wave = Wave(step=self._step, take=self._shared.take, max_length=max_length)
             num_prompts = len(prompts)
         else:
             wave = Wave(
-                step=self._step, prompts=self._prompts(planned), max_length=planned.max_length
+                step=self._step, prompts=self._prompts(again, num_new), max_length=max_length
             )
             num_prompts = len(wave.prompts)
         generated = await self.modality.generate(ctx, wave)
@@ -310,7 +313,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             for rank_deferred, rank_lengths in parts:
                 deferred.extend(rank_deferred)
                 lengths.extend(rank_lengths)
-            self._tail.record_wave(planned, deferred, lengths)
+            self._tail.record_wave(deferred, lengths)
         if not config.filter_groups:
             return generated.groups
         return [g for g in generated.groups if g.has_signal]
@@ -328,11 +331,11 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     def _make_round(self, work: DeviceWork) -> Round:
         return Round(number=1 + len(self._reported), num_prompts=self._num_prompts, work=work)
 
-    def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
-        """Return this controller's prompts of a wave."""
-        again = planned.again[self.ctx.rank :: self.ctx.world_size]
-        prompts = [(index, self._loader.row(index)) for index in again]
-        return prompts + self._loader.take(planned.num_new)
+    def _prompts(self, again: Sequence[int], num_new: int) -> list[tuple[int, PromptT]]:
+        """Return this controller's share of prompts that were drawn before, and of new ones."""
+        own_indices = again[self.ctx.rank :: self.ctx.world_size]
+        prompts = [(index, self._loader.row(index)) for index in own_indices]
+        return prompts + self._loader.take(num_new)
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""

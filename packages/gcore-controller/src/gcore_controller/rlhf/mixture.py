@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from gcore_controller.rlhf.permutation import shuffle_entry
+from gcore_controller.rlhf.prompts import shuffle_entry
 
 RowT = TypeVar("RowT")
 
