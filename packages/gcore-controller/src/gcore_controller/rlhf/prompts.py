@@ -86,7 +86,8 @@ class PromptLoader(Generic[RowT]):
     that is drawn for epoch ``i // num_rows``. It belongs to controller ``i mod world_size``.
 
     ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
-    of the shuffle; data sets with a method ``locate``, such as a `Mixture`, have an order of their own. The ``timer`` times the waits for rows as its stage ``data``.
+    of the shuffle; data sets with a method ``locate``, such as a `Mixture`, have an order of their own. The ``timer``
+    times the waits for rows as its stage ``data``.
     """
 
     rows: Sequence[RowT]
