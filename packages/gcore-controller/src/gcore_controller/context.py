@@ -208,11 +208,9 @@ def nbytes_of(value: object) -> int:
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
         value = [*value.values()]
-    return (
-        sum(map(nbytes_of, value))
-        if isinstance(value, list | tuple)
-        else int(getattr(value, "nbytes", 0))
-    )
+    if isinstance(value, list | tuple):
+        return sum(map(nbytes_of, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 async def refuse_report(rank: int, value: Any) -> None:

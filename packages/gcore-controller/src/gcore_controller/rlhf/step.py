@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Generic
 
 from gcore_controller.context import (
@@ -368,8 +367,11 @@ class _RewardFailures:
 
     def check(self) -> None:
         """Raise if more than the tolerated fraction of the last calls failed."""
-        num_calls = sum(calls for calls, _ in self._recent)
-        num_failed = sum(failed for _, failed in self._recent)
+        num_calls = 0
+        num_failed = 0
+        for calls, failed in self._recent:
+            num_calls += calls
+            num_failed += failed
         if num_calls < _MIN_CALLS or num_failed <= self._max_share * num_calls:
             return
         worst = self._worst
@@ -388,7 +390,11 @@ def _reshard(states: Sequence[State], rank: int, world_size: int) -> State:
     def take_share(groups: Iterable[State]) -> list[State]:
         return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
 
+    surplus: list[State] = []
+    unfinished: list[State] = []
+    for state in states:
+        surplus += state["sampler"]["surplus"]
+        unfinished += state.get("unfinished", [])
     first = states[0]
-    surplus = take_share(chain.from_iterable(state["sampler"]["surplus"] for state in states))
-    unfinished = take_share(chain.from_iterable(state.get("unfinished", []) for state in states))
-    return {**first, "sampler": {**first["sampler"], "surplus": surplus}, "unfinished": unfinished}
+    sampler = {**first["sampler"], "surplus": take_share(surplus)}
+    return {**first, "sampler": sampler, "unfinished": take_share(unfinished)}

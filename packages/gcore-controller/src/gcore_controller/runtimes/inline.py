@@ -112,7 +112,7 @@ class InlineGroup:
                 for future in self._rounds.pop(key).waiting.values():
                     _raise_in(future, copy_error(error))
 
-    def returned(self, rank: int) -> None:
+    def record_return(self, rank: int) -> None:
         """Record that a rank's program has returned; calls that would wait for it raise `CollectiveError`."""
         self._returned[rank] = self.logs[rank].num_calls
         self.logs[rank].close()
@@ -243,7 +243,7 @@ class InlineRun(Generic[RolesT, ResultT]):
             reported=self.reported,
         )
         result = await run_program(self.program, context)
-        self._group.returned(rank)
+        self._group.record_return(rank)
         return result
 
 

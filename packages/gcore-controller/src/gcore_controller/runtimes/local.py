@@ -276,7 +276,7 @@ class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
                 answers[rank] = self._receive(rank)
             if not ready:
                 self._check_heartbeats(last_heartbeats, num_silent)
-        return [answers[rank] for rank in sorted(answers)]
+        return [answer for _, answer in sorted(answers.items())]
 
     def _check_heartbeats(self, last: list[int], num_silent: list[int]) -> None:
         """Raise `RankError` if a rank has been silent for too many calls of this, and update both lists.

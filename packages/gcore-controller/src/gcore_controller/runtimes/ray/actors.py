@@ -250,7 +250,7 @@ class RoleActors(Generic[ConfigT]):
             has_changed = present_sizes.items() - target_sizes.items()
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
             if has_changed or await self._have_moved():
-                for judges in self._judges:
+                for judges in self.judges.values():
                     await self._end(judges)
                     judges.clear()
         spare: list[Any] = []
@@ -298,14 +298,17 @@ class RoleActors(Generic[ConfigT]):
         handles[:] = alive
 
     @property
-    def _judges(self) -> list[list[Any]]:
-        """The handles of each judge's actors."""
-        return [handles for role, handles in self.handles.items() if role not in ("engine", LENT)]
+    def judges(self) -> dict[ActorRole, list[Any]]:
+        """The handles of each judge's actors, by role."""
+        judges = dict(self.handles)
+        judges.pop("engine", None)
+        judges.pop(LENT, None)
+        return judges
 
     async def _have_moved(self) -> bool:
         """Return whether a judge is not there, or on another node than the engine whose device it shares."""
         calls: list[Any] = []
-        for judges in self._judges:
+        for judges in self.judges.values():
             for judge, engine in zip(judges, self.handles["engine"], strict=True):
                 calls.append(judge.actor.__ray_call__.remote(_device))
                 calls.append(engine.actor.__ray_call__.remote(_device))
@@ -320,7 +323,7 @@ class RoleActors(Generic[ConfigT]):
         handles = [*self.handles["engine"]]
         if not self._is_in_turns:
             # With one judge, the last engines of the policy become the last of the judge.
-            handles += reversed([*chain.from_iterable(self._judges)])
+            handles += reversed([*chain.from_iterable(self.judges.values())])
         handles += self.handles.get(LENT, [])
         calls = [handle.actor.__ray_call__.remote(_device) for handle in handles]
         return await asyncio.gather(*calls)

@@ -141,11 +141,7 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges={
-                role: judges
-                for role, judges in self.engines.handles.items()
-                if role not in ("engine", LENT)
-            },
+            judges=self.engines.judges,
             lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
@@ -361,11 +357,18 @@ def _move(before: Sizes, after: Sizes) -> str:
     if before.in_turns:
         return f"{after.engines} engines generate and {judging} judge now, side by side"
     changes = {"policy": after.engines - before.engines}
-    changes |= {role: number - before.judges[role] for role, number in after.judges.items()}
-    sources = " and the ".join(role for role, change in changes.items() if change < 0)
-    targets = " and the ".join(role for role, change in changes.items() if change > 0)
-    moved = sum(change for change in changes.values() if change > 0)
+    for role, number in after.judges.items():
+        changes[role] = number - before.judges[role]
+    num_moved = 0
+    sources: list[str] = []
+    targets: list[str] = []
+    for role, change in changes.items():
+        if change < 0:
+            sources.append(role)
+        elif change > 0:
+            targets.append(role)
+            num_moved += change
     return (
-        f"{moved} engine{'s' * (moved > 1)} moved from the {sources} to the {targets}: {after.engines} generate "
-        f"and {judging} judge now"
+        f"{num_moved} engine{'s' * (num_moved > 1)} moved from the {' and the '.join(sources)} to the "
+        f"{' and the '.join(targets)}: {after.engines} generate and {judging} judge now"
     )
