@@ -64,9 +64,6 @@ class Synthesizer:
 class Trainer(TrainerClient[list[tuple[int, int, float]]]):
     """One controller's end of the weights in training, which all controllers share; an update takes ``seconds``."""
 
-    num_replicas = 1
-    can_score_alone = False
-
     def __init__(
         self,
         logits: NDArray[np.float64],
@@ -78,6 +75,14 @@ class Trainer(TrainerClient[list[tuple[int, int, float]]]):
         super().__init__(group, DeviceTimers(), turns=turns)
         self.logits = logits
         self.seconds = seconds
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    def can_score_alone(self) -> bool:
+        return False
 
     async def train_step(
         self, role: str, micro_batches: Sequence[list[tuple[int, int, float]]]
