@@ -143,7 +143,7 @@ class CallLog:
 
     def is_abandoned(self, channel_name: str) -> bool:
         """Return whether the program has left a call of the channel, and still runs."""
-        return self._channels[channel_name].abandoned is not None and not self._is_closed
+        return not self._is_closed and self._channels[channel_name].abandoned is not None
 
     def has_failed(self, channel_name: str) -> bool:
         return self._channels[channel_name].error is not None
