@@ -3,11 +3,12 @@
 import asyncio
 import pickle
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from gcore_controller import Context, VirtualTimeLoop, run_inline, run_simulated
-from gcore_controller.collectives.base import TicketCounters
+from gcore_controller.collectives.base import take_tickets as take_from
 from gcore_controller.collectives.peer import Message, PeerCollectives
 from gcore_controller.context import run_program
 from gcore_controller.errors import UnpicklableValueError
@@ -51,7 +52,7 @@ def over_messages(
 async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
     """Pickled messages that take their time, and may overtake each other."""
     rng = random.Random(0)
-    counters = [TicketCounters() for _ in range(world_size)]
+    counters = [Counter[str]() for _ in range(world_size)]
     peers: list[PeerCollectives] = []
 
     async def send(rank: int, message: Message) -> None:
@@ -71,7 +72,7 @@ async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
 
     async def take_tickets(rank: int, count: int, counter: str, limit: int | None) -> range:
         await asyncio.sleep(0)
-        return counters[rank].take(count, counter, limit)
+        return take_from(counters[rank], count, counter, limit)
 
     peers += [
         PeerCollectives(rank, world_size, send=send, take_tickets=take_tickets)

@@ -80,5 +80,5 @@ def test_roles_on_one_device_are_timed_together() -> None:
             time.sleep(0.001)
     with timers.stage("swap", "engine 0", "trainer 0"):
         time.sleep(0.001)
-    found = {name: [span.stage for span in spans] for name, spans in timers.drain().items()}
+    found = {name: [span.stage for span in spans] for name, spans in timers.drain().spans.items()}
     assert found == {"device 0": ["gen", "train", "swap"], "trainer 1": ["train"]}

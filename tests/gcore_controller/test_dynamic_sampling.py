@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gcore_controller import Context, DynamicSampler, SampledBatch, ShardedSampler, run_inline
+from gcore_controller import Context, DynamicSampler, PromptLoader, run_inline
+from gcore_controller.rlhf.modality import SampledBatch
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,6 @@ async def test_a_number_of_controllers_that_divides_nothing() -> None:
 
 def test_indices_are_places_in_the_loaders_order() -> None:
     """The sampler above counts prompt indices as the loader does."""
-    order = ShardedSampler(10, seed=0, rank=0, world_size=1)
-    second_of_three = ShardedSampler(10, seed=0, rank=1, world_size=3)
-    rows = iter(second_of_three)
-    assert [next(rows) for _ in range(3)] == [order.row(index) for index in (1, 4, 7)]
+    order = PromptLoader(range(10), seed=0)
+    second_of_three = PromptLoader(range(10), seed=0, rank=1, world_size=3)
+    assert second_of_three.take(9) == [(index, order.row(index)) for index in (1, 4, 7)]

@@ -2,29 +2,27 @@
 
 import tracemalloc
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
 
-from gcore_controller import FeistelPermutation, Joined, Mixture, PromptLoader
-from gcore_controller.rlhf.prompts import ShardedSampler
+from gcore_controller import Joined, Mixture, PromptLoader
+from gcore_controller.rlhf.prompts import permute_entry
 
 
 @given(st.integers(1, 700), st.integers(0, 2**40), st.integers(0, 5))
 def test_a_computed_permutation_has_every_row_once(num_rows: int, seed: int, epoch: int) -> None:
-    order = FeistelPermutation(num_rows, seed=seed, epoch=epoch)
-    assert sorted(order[i] for i in range(num_rows)) == list(range(num_rows))
+    order = [permute_entry(i, num_rows, seed=seed, epoch=epoch) for i in range(num_rows)]
+    assert sorted(order) == list(range(num_rows))
 
 
 def test_a_computed_permutation_is_well_shuffled() -> None:
     """Neighbours end up anywhere, and seeds and epochs are unrelated."""
     num_rows = 20_000
     orders = [
-        [order[i] for i in range(num_rows)]
-        for order in (
-            FeistelPermutation(num_rows, seed=s, epoch=e) for s, e in ((0, 0), (1, 0), (0, 1))
-        )
+        [permute_entry(i, num_rows, seed=seed, epoch=epoch) for i in range(num_rows)]
+        for seed, epoch in ((0, 0), (1, 0), (0, 1))
     ]
     for i, order in enumerate(orders):
         steps = [abs(b - a) for a, b in pairwise(order)]
@@ -106,4 +104,5 @@ def test_up_to_a_million_rows_the_order_is_numpys() -> None:
 
     for num_rows in (1000, 2**20):
         expected = np.random.default_rng([7, 0]).permutation(num_rows)[:100].tolist()
-        assert list(islice(ShardedSampler(num_rows, seed=7, rank=0, world_size=1), 100)) == expected
+        taken = PromptLoader(range(num_rows), seed=7).take(100)
+        assert [row for _, row in taken] == expected

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from runtimes import Ctx, Run, inline, over_messages
 
-from gcore_controller import PromptLoader, SharedPrompts
+from gcore_controller import PromptLoader
+from gcore_controller.rlhf.prompts import SharedPrompts
 
 ROWS = [f"row {i}" for i in range(23)]
 

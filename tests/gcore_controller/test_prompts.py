@@ -1,15 +1,14 @@
 """Prompt order: fixed by the seed, whatever the number of controllers and however often it is resumed."""
 
 from collections import UserList
-from itertools import islice
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from gcore_controller.context import StageTimer, seconds_by_stage
-from gcore_controller.errors import StateError
-from gcore_controller.rlhf.prompts import PromptLoader, ShardedSampler
+from gcore_controller.errors import ControllerError
+from gcore_controller.rlhf.prompts import PromptLoader
 
 sizes = st.integers(1, 30)
 seeds = st.integers(0, 2**31)
@@ -19,10 +18,14 @@ def drawn(num_rows: int, seed: int, world_size: int, per_controller: int) -> dic
     """Ticket to row, over all controllers."""
     found: dict[int, int] = {}
     for rank in range(world_size):
-        sampler = ShardedSampler(num_rows, seed=seed, rank=rank, world_size=world_size)
-        for i, row in enumerate(islice(sampler, per_controller)):
-            assert sampler.row(rank + i * world_size) == row
-            found[rank + i * world_size] = row
+        loader = PromptLoader(range(num_rows), seed=seed, rank=rank, world_size=world_size)
+        taken = loader.take(per_controller * world_size)
+        assert [index for index, _ in taken] == [
+            rank + i * world_size for i in range(per_controller)
+        ]
+        for index, row in taken:
+            assert loader.row(index) == row
+            found[index] = row
     return found
 
 
@@ -36,17 +39,14 @@ def test_controllers_share_out_one_order(
 
 @given(sizes, seeds, st.integers(1, 4))
 def test_every_row_once_an_epoch(num_rows: int, seed: int, num_epochs: int) -> None:
-    rows = list(
-        islice(ShardedSampler(num_rows, seed=seed, rank=0, world_size=1), num_rows * num_epochs)
-    )
+    taken = PromptLoader(range(num_rows), seed=seed).take(num_rows * num_epochs)
+    rows = [row for _, row in taken]
     for epoch in range(num_epochs):
         assert sorted(rows[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
 
 
 def test_epochs_and_seeds_differ_in_order() -> None:
-    first, second = (
-        list(islice(ShardedSampler(50, seed=s, rank=0, world_size=1), 100)) for s in (0, 1)
-    )
+    first, second = ([row for _, row in PromptLoader(range(50), seed=s).take(100)] for s in (0, 1))
     assert first[:50] != second[:50]
     assert first[:50] != first[50:]
 
@@ -54,7 +54,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_gives_prompt_indices_and_their_rows(num_workers: int) -> None:
     names = [f"row {i}" for i in range(7)]
-    order = ShardedSampler(7, seed=5, rank=0, world_size=1)
+    order = PromptLoader(range(7), seed=5)
     taken: dict[int, str] = {}
     for rank in range(3):
         loader = PromptLoader(names, seed=5, rank=rank, world_size=3, num_workers=num_workers)
@@ -100,7 +100,7 @@ def test_a_resumed_loader_continues_in_the_same_order(
     for loader in resumed:
         loader.load_state(dict(state))
         taken += loader.take(8)
-    order = ShardedSampler(num_rows, seed=seed, rank=0, world_size=1)
+    order = PromptLoader(range(num_rows), seed=seed)
     assert sorted(taken) == [(index, order.row(index)) for index in range(sum(draws) + 8)]
 
 
@@ -118,7 +118,7 @@ def test_a_state_of_other_data_is_refused() -> None:
             "seed of the saved position is 9; expected 0, as this data set has",
         ),
     ):
-        with pytest.raises(StateError, match=message):
+        with pytest.raises(ControllerError, match=message):
             loader.load_state(state)
         assert loader.state() == expected, "a refused state changes nothing"
 
@@ -150,6 +150,8 @@ def test_a_negative_count_is_refused() -> None:
         loader.take(-1)
     with pytest.raises(ValueError, match="prompt_index is -1; expected 0 or more"):
         loader.row(-1)
-    with pytest.raises(StateError, match="cursor of the saved position is -1; expected 0 or more"):
+    with pytest.raises(
+        ControllerError, match="cursor of the saved position is -1; expected 0 or more"
+    ):
         loader.load_state({**loader.state(), "cursor": -1})
     assert (loader.cursor, loader.take(0)) == (2, [])

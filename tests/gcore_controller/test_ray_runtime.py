@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from runtimes import AnyProgram, Ctx
 
-from gcore_controller.errors import ClusterError, ControllerDiedError, DeadlineError
+from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError
 from gcore_controller.runtimes.ray import RayControllers, check_token, run_ray
 
 NUM_NODES = 2
@@ -229,7 +229,7 @@ async def test_deadline_when_a_controller_does_not_answer(monkeypatch: pytest.Mo
             r"not done after 1 s: controller 0 in no stage, controller 1 does not answer; "
             r"rank 0 in barrier \(collective 0\) waiting for rank 1$"
         )
-        with pytest.raises(DeadlineError, match=expected):
+        with pytest.raises(ControllerError, match=expected):
             await controllers.run(program, roles=list[str](), timeout_s=1)
         assert await controllers.run(later, roles=list[str]()) == [[0, 1]] * 2
     finally:

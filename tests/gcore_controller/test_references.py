@@ -16,8 +16,8 @@ from ray.experimental import get_object_locations
 from runtimes import AnyProgram, Ctx, Run, inline, over_messages
 
 from gcore_controller import Context, Reference, run_simulated
-from gcore_controller.context import HeldReference, nbytes_of
-from gcore_controller.errors import ReferenceLostError
+from gcore_controller.context import nbytes_of
+from gcore_controller.errors import ControllerError
 from gcore_controller.runtimes.ray import RayReference, put, run_ray
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
@@ -104,7 +104,7 @@ class Image:
 )
 def test_the_size_is_that_of_the_bytes_in_it(value: object, nbytes: int) -> None:
     assert nbytes_of(value) == nbytes
-    assert HeldReference(value).nbytes == nbytes
+    assert Reference(value).nbytes == nbytes
 
 
 class Service:
@@ -172,7 +172,7 @@ async def test_bytes_move_only_to_who_gets_them(producer: Any, consumer: Any) ->
 async def places_of(reference: Any) -> set[str]:
     """Ids of the nodes whose object store holds the value."""
     assert isinstance(reference, RayReference)
-    [found] = (await asyncio.to_thread(get_object_locations, [reference.object_ref])).values()
+    [found] = (await asyncio.to_thread(get_object_locations, [reference.value])).values()
     return set(found["node_ids"])
 
 
@@ -189,7 +189,7 @@ async def test_a_value_is_lost_with_who_put_it(producer: Any) -> None:
     [reference] = await producer.make.remote(1)
     os.kill(await producer.pid.remote(), signal.SIGKILL)
     with pytest.raises(
-        ReferenceLostError,
+        ControllerError,
         match=rf"a value of {4 * LARGE} bytes is lost, for the process that put it",
     ):
         await asyncio.wait_for(reference.get(), 60)

@@ -26,7 +26,7 @@ from gcore_controller import (
     run_inline,
     run_simulated,
 )
-from gcore_controller.errors import RewardFailuresError
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.batch_producer import exchange
 
 CONFIG = RLHFConfig(
@@ -239,7 +239,7 @@ def test_too_many_failed_rewards_end_the_run() -> None:
     rows = run(replace(CONFIG, max_failed_share=0.5), world_size=2, modality=_Failing).metrics
     assert {row["reward/failed_fraction"] for row in rows} == {1 / 3}
     message = r"of the last \d+ rewards failed.*max_failed_share = 0.25.*ValueError at reward.py:3: no tone"
-    with pytest.raises(RewardFailuresError, match=message):
+    with pytest.raises(ControllerError, match=message):
         run(replace(CONFIG, max_failed_share=0.25), modality=_Failing)
 
 

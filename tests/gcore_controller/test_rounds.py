@@ -21,8 +21,6 @@ from gcore_controller import (
     RunStart,
     Stepped,
     Wave,
-    WaveSampled,
-    merge_spans,
     run_simulated,
 )
 
@@ -49,11 +47,11 @@ class Observer:
     )
 
     async def __call__(self, event: Event) -> None:
-        if isinstance(event, WaveSampled):
+        if isinstance(event, Round):
             for _ in range(3):
                 assert self.num_sampling == 0
                 await asyncio.sleep(0.5)
-            self.waves.append(event.round)
+            self.waves.append(event)
         if isinstance(event, Stepped):
             self.steps.append(([*self.waves, event.last], self.sampled, event))
             self.waves, self.sampled = [], []
@@ -100,10 +98,10 @@ def test_each_prompt_and_token_of_a_step_is_in_one_round(
         assert sum(done.num_prompts for done in rounds) == sum(sampled)
         assert all(done.num_prompts for done in rounds)
         assert len(sampled) == len(rounds) * world_size
-        whole = DeviceWork.merged(done.work for done in rounds)
+        whole = DeviceWork.merge(done.work for done in rounds)
         assert whole.generated == Counter(gen=3 * sum(sampled))
         assert stepped.metrics["perf/generated/gen"] == whole.generated["gen"]
-        assert stepped.devices == merge_spans(done.work.spans for done in rounds) == whole.spans
+        assert stepped.devices == whole.spans
         assert set(stepped.devices) == {f"engine {rank}" for rank in range(world_size)}
 
 
@@ -134,7 +132,7 @@ def test_waves_that_are_sampled_ahead_are_not_reported(schedule: Any) -> None:
 @dataclass
 class Failing(Observer):
     async def __call__(self, event: Event) -> None:
-        if isinstance(event, WaveSampled):
+        if isinstance(event, Round):
             raise RuntimeError("no engine left")
 
 

@@ -11,7 +11,8 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from gcore_controller import Context, RayTrainerGroup, RoleActors, Sizes, TrainerSpec
+from gcore_controller import Context, RoleActors, Sizes, TrainerSpec
+from gcore_controller.runtimes.ray import RayTrainerGroup
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import SharedDevices
 

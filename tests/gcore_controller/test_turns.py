@@ -22,12 +22,11 @@ from gcore_controller import (
     RLHFConfig,
     RLHFLoop,
     RunStart,
-    SharedTrainerClient,
     StageTimer,
     Stepped,
-    TurnTaker,
     run_simulated,
 )
+from gcore_controller.runtimes.inline import SharedTrainerClient
 
 CONFIG = RLHFConfig(
     total_steps=3, train_batch_size=6, test_freq=2, filter_groups=True, max_num_gen_batches=8
@@ -97,23 +96,33 @@ class SleepingTrainer:
         self._device.wake("trainer")
 
 
-@dataclass
-class SwappedTrainer(TurnTaker, Trainer):
+class SwappedTrainer(Trainer):
     """A controller's trainer that trains only where no engine is awake."""
 
-    device: SharedDevice
-    turns: DeviceTurns
+    def __init__(self, device: SharedDevice, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._device = device
 
-    async def _take_turn(self, turn: Any, timer: StageTimer) -> None:
-        del timer
-        await self.group.barrier()
-        if self.group.rank == 0:
-            await self.turns.take(turn)
-        await self.group.barrier()
+    async def train_step(self, role: str, micro_batches: Any) -> dict[str, float]:
+        assert self._device.awake == {"trainer"}
+        return await super().train_step(role, micro_batches)
 
-    async def train_step(self, samples: Any) -> dict[str, float]:
-        assert self.device.awake == {"trainer"}
-        return await super().train_step(samples)
+
+def take_turns(
+    trainer: SleepingTrainer,
+    *engines: SleepingSynthesizer,
+    devices: DeviceTimers | None = None,
+    ranks: Sequence[int] = (),
+) -> DeviceTurns:
+    policy, *others = engines
+    return DeviceTurns(
+        policy,
+        others,
+        sleep_models=trainer.sleep,
+        wake_models=trainer.wake,
+        devices=devices or DeviceTimers(),
+        ranks=ranks,
+    )
 
 
 def run(
@@ -124,7 +133,7 @@ def run(
     engine, judge = (
         SleepingSynthesizer(seconds=0.01, device=device, name=name) for name in ("engine", "judge")
     )
-    turns = DeviceTurns(SleepingTrainer(device), engine, [judge], devices=DeviceTimers(), ranks=[0])
+    turns = take_turns(SleepingTrainer(device), engine, judge, ranks=[0])
 
     async def record(event: Event) -> None:
         if isinstance(event, Evaluated):
@@ -137,7 +146,9 @@ def run(
 
     async def program(ctx: Context[Any]) -> None:
         if shares:
-            roles = Roles(policy=engine, learner=SwappedTrainer(logits, ctx.group, device, turns))
+            roles = Roles(
+                policy=engine, learner=SwappedTrainer(device, logits, ctx.group, turns=turns)
+            )
         else:
             roles = Roles(policy=plain, learner=Trainer(logits, ctx.group))
         await RLHFLoop(ctx.with_roles(roles), modality([5] * 30), config, RunStart(), record).run()
@@ -174,7 +185,7 @@ def test_the_policy_of_an_evaluation_is_saved_in_the_trainers_turn() -> None:
 async def test_a_swap_that_fails_is_tried_again() -> None:
     device = SharedDevice()
     engine = SleepingSynthesizer(seconds=0.0, device=device)
-    turns = DeviceTurns(SleepingTrainer(device), engine, devices=DeviceTimers())
+    turns = take_turns(SleepingTrainer(device), engine)
     wake = engine.wake
 
     async def broken(**parts: bool) -> None:
@@ -232,7 +243,7 @@ async def test_what_ended_a_run_is_told_before_a_swap_that_fails() -> None:
     """An engine that died cannot sleep; the models are saved all the same."""
     device = SharedDevice()
     engine = SleepingSynthesizer(seconds=0.0, device=device)
-    turns = DeviceTurns(SleepingTrainer(device), engine, devices=DeviceTimers())
+    turns = take_turns(SleepingTrainer(device), engine)
 
     async def dead(**parts: bool) -> None:
         del parts
@@ -285,7 +296,7 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
     """Engines wake for an update of their weights; without it they sleep through the step, in which nothing swaps."""
     device, rule, devices = SharedDevice(), Alternating(), DeviceTimers()
     engine = SleepingSynthesizer(seconds=0.01, device=device)
-    turns = DeviceTurns(SlowTrainer(device), engine, devices=devices, ranks=[0])
+    turns = take_turns(SlowTrainer(device), engine, devices=devices, ranks=[0])
     lent: list[int] = []
 
     async def program(ctx: Context[Any]) -> None:
@@ -294,7 +305,7 @@ def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_siz
             ctx.group,
             devices,
             turns=turns,
-            lending=Lending(num_engines=3, rule=rule),
+            lending=Lending(num_engines=3, choose=rule.observe),
         )
         timer = StageTimer(ctx.clock)
         await client.onload_weights(timer)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gcore_controller import Context, DynamicSampler, run_inline, run_simulated, seconds_by_stage
-from gcore_controller.errors import DeadlineError, StuckError
+from gcore_controller.errors import ControllerError, StuckError
 
 Ctx = Context[None]
 
@@ -105,7 +105,7 @@ async def slow_in_places(ctx: Ctx) -> None:
 
 def test_deadline_names_where_everybody_was() -> None:
     with pytest.raises(
-        DeadlineError, match="not done after 5 s: controller 0 in no stage, controller 1 in gen"
+        ControllerError, match="not done after 5 s: controller 0 in no stage, controller 1 in gen"
     ):
         run_simulated(slow_in_places, roles=None, world_size=2, timeout_s=5)
     assert run_simulated(slow_in_places, roles=None, world_size=2, timeout_s=11) == [None, None]
@@ -118,6 +118,6 @@ async def test_deadline_in_real_time() -> None:
         finally:
             raise RuntimeError("while it was ended")
 
-    with pytest.raises(DeadlineError, match=r"not done after 0\.02 s: controller 0 in no stage"):
+    with pytest.raises(ControllerError, match=r"not done after 0\.02 s: controller 0 in no stage"):
         await run_inline(program, roles=None, timeout_s=0.02)
     assert await run_inline(slow_in_places, roles=None, timeout_s=60) == [None]

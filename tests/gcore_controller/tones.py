@@ -12,11 +12,12 @@ from gcore_controller import (
     Collectives,
     Context,
     DeviceTimers,
+    DeviceTurns,
     Generated,
     Modality,
     Prepared,
-    StageTimer,
     State,
+    TrainerClient,
     TrainingBatch,
     Wave,
 )
@@ -41,6 +42,12 @@ class Synthesizer:
     async def update_weights(self, weights: NDArray[np.float64], *, version: int) -> None:
         self.logits, self.weight_version = weights.copy(), version
 
+    async def abort(self) -> None:
+        """Do nothing, as the next two: it has a device of its own."""
+
+    async def sleep(self, *, keep_weights: bool = True) -> None: ...
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None: ...
+
     async def play(
         self, indices: Sequence[int], n: int
     ) -> AsyncIterator[tuple[int, NDArray[np.int64], int]]:
@@ -54,17 +61,35 @@ class Synthesizer:
             yield index, tones, version
 
 
-@dataclass
-class Trainer:
-    """One controller's end of the weights in training, which all controllers share."""
+class Trainer(TrainerClient[list[tuple[int, int, float]]]):
+    """One controller's end of the weights in training, which all controllers share; an update takes ``seconds``."""
 
-    logits: NDArray[np.float64]
-    group: Collectives
-    seconds: float = field(default=0.01, kw_only=True)
-    """Of an update."""
+    def __init__(
+        self,
+        logits: NDArray[np.float64],
+        group: Collectives,
+        *,
+        seconds: float = 0.01,
+        turns: DeviceTurns | None = None,
+    ) -> None:
+        super().__init__(group, DeviceTimers(), turns=turns)
+        self.logits = logits
+        self.seconds = seconds
 
-    async def train_step(self, samples: Sequence[tuple[int, int, float]]) -> dict[str, float]:
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    def can_score_alone(self) -> bool:
+        return False
+
+    async def train_step(
+        self, role: str, micro_batches: Sequence[list[tuple[int, int, float]]]
+    ) -> dict[str, float]:
         """Perform an update of REINFORCE on (prompt index, tone, advantage) of all controllers."""
+        del role
+        [samples] = micro_batches
         everyones = sorted(s for part in await self.group.all_gather(samples) for s in part)
         await asyncio.sleep(self.seconds)
         if self.group.rank == 0:
@@ -83,11 +108,13 @@ class Trainer:
             await policy.update_weights(self.logits, version=version)
         await self.group.barrier()
 
-    async def offload(self, timer: StageTimer) -> None:
-        """Do nothing, as the next two: nothing is shared."""
+    async def score(
+        self, role: str, micro_batches: Sequence[Any], *, with_routing: bool = False
+    ) -> list[list[Any]]:
+        raise NotImplementedError
 
-    async def onload(self, timer: StageTimer) -> None: ...
-    async def onload_weights(self, timer: StageTimer) -> None: ...
+    async def score_alone(self, role: str, micro_batch: Any) -> list[Any]:
+        raise NotImplementedError
 
     async def check_policy(self, policy: Synthesizer) -> None:
         assert np.array_equal(policy.logits, self.logits)
@@ -181,7 +208,7 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
         self, ctx: Context[Roles], step: int, update: list[tuple[int, int, float]]
     ) -> dict[str, float]:
         del step
-        return await ctx.roles.learner.train_step(update)
+        return await ctx.roles.learner.train_step("actor", [update])
 
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         return updates[-1]

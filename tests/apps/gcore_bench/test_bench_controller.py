@@ -31,7 +31,7 @@ from gcore_bench.controller import (
 )
 from gcore_bench.harness.report import BenchError
 from gcore_controller import run_inline
-from gcore_controller.context import HeldReference
+from gcore_controller.context import Reference
 
 PAYLOAD = Payload.of(nbytes=1 << 16, num_samples=16, seed=0)
 MB = 2.0**20
@@ -78,8 +78,8 @@ class Recorder(BenchWorker):
         self.seen: list[int] = []
         self._spoilt = spoilt
 
-    def put(self, features: Features) -> HeldReference[Features]:
-        return HeldReference(features)
+    def put(self, features: Features) -> Reference[Features]:
+        return Reference(features)
 
     async def make(self, payload: Payload, indices: Sequence[int]) -> list[SampleFacts]:
         self.made += indices

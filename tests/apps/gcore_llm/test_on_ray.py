@@ -25,8 +25,9 @@ from process_tree import descendants, left_after
 from ray.cluster_utils import Cluster
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import Announced, Announcer, RankError, RayTrainerGroup
+from gcore_controller import RankError, make_announcer
 from gcore_controller.rlhf.events import Event
+from gcore_controller.runtimes.ray import RayTrainerGroup
 from gcore_llm.config import TrainConfig, TrainerConfig
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
 
@@ -227,12 +228,12 @@ async def test_announcements_of_controllers() -> None:
         if len(sent) > 1:
             raise ConnectionError("the run has ended")
 
-    announce = Announcer(send)
+    announce = make_announcer(send)
     announce("engine 1 is gone")
     announce("engine 2 is gone")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert sent == [Announced(f"engine {i} is gone") for i in (1, 2)]
+    assert sent == [f"engine {i} is gone" for i in (1, 2)]
 
 
 @pytest.fixture

@@ -33,15 +33,9 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
-from gcore_controller import (
-    Context,
-    DeviceTimers,
-    SharedTrainerClient,
-    Span,
-    merge_spans,
-    on_wall_clock,
-    run_inline,
-)
+from gcore_controller import Context, DeviceTimers, DeviceWork, Span, run_inline
+from gcore_controller.context import on_wall_clock
+from gcore_controller.runtimes.inline import SharedTrainerClient
 from gcore_llm.cli import main, own_data
 from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
@@ -180,7 +174,7 @@ def drained(devices: DeviceTimers, clock: Clock) -> dict[str, list[tuple[str, fl
     shift_s = time.time() - clock.now_s
     return {
         name: [(s.stage, round(s.start_s - shift_s, 1), round(s.end_s - shift_s, 1)) for s in spans]
-        for name, spans in devices.drain().items()
+        for name, spans in devices.drain().spans.items()
     }
 
 
@@ -211,9 +205,8 @@ def test_device_is_in_the_stage_of_the_call_that_began_last() -> None:
 
 def test_spans_of_a_device_from_several_controllers_are_one_row() -> None:
     first, second, other = span("gen", 1, 2), span("sync", 3, 4), span("train", 1, 4)
-    assert merge_spans(
-        [{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]
-    ) == {
+    parts = [{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]
+    assert DeviceWork.merge(DeviceWork(spans=spans) for spans in parts).spans == {
         "engine 0": [second, first],
         "trainer 0": [other],
     }
@@ -246,7 +239,7 @@ async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
         )
     ]
     assert [len(c.token_ids) for c in made] == [2, 20]
-    spans = devices.drain()
+    spans = devices.drain().spans
     assert {name: stages(own) for name, own in spans.items()} == {
         "engine 0": ["gen"],
         "engine 1": ["gen"],
@@ -258,12 +251,12 @@ async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
     await engine.update_weights([], version=1)
     async with aclosing(engine.generate([request("left", max_tokens=1, n=2)])) as completions:
         await anext(completions)
-    assert {name: stages(own)[0] for name, own in devices.drain().items()} == {
+    assert {name: stages(own)[0] for name, own in devices.drain().spans.items()} == {
         "engine 0": "sync",
         "engine 1": "sync",
     }
     # Whatever was left off is over.
-    assert devices.drain() == {"engine 0": [], "engine 1": []}
+    assert devices.drain().spans == {"engine 0": [], "engine 1": []}
     await engine.pause()
     await engine.resume()
     await engine.close()
@@ -309,7 +302,7 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
         await part.update_weights(policy, version=1)
 
     await run_inline(program, roles=None, world_size=2)
-    spans = devices.drain()
+    spans = devices.drain().spans
     assert spans.keys() == {"trainer 0", "trainer 1", "engine 0"}
     assert stages(spans["engine 0"]) == ["sync"]
     for rank in range(2):
@@ -346,7 +339,7 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(
     )
     try:
         assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
-        spans = devices.drain()
+        spans = devices.drain().spans
         assert {name: stages(own) for name, own in spans.items()} == {
             "engine 0": ["gen"],
             "engine 1": ["gen"],
@@ -363,7 +356,7 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(
     finally:
         await engine.close()
     assert {path.name for path in logs.iterdir()} == {"engine-0.log", "engine-1.log"}
-    assert {name for name, own in devices.drain().items() if own} == {"engine 0", "engine 1"}
+    assert {name for name, own in devices.drain().spans.items() if own} == {"engine 0", "engine 1"}
 
 
 def test_a_running_job_can_be_scraped(tmp_path: Path) -> None:

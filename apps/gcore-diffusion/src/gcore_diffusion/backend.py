@@ -135,8 +135,14 @@ async def start(
             turns = None
             learner = start_trainer(config, model, checkpoints)
             if sharing:
-                ranks = range(config.trainer.num_processes)
-                turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=ranks)
+                turns = DeviceTurns(
+                    policy,
+                    sharing[1:],
+                    sleep_models=learner.sleep,
+                    wake_models=learner.wake,
+                    devices=devices,
+                    ranks=range(config.trainer.num_processes),
+                )
             close = engines.pop_all().aclose
             return inline_backend(
                 config, shared=sampler, roles=ImageRoles, learner=learner, close=close, turns=turns

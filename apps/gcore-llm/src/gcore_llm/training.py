@@ -277,7 +277,12 @@ async def _start_inline(
     turns = None
     if sharing:
         turns = DeviceTurns(
-            learner, policy, sharing[1:], devices=devices, ranks=range(config.trainer.num_processes)
+            policy,
+            sharing[1:],
+            sleep_models=learner.sleep,
+            wake_models=learner.wake,
+            devices=devices,
+            ranks=range(config.trainer.num_processes),
         )
     roles = SamplingRoles(policy=policy, devices=devices, **scoring)
     return inline_backend(

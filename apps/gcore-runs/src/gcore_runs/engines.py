@@ -372,10 +372,10 @@ def lending_of(config: "BaseRLConfig") -> "Lending | None":
     from gcore_placement import LendChoice
 
     count = config.sizes.num_lent
-    rule: LendChoice | None = None
-    if config.placement.lend_ranks == "auto":
-        rule = LendChoice(engines=config.sizes.engines, lent=count)
-    return Lending(num_engines=count, rule=rule)
+    if config.placement.lend_ranks != "auto":
+        return Lending(num_engines=count)
+    choice = LendChoice(engines=config.sizes.engines, lent=count)
+    return Lending(num_engines=count, choose=choice.observe)
 
 
 def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:

@@ -121,7 +121,7 @@ class LivePlacement:
             return
         sampling = self._loads(wave.work)
         if sampling is not None:
-            work = DeviceWork.merged(wave.work for wave in self._waves)
+            work = DeviceWork.merge(wave.work for wave in self._waves)
             self._observe_round(wave, sampling, work, is_within_step=True)
             self._save()
 
@@ -133,7 +133,7 @@ class LivePlacement:
         if last.number > 1:
             rounds = [*self._waves, last]
         self._waves = []
-        work = DeviceWork.merged(part.work for part in rounds)
+        work = DeviceWork.merge(part.work for part in rounds)
         step = Round(number=1, num_prompts=sum(part.num_prompts for part in rounds), work=work)
         if self._moved_at_s is not None:
             # From the decision to the end of the first step after it, or within that.

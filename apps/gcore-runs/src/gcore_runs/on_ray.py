@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from gcore_controller import (
     LENT,
     ActorRole,
-    Announcer,
     Context,
     DeviceTimers,
     Handles,
@@ -23,6 +22,7 @@ from gcore_controller import (
     Sizes,
     TrainerSpec,
     connect_quietly,
+    make_announcer,
 )
 from gcore_placement import STRATEGIES
 from gcore_rollout import (
@@ -167,7 +167,7 @@ async def _run_controller(
     log_to(logs, "controller", ctx.rank, redirect=True)
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
     devices = DeviceTimers(shared=ctx.roles.shared_devices)
-    announce = Announcer(ctx.report)
+    announce = make_announcer(ctx.report)
     instrumentation = Instrumentation(devices=devices, announce=announce)
     connected = partial(
         ActorEngines.connect,

@@ -2,69 +2,51 @@ from .collectives.base import Collectives as Collectives
 from .context import (
     Context as Context,
     DeviceTimers as DeviceTimers,
+    DeviceWork as DeviceWork,
     Program as Program,
     Reference as Reference,
     Span as Span,
     StageTimer as StageTimer,
-    merge_spans as merge_spans,
-    on_wall_clock as on_wall_clock,
     seconds_by_stage as seconds_by_stage,
 )
 from .errors import (
     ClusterError as ClusterError,
-    ControllerDiedError as ControllerDiedError,
     ControllerError as ControllerError,
-    DeadlineError as DeadlineError,
     RankCodeError as RankCodeError,
     RankError as RankError,
 )
 from .rlhf.batch_producer import DynamicSampler as DynamicSampler
 from .rlhf.events import (
-    Announced as Announced,
-    Announcer as Announcer,
     Evaluated as Evaluated,
     Event as Event,
     Reached as Reached,
     Recorder as Recorder,
-    RewardsFailed as RewardsFailed,
+    Round as Round,
     Stepped as Stepped,
     Updating as Updating,
-    WaveSampled as WaveSampled,
+    make_announcer as make_announcer,
 )
 from .rlhf.mixture import Joined as Joined, Mixture as Mixture
 from .rlhf.modality import (
     Generated as Generated,
     Modality as Modality,
     Prepared as Prepared,
-    PromptGroup as PromptGroup,
     RLHFConfig as RLHFConfig,
-    RLHFRoles as RLHFRoles,
     RunStart as RunStart,
-    SampledBatch as SampledBatch,
     TrainingBatch as TrainingBatch,
     Wave as Wave,
 )
-from .rlhf.permutation import FeistelPermutation as FeistelPermutation
-from .rlhf.prompts import (
-    PromptLoader as PromptLoader,
-    ShardedSampler as ShardedSampler,
-    SharedPrompts as SharedPrompts,
-)
-from .rlhf.rounds import DeviceWork as DeviceWork, Round as Round
+from .rlhf.prompts import PromptLoader as PromptLoader
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import (
     LENT as LENT,
     Backend as Backend,
-    Recovery as Recovery,
-    SizedConfig as SizedConfig,
     Sizes as Sizes,
 )
 from .runtimes.inline import (
     InlineBackend as InlineBackend,
     InlineCollectives as InlineCollectives,
-    InlineGroup as InlineGroup,
     InProcessTrainerGroup as InProcessTrainerGroup,
-    SharedTrainerClient as SharedTrainerClient,
     run_inline as run_inline,
     share_trainer as share_trainer,
 )
@@ -73,29 +55,23 @@ from .runtimes.ray import (
     ActorRole as ActorRole,
     Handles as Handles,
     RayBackend as RayBackend,
-    RayControllers as RayControllers,
     RayTrainerClient as RayTrainerClient,
-    RayTrainerGroup as RayTrainerGroup,
     RoleActors as RoleActors,
     check_token as check_token,
-    connect as connect,
     connect_quietly as connect_quietly,
     count_cluster_gpus as count_cluster_gpus,
     run_ray as run_ray,
 )
 from .runtimes.simulated import VirtualTimeLoop as VirtualTimeLoop, run_simulated as run_simulated
+from .trainer_client import (
+    DeviceTurns as DeviceTurns,
+    Lending as Lending,
+    TrainerClient as TrainerClient,
+)
 from .trainer_group import (
     SharedTrainerGroup as SharedTrainerGroup,
     State as State,
-    TrainerClient as TrainerClient,
     TrainerGroup as TrainerGroup,
     TrainerSpec as TrainerSpec,
-    TrainerWorker as TrainerWorker,
     deal as deal,
-)
-from .turns import (
-    DeviceTurns as DeviceTurns,
-    Lending as Lending,
-    LendRule as LendRule,
-    TurnTaker as TurnTaker,
 )

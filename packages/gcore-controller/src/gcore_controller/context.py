@@ -3,17 +3,16 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.errors import ProgramExitedError
+from gcore_controller.errors import ControllerError
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 RolesT = TypeVar("RolesT")
 OtherRolesT = TypeVar("OtherRolesT")
 ResultT = TypeVar("ResultT")
@@ -32,6 +31,31 @@ class Span:
     stage: str
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceWork:
+    """The work of devices in a period."""
+
+    spans: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
+    """Where the time of each device went, by name."""
+    generated: Counter[str] = field(default_factory=Counter[str])
+    """Number of tokens, or images, that were generated in each stage."""
+    num_lent: int = 0
+    """Engines that changed their role within a step, or sampled on the devices of ranks."""
+
+    @classmethod
+    def merge(cls, parts: Iterable[Self]) -> Self:
+        """Join the work that several processes recorded, or that was done in several periods."""
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
+        generated: Counter[str] = Counter()
+        num_lent = 0
+        for part in parts:
+            for name, device_spans in part.spans.items():
+                spans[name] += device_spans
+            generated += part.generated
+            num_lent += part.num_lent
+        return cls(spans=dict(spans), generated=generated, num_lent=num_lent)
 
 
 class StageTimer:
@@ -117,15 +141,19 @@ class DeviceTimers:
                 stages.enter_context(timer.stage(stage))
             yield
 
-    def drain(self) -> dict[str, list[Span]]:
-        """Return the spans since the last call, by device, in seconds of UTC; a running stage is cut and continues."""
-        self.generated.clear()
-        self.num_lent = 0
+    def drain(self) -> DeviceWork:
+        """Return the work since the last call, with spans in seconds of UTC; a running stage is cut and continues.
+
+        Controllers of one process share the timers: the first to drain them gets everything.
+        """
         now_s = self._clock()
-        return {
-            name: on_wall_clock(timer.drain(), now_s, self._wall_clock)
-            for name, timer in self._timers.items()
-        }
+        spans: dict[str, list[Span]] = {}
+        for name, timer in self._timers.items():
+            spans[name] = on_wall_clock(timer.drain(), now_s, self._wall_clock)
+        work = DeviceWork(spans=spans, generated=self.generated, num_lent=self.num_lent)
+        self.generated = Counter()
+        self.num_lent = 0
+        return work
 
 
 def rank_name(rank: int) -> str:
@@ -149,43 +177,26 @@ def on_wall_clock(spans: Iterable[Span], now_s: float, wall_clock: Clock = time.
     ]
 
 
-def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
-    """Join the spans that several processes, or several calls of `DeviceTimers.drain`, recorded of the same devices."""
-    spans: defaultdict[str, list[Span]] = defaultdict(list)
-    for part in parts:
-        for name, device_spans in part.items():
-            spans[name] += device_spans
-    return dict(spans)
+@dataclass(frozen=True)
+class Reference(Generic[T]):
+    """A handle of a read-only value; where controllers and services share a process, it holds the value itself.
 
+    On Ray it is small and can be pickled: the value is in an object store.
+    """
 
-class Reference(Protocol[T_co]):
-    """A small, picklable handle of a value stored elsewhere, which is read-only."""
+    value: Any
 
     @property
     def nbytes(self) -> int:
         """Size of the value, as `nbytes_of` counts it."""
-        ...
-
-    async def get(self) -> T_co:
-        """Return the value.
-
-        Raises:
-            ReferenceLostError: the process that put the value, or its node, was lost.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class HeldReference(Generic[T]):
-    """A reference that holds the value itself, for controllers and services that share a process."""
-
-    value: T
-
-    @property
-    def nbytes(self) -> int:
         return nbytes_of(self.value)
 
     async def get(self) -> T:
+        """Return the value.
+
+        Raises:
+            ControllerError: the process that put the value, or its node, was lost.
+        """
         return self.value
 
 
@@ -197,11 +208,9 @@ def nbytes_of(value: object) -> int:
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
         value = [*value.values()]
-    return (
-        sum(map(nbytes_of, value))
-        if isinstance(value, list | tuple)
-        else int(getattr(value, "nbytes", 0))
-    )
+    if isinstance(value, list | tuple):
+        return sum(map(nbytes_of, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 async def refuse_report(rank: int, value: Any) -> None:
@@ -223,7 +232,7 @@ class Context(Generic[RolesT]):
     """Seconds of the runtime's clock, real or simulated."""
     wall_clock: Clock = time.time
     """Seconds of the clock that spans are recorded by: UTC, or simulated."""
-    put: Callable[[Any], Reference[Any]] = HeldReference
+    put: Callable[[Any], Reference[Any]] = Reference
     """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
     reported: Reported = refuse_report
     notices: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue[Any])
@@ -269,7 +278,7 @@ async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT
     """Run one controller's program, under any runtime.
 
     Raises:
-        ProgramExitedError: It called `sys.exit`, which would stop the event loop, or awaited something that it had
+        ControllerError: It called `sys.exit`, which would stop the event loop, or awaited something that it had
             cancelled, which would pass for the end of the run.
     """
     try:
@@ -282,6 +291,6 @@ async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT
             what = "was cancelled from within: it awaited a task or future that had been cancelled"
         else:
             raise
-        raise ProgramExitedError(
+        raise ControllerError(
             f"the program of controller {context.rank} {what}; a program ends by returning or by raising an error"
         ) from error

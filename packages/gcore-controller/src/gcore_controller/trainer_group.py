@@ -1,8 +1,8 @@
-"""Trainer groups: the models in training, on one rank or on many, as ranks, runs and controllers see them.
+"""Trainer groups: the models in training, on one rank or on many, as ranks and the process of the run see them.
 
 The app provides a `TrainerWorker`, the models on one rank. Each runtime provides a `TrainerGroup`, which the process of
-the run holds, and a `TrainerClient` for each controller: `runtimes.inline` in this process, `runtimes.local` on local
-processes, and `runtimes.ray` on Ray actors. Ranks in processes of their own answer the messages of this module.
+the run holds: `runtimes.inline` in this process, `runtimes.local` on local processes, and `runtimes.ray` on Ray actors.
+Ranks in processes of their own answer the messages of this module. Controllers call a `TrainerClient`.
 """
 
 import os
@@ -10,12 +10,11 @@ import re
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from gcore_controller.context import StageTimer
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
 
 if TYPE_CHECKING:
@@ -34,29 +33,7 @@ Replica = tuple[int, int]
 """The data-parallel replica that a rank belongs to, and the number of replicas."""
 
 
-class TrainerGroup(Protocol):
-    """All ranks of the models in training, as the process of the run sees them between two steps."""
-
-    @property
-    def num_updates(self) -> int:
-        """Updates of all models so far."""
-        ...
-
-    def save_pretrained(self, path: Path) -> None:
-        """Write the folder of the policy, as its library loads it."""
-
-    def save(self, step: int, rest: State) -> None:
-        """Checkpoint all models together with ``rest``; return once they are copied."""
-
-    def load(self) -> State:
-        """Load the latest checkpoint, and return the ``rest`` that was saved in it; empty: there is no checkpoint."""
-        ...
-
-    def close(self) -> None:
-        """Wait until checkpoints are written, and end the processes of the group, if it has any."""
-
-
-class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
+class TrainerWorker(Protocol[BatchT_contra]):
     """The models in training on one rank.
 
     All ranks of a group make the same calls, each with the micro-batches of its data-parallel replica.
@@ -65,6 +42,11 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
     @property
     def roles(self) -> Sequence[str]:
         """Names of the models, such as actor, critic and reference."""
+        ...
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of all models so far."""
         ...
 
     def replica(self, role: str) -> Replica:
@@ -97,103 +79,18 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
         """
         ...
 
+    def save_pretrained(self, path: Path) -> None:
+        """Write the folder of the policy, as its library loads it."""
 
-class _Trainer(Protocol[BatchT_contra]):
-    """Models in training, wherever their ranks run."""
+    def save(self, step: int, rest: State) -> None:
+        """Checkpoint all models together with ``rest``; return once they are copied."""
 
-    @property
-    def num_replicas(self) -> int:
-        """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
+    def load(self) -> State:
+        """Load the latest checkpoint, and return the ``rest`` that was saved in it; empty: there is no checkpoint."""
         ...
 
-    async def score(
-        self, role: Any, micro_batches: Sequence[BatchT_contra], *, with_routing: bool = False
-    ) -> list[list[Any]]:
-        """See `TrainerWorker.score`."""
-        ...
-
-    async def train_step(
-        self, role: Any, micro_batches: Sequence[BatchT_contra]
-    ) -> dict[str, float]:
-        """Update a model once on the micro-batches of all callers; return metrics, empty if there are none."""
-        ...
-
-
-class SharedTrainerGroup(TrainerGroup, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
-    """A trainer group that the controllers of this process share; several calls may be in flight at once."""
-
-    async def sleep(self) -> None:
-        """See `TrainerWorker.sleep`."""
-
-    async def wake(self) -> None:
-        """See `TrainerWorker.wake`."""
-
-    def export_weights(self, *, averaged: bool = False) -> Weights: ...
-
-
-class PolicyEngine(Protocol):
-    """The engine that generates with the policy's weights."""
-
-    @property
-    def weight_version(self) -> int: ...
-    async def update_weights(self, weights: Any, *, version: int) -> None:
-        """Take over weights, which are iterated over once."""
-
-
-class PolicyTrainer(Protocol):
-    """The models in training, as far as the RLHF loop uses them; every controller makes the same calls."""
-
-    async def offload(self, timer: StageTimer) -> None:
-        """Move the models out of devices that they share with engines, and the engines in, to sample.
-
-        This, `onload` and `onload_weights` do nothing where nothing is shared; see `DeviceTurns`. Their time counts as
-        stage ``swap`` of the timer.
-        """
-
-    async def onload(self, timer: StageTimer) -> None:
-        """Move the engines out, whose running samples are aborted, and the models in, to train."""
-
-    async def onload_weights(self, timer: StageTimer) -> None:
-        """Move in the models, and next to them the weights of the policy's engine, which can then be updated."""
-
-    async def update_weights(self, policy: Any, *, version: int, averaged: bool = False) -> None:
-        """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
-
-        ``version`` is the lowest that the engines may give to the weights.
-        """
-
-    async def check_policy(self, policy: Any) -> None:
-        """Compare every tensor of every controller's engine with the present weights; engines raise if one differs."""
-
-
-class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
-    """A controller's access to the models in training, wherever their ranks run.
-
-    Every controller makes the same calls in the same order, each with micro-batches of its own, except `score_alone`.
-    """
-
-    @property
-    def can_score_alone(self) -> bool:
-        """True if `score_alone` can be called: the models are whole on one rank, and stay on its device."""
-        ...
-
-    async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
-        """Return a model's outputs for each sample, without the other controllers, also while they sample."""
-        ...
-
-
-async def check_weights(policy: PolicyEngine, digests: Mapping[str, Any]) -> None:
-    """Have an engine compare its weights with digests, if it can."""
-    check = getattr(policy, "check_weights", None)
-    if check is not None:
-        await check(digests)
-
-
-def digests_of(weights: Weights) -> Mapping[str, Any]:
-    """Iterate over all weights, and return the digests that they come with; empty if there are none."""
-    for _ in weights:
-        pass
-    return getattr(weights, "digests", {})
+    def close(self) -> None:
+        """Wait until checkpoints are written."""
 
 
 _LOSSES = {"DistError", "RayError"}
@@ -206,56 +103,78 @@ Message = Callable[[TrainerWorker[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
-    """The message to call `TrainerWorker.score`."""
+class Computation:
+    """The message to have a rank compute on its micro-batches."""
 
+    method: Literal["score", "train_step"]
+    """The method of `TrainerWorker`."""
     role: str
     micro_batches: Sequence[Any]
-    with_routing: bool
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further keyword arguments of the method."""
 
-    def __call__(self, worker: TrainerWorker[Any]) -> list[list[Any]]:
-        return worker.score(self.role, self.micro_batches, with_routing=self.with_routing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainStep:
-    """The message to call `TrainerWorker.train_step`."""
-
-    role: str
-    micro_batches: Sequence[Any]
-
-    def __call__(self, worker: TrainerWorker[Any]) -> dict[str, float]:
-        return worker.train_step(self.role, self.micro_batches)
+    def __call__(self, worker: TrainerWorker[Any]) -> Any:
+        return getattr(worker, self.method)(self.role, self.micro_batches, **self.options)
 
 
-Computation = Score | TrainStep
-
-
-class MessageTrainerGroup(ABC):
-    """A `TrainerGroup` whose ranks answer messages."""
+class TrainerGroup(ABC):
+    """All ranks of the models in training, as the process of the run sees them between two steps."""
 
     @property
     def num_updates(self) -> int:
+        """Updates of all models so far."""
         return self._ask_all(attrgetter("num_updates"))
 
     def save_pretrained(self, path: Path) -> None:
+        """See `TrainerWorker.save_pretrained`."""
         self._ask_all(methodcaller("save_pretrained", path.absolute()))
 
     def save(self, step: int, rest: State) -> None:
+        """See `TrainerWorker.save`."""
         self._ask_all(methodcaller("save", step, rest))
 
     def load(self) -> State:
+        """See `TrainerWorker.load`."""
         return self._ask_all(methodcaller("load"))
 
     async def sleep(self) -> None:
+        """See `TrainerWorker.sleep`."""
         self._ask_all(methodcaller("sleep"))
 
     async def wake(self) -> None:
+        """See `TrainerWorker.wake`."""
         self._ask_all(methodcaller("wake"))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until checkpoints are written, and end the processes of the group, if it has any."""
 
     @abstractmethod
     def _ask_all(self, message: Message) -> Any:
         """Send a message to all ranks, wait for all answers, and return that of rank 0."""
+
+
+class SharedTrainerGroup(TrainerGroup, Generic[BatchT]):
+    """A trainer group that the controllers of this process share; several calls may be in flight at once."""
+
+    @property
+    @abstractmethod
+    def num_replicas(self) -> int:
+        """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
+
+    @abstractmethod
+    async def score(
+        self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
+    ) -> list[list[Any]]:
+        """See `TrainerWorker.score`."""
+
+    @abstractmethod
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        """Update a model once on the micro-batches, and return metrics."""
+
+    @abstractmethod
+    def export_weights(self, *, averaged: bool = False) -> Weights:
+        """Yield the weights of the policy, or of its moving average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,15 +222,16 @@ def rank_failure(
     kinds = {base.__name__ for base in type(error).__mro__}
     is_loss = isinstance(error, ConnectionError) or not kinds.isdisjoint(_LOSSES)
     is_loss = is_loss or (isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None)
-    return RankError(message) if is_loss else RankCodeError(message)
+    if is_loss:
+        return RankError(message)
+    return RankCodeError(message)
 
 
 def _check_interfaces() -> None:
     """Raise `ClusterError` unless this machine has the network interfaces that gloo is to use."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     interfaces = [name for _, name in socket.if_nameindex()]
-    for name in names:
-        if name not in interfaces:
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in interfaces:
             raise ClusterError(
                 f"GLOO_SOCKET_IFNAME is {name!r}; expected an interface of {socket.gethostname()}: "
                 f"{', '.join(interfaces)}"
@@ -346,7 +266,9 @@ def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
     # The first replica to have the heavier one in a pass is the last in the next.
     parts: list[list[int]] = [[] for _ in range(num_replicas)]
     for n, start in enumerate(range(0, len(order), num_replicas)):
-        replicas = range(num_replicas) if n % 2 == 0 else reversed(range(num_replicas))
+        replicas = list(range(num_replicas))
+        if n % 2 == 1:
+            replicas.reverse()
         for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
             parts[replica].append(i)
     return parts
@@ -361,7 +283,8 @@ def deal_message(
     """
     parts = deal(costs, replicas[0][1])
     batches = message.micro_batches
-    return parts, [
-        replace(message, micro_batches=[batches[i] for i in parts[replica]])
-        for replica, _ in replicas
-    ]
+    messages: list[Computation] = []
+    for replica, _ in replicas:
+        part = [batches[i] for i in parts[replica]]
+        messages.append(replace(message, micro_batches=part))
+    return parts, messages

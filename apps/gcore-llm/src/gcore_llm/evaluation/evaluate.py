@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from gcore_controller import Collectives, InlineCollectives, InlineGroup, StageTimer
+from gcore_controller import Collectives, InlineCollectives, StageTimer
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluation.estimators import Answered, Estimate, estimates
 from gcore_llm.prompts import PromptSets
@@ -220,7 +220,7 @@ async def evaluate(
         done: what was answered before, and is not generated again.
         finished: called with each group of scored responses as soon as it is complete, before any comparison.
     """
-    group = group or InlineCollectives(InlineGroup(1), 0)
+    group = group or InlineCollectives()
     timer = timer or StageTimer()
     start_s = clock() if clock else 0.0
     answered = dict(done or {})

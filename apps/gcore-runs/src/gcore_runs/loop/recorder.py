@@ -35,7 +35,6 @@ from gcore_controller import (
     RankError,
     Reached,
     Recorder,
-    RewardsFailed,
     RunStart,
     Span,
     Stepped,
@@ -361,6 +360,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case Updating():
                 self.stop.hold_back()
             case Evaluated(step=step, evaluation=evaluation):
+                self._warn_of_rewards(step, event.failures)
                 metrics = dict(self.show_evaluation(step, evaluation))
                 trainer = self.job.config.trainer
                 self.display.latest |= metrics
@@ -374,8 +374,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                     self._end_early(step, metrics)
             case Stepped():
                 self._record_step(event)
-            case RewardsFailed():
-                self._warn_of_rewards(event)
             case Reached(step=step, controllers=controllers, is_last=is_last):
                 self._last = (step, controllers)
                 self._num_updates = self.learner.num_updates
@@ -398,6 +396,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
     def _record_step(self, event: Stepped) -> None:
         step = event.step
+        self._warn_of_rewards(step, event.failures)
         spans = event.spans
         devices = event.devices
         intervals = StepSpans(
@@ -420,15 +419,14 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         if not all(map(math.isfinite, metrics.values())):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
-    def _warn_of_rewards(self, event: RewardsFailed) -> None:
-        failures: list[Failure] = event.failures
+    def _warn_of_rewards(self, step: int, failures: Sequence[Failure]) -> None:
         for failure in failures:
             reason = one_line(failure.message) or "no message"
             message = (
                 f"a reward failed and its group was dropped: {failure.kind}: {reason}; "
                 f"the traceback is in {self.run.logs}"
             )
-            self.warnings.warn(event.step, message, key=failure.kind, count=failure.count)
+            self.warnings.warn(step, message, key=failure.kind, count=failure.count)
 
     @property
     def last_step(self) -> int:

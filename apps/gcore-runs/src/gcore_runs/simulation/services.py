@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import numpy as np
 
-from gcore_controller import deal
+from gcore_controller import SharedTrainerGroup, deal
 from gcore_placement import RunningLedger, TransformerWorkload, log_normal, uniform
 from gcore_rollout import RequestT, RewardRunner, RewardRunnerConfig, SampleT
 from gcore_runs.errors import UserError
@@ -229,8 +229,8 @@ class ModelledReward:
             self._state.ledger.change("reward", change * self._model.devices_per_replica)
 
 
-class ModelledLearner:
-    """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
+class ModelledLearner(SharedTrainerGroup[Sequence[Any]]):
+    """A trainer group of modelled replicas, to which micro-batches are dealt as on real ones.
 
     A micro-batch takes its FLOPs over a replica's FLOPs per second, and ``micro_batch_s``, with its collectives (see
     `training_collectives`); a step takes the time of its slowest replica. All models cost the same. There are no
@@ -238,8 +238,8 @@ class ModelledLearner:
     """
 
     def __init__(self, state: SharedState[Any, Any]) -> None:
-        self.num_replicas = state.config.num_learner_replicas
-        self.num_updates = 0
+        self._num_replicas = state.config.num_learner_replicas
+        self._num_updates = 0
         self._state = state
         self._model = state.config.learner
         self._flops_per_s = self._model.device_flops_per_s * self._model.devices_per_replica
@@ -248,6 +248,14 @@ class ModelledLearner:
             state.config, modality.weights_bytes, modality.workload
         )
         self._turn = asyncio.Lock()
+
+    @property
+    def num_replicas(self) -> int:
+        return self._num_replicas
+
+    @property
+    def num_updates(self) -> int:
+        return self._num_updates
 
     async def score(
         self, role: str, micro_batches: Sequence[Sequence[Any]], *, with_routing: bool = False
@@ -271,7 +279,7 @@ class ModelledLearner:
     ) -> dict[str, float]:
         del role
         await self._work("training", micro_batches, share=1.0)
-        self.num_updates += 1
+        self._num_updates += 1
         return {}
 
     def export_weights(self, *, averaged: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -284,9 +292,6 @@ class ModelledLearner:
     def save(self, step: int, rest: dict[str, Any]) -> None:
         """Do nothing: there are no models."""
 
-    def load(self) -> dict[str, Any]:
-        raise UserError("a simulated learner has no checkpoint")
-
     async def sleep(self) -> None:
         """Do nothing: there is no memory."""
 
@@ -295,6 +300,10 @@ class ModelledLearner:
 
     def close(self) -> None:
         """Do nothing."""
+
+    def _ask_all(self, message: Callable[[Any], Any]) -> Any:
+        del message
+        raise UserError("a simulated learner has no checkpoint")
 
     async def _work(
         self,

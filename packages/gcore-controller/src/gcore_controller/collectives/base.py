@@ -17,9 +17,7 @@ from operator import add, index, itemgetter
 from typing import Any, Self, TypeVar
 
 from gcore_controller.errors import (
-    CollectiveAbandonedError,
-    CollectiveMismatchError,
-    ConcurrentCollectivesError,
+    CollectiveError,
     ControllerError,
 )
 
@@ -44,9 +42,10 @@ class CollectiveCall:
 
     @property
     def place(self) -> str:
-        return f"collective {self.sequence}" + (
-            f" on channel {self.channel!r}" if self.channel else ""
-        )
+        text = f"collective {self.sequence}"
+        if self.channel:
+            text += f" on channel {self.channel!r}"
+        return text
 
 
 @dataclass
@@ -87,9 +86,9 @@ class CallLog:
         self._is_closed = True
 
     def check_open(self, op: str) -> None:
-        """Raise `CollectiveMismatchError` if the program has returned: the call comes from a task that it left."""
+        """Raise `CollectiveError` if the program has returned: the call comes from a task that it left."""
         if self._is_closed:
-            raise CollectiveMismatchError(
+            raise CollectiveError(
                 f"rank {self._rank} called {op} after its program had returned: await or cancel tasks that use "
                 "collectives before the program returns"
             )
@@ -102,12 +101,12 @@ class CallLog:
             raise copy_error(channel.error)
         call = CollectiveCall(channel_name, channel.num_calls, op)
         if channel.current is not None:
-            raise ConcurrentCollectivesError(
+            raise CollectiveError(
                 f"rank {self._rank} called {op} while its {channel.current} was in flight: a channel carries one "
                 "collective at a time; give each concurrent task a channel of its own with ctx.group.channel(name)"
             )
         if channel.abandoned is not None:
-            raise CollectiveAbandonedError(
+            raise CollectiveError(
                 f"rank {self._rank} called {call} after its {channel.abandoned} was cancelled, by a timeout or with "
                 "its task: its calls no longer correspond to those of the other ranks, so the channel cannot be used "
                 "any more; limit the whole run with timeout_s instead, or use a new channel on every rank"
@@ -119,12 +118,12 @@ class CallLog:
         channel.current = call
         return call
 
-    def missing(self, call: CollectiveCall) -> CollectiveMismatchError | None:
+    def missing(self, call: CollectiveCall) -> CollectiveError | None:
         """Return the error of a call that cannot complete because another rank's program has returned, if so."""
         for rank, num_calls in self._returned.items():
             count = num_calls.get(call.channel, 0)
             if count <= call.sequence:
-                return CollectiveMismatchError(
+                return CollectiveError(
                     f"rank {self._rank} waits in {call} for rank {rank}, whose program has returned after {count} "
                     f"collective{'s' * (count != 1)} on that channel; {_SAME_CALLS}"
                 )
@@ -141,6 +140,10 @@ class CallLog:
         """Refuse further calls on a channel with this error, unless it has failed before."""
         channel = self._channels[channel_name]
         channel.error = channel.error or error
+
+    def is_abandoned(self, channel_name: str) -> bool:
+        """Return whether the program has left a call of the channel, and still runs."""
+        return not self._is_closed and self._channels[channel_name].abandoned is not None
 
     def has_failed(self, channel_name: str) -> bool:
         return self._channels[channel_name].error is not None
@@ -161,39 +164,44 @@ class Whereabouts:
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
     """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
-    stages = [
-        f"controller {rank} {where or 'does not answer'}" for rank, where in whereabouts.items()
-    ]
+    stages: list[str] = []
     waiting: defaultdict[CollectiveCall, list[int]] = defaultdict(list)
     for rank, where in whereabouts.items():
-        for call in where.waiting if where else ():
-            waiting[call].append(rank)
-    waits: list[str] = []
+        stages.append(f"controller {rank} {where or 'does not answer'}")
+        if where is not None:
+            for call in where.waiting:
+                waiting[call].append(rank)
+    texts = [", ".join(stages)]
     for call, present in waiting.items():
-        absent = [
-            r
-            for r, w in whereabouts.items()
-            if w is None or w.num_calls.get(call.channel, 0) <= call.sequence
-        ]
-        waits.append(
-            f"{_ranks(present)} in {call}" + (f" waiting for {_ranks(absent)}" if absent else "")
-        )
-    return "; ".join([", ".join(stages), *waits])
+        text = f"{_ranks(present)} in {call}"
+        absent: list[int] = []
+        for rank, where in whereabouts.items():
+            if where is None or where.num_calls.get(call.channel, 0) <= call.sequence:
+                absent.append(rank)
+        if absent:
+            text += f" waiting for {_ranks(absent)}"
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def _ranks(ranks: list[int]) -> str:
     """Return ranks in words, consecutive ones as a range."""
     runs = groupby(enumerate(sorted(ranks)), key=lambda entry: entry[1] - entry[0])
-    spans = [[rank for _, rank in run] for _, run in runs]
-    text = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    spans: list[str] = []
+    for _, run in runs:
+        consecutive = [rank for _, rank in run]
+        span = str(consecutive[0])
+        if len(consecutive) > 1:
+            span += f"-{consecutive[-1]}"
+        spans.append(span)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
 
 
-def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveMismatchError:
+def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveError:
     """Return the error for ranks whose calls in the same collective differ."""
     called = ", ".join(f"rank {rank} called {call.op}" for rank, call in sorted(calls.items()))
     (collective,) = {call.place for call in calls.values()}
-    return CollectiveMismatchError(f"{collective}: {called}; {_SAME_CALLS}")
+    return CollectiveError(f"{collective}: {called}; {_SAME_CALLS}")
 
 
 def copy_error(error: ControllerError) -> ControllerError:
@@ -201,25 +209,25 @@ def copy_error(error: ControllerError) -> ControllerError:
     return type(error)(*error.args)
 
 
-class TicketCounters(Counter[str]):
-    """The next numbers of one rank's counters, by name."""
-
-    def take(self, count: int, counter: str, limit: int | None) -> range:
-        """See `Collectives.take_tickets`."""
-        start = self[counter]
-        self[counter] = start + count if limit is None else max(start, min(start + count, limit))
-        return range(start, self[counter])
+def take_tickets(counters: Counter[str], count: int, counter: str, limit: int | None) -> range:
+    """Take from one rank's counters, the next numbers by name; see `Collectives.take_tickets`."""
+    start = counters[counter]
+    end = start + count
+    if limit is not None:
+        end = max(start, min(end, limit))
+    counters[counter] = end
+    return range(start, end)
 
 
 class Collectives(ABC):
     """Communication between the controllers, which must all make the same calls in the same order.
 
-    A call returns when every controller has made it. Calls that differ raise `CollectiveMismatchError` on every rank
+    A call returns when every controller has made it. Calls that differ raise `CollectiveError` on every rank
     that takes part, as does a call that waits for a controller whose program has returned. After an error the channel
     cannot be used any more: every later call on it raises the same error.
 
     A call that is cancelled on one rank, for instance by a timeout, still counts: the other ranks complete theirs. That
-    rank's next call on the channel raises `CollectiveAbandonedError`, because its calls no longer correspond to those
+    rank's next call on the channel raises `CollectiveError`, because its calls no longer correspond to those
     of the others.
 
     Values belong to all ranks that receive them: in one process (runtimes inline and sim) objects are passed by
@@ -314,7 +322,7 @@ class Collectives(ABC):
             abandoned = True
             raise
         except ControllerError as error:
-            is_refused = call is None and not isinstance(error, CollectiveAbandonedError)
+            is_refused = call is None and not self._log.is_abandoned(self._channel)
             if not is_refused and not self._log.has_failed(self._channel):
                 self._fail_everywhere(self._channel, error)
             raise
@@ -322,7 +330,7 @@ class Collectives(ABC):
             what = (
                 f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
             )
-            self._fail(self._channel, CollectiveAbandonedError(what))
+            self._fail(self._channel, CollectiveError(what))
             raise
         finally:
             if call is not None:

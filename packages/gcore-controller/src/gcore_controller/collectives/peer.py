@@ -125,11 +125,10 @@ class PeerCollectives(Collectives):
         num_calls = self._log.num_calls
         self._log.close()
         # A notice that another rank sent when it returned usually covers this one already.
-        if not any(
-            all(count <= num_calls.get(channel, 0) for channel, count in counts.items())
-            for counts in self._returned.values()
-        ):
-            self._notify_all(Returned(self.rank, num_calls))
+        for counts in self._returned.values():
+            if all(count <= num_calls.get(channel, 0) for channel, count in counts.items()):
+                return
+        self._notify_all(Returned(self.rank, num_calls))
 
     def whereabouts(self, stage: str | None) -> Whereabouts:
         return self._log.whereabouts(stage)

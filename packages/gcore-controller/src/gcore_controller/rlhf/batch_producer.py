@@ -6,13 +6,15 @@ a wave, to count.
 """
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.context import Context
+from gcore_controller.context import Context, DeviceWork
+from gcore_controller.rlhf.events import Round
 from gcore_controller.rlhf.modality import (
     GroupT,
     IndexedT,
@@ -25,8 +27,7 @@ from gcore_controller.rlhf.modality import (
     Wave,
 )
 from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
-from gcore_controller.rlhf.rounds import Round, StepRounds
-from gcore_controller.rlhf.tail_batching import TailBatching, TailWave
+from gcore_controller.rlhf.tail_batching import TailBatching
 from gcore_controller.trainer_group import State
 
 T = TypeVar("T")
@@ -59,12 +60,13 @@ class DynamicSampler(Generic[IndexedT]):
         mine = self.surplus
         self.surplus = []
         indices = await _gather_all(self.group, [g.prompt_index for g in mine])
-        num_waves = num_sampled = num_kept = 0
+        num_waves = 0
+        num_sampled = 0
+        num_kept = 0
         while len(indices) < quota and num_waves < self.max_waves:
             # What is missing over the acceptance rate, at most a whole quota.
-            wave_sampled = math.ceil(
-                min((quota - len(indices)) / max(self.acceptance, 1e-3), float(quota))
-            )
+            num_missing = (quota - len(indices)) / max(self.acceptance, 1e-3)
+            wave_sampled = math.ceil(min(num_missing, float(quota)))
             mine += await sample_wave(wave_sampled)
             num_before = len(indices)
             indices = await _gather_all(self.group, [g.prompt_index for g in mine])
@@ -76,10 +78,14 @@ class DynamicSampler(Generic[IndexedT]):
             accepted = min(num_new / wave_sampled, 1.0)
             self.acceptance += 0.3 * (accepted - self.acceptance)
         chosen = set(sorted(indices)[:quota])
-        mine.sort(key=lambda g: g.prompt_index)
-        self.surplus = [g for g in mine if g.prompt_index not in chosen]
+        groups: list[IndexedT] = []
+        for entry in sorted(mine, key=lambda g: g.prompt_index):
+            if entry.prompt_index in chosen:
+                groups.append(entry)
+            else:
+                self.surplus.append(entry)
         return SampledBatch(
-            groups=[g for g in mine if g.prompt_index in chosen],
+            groups=groups,
             num_groups=len(chosen),
             num_waves=num_waves,
             num_sampled=num_sampled,
@@ -110,7 +116,9 @@ async def exchange(
     """
     mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
     everyones = sorted(await _gather_all(group, mine))
-    parts = balance([cost for _, cost in everyones], group.world_size) if group.rank == 0 else None
+    parts = None
+    if group.rank == 0:
+        parts = balance([cost for _, cost in everyones], group.world_size)
     owners: dict[int, int] = {}
     for rank, part in enumerate(await group.broadcast(parts)):
         for i in part:
@@ -140,7 +148,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     state: InitVar[State | None]
     """State of the controller to resume from."""
     report: InitVar[Callable[[Round], Awaitable[None]] | None] = None
-    """Called by the first controller with each wave that another one follows; see `StepRounds`."""
+    """Called by the first controller with each wave that another one follows in its step, which starts on all
+    controllers when this has returned; None: each step is one round."""
 
     def __post_init__(
         self,
@@ -184,7 +193,11 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             if self._tail is not None:
                 self._tail.load_state(state["tail"])
         self._shared = SharedPrompts(self._loader, ctx.group)
-        self._rounds = StepRounds(ctx, report)
+        self._report = report
+        self._reported: list[Round] = []
+        """The waves of the step that were reported."""
+        self._num_prompts = 0
+        """Prompts that were sampled since then, over all controllers."""
         # Whether every trained token must come from the present weights.
         self._is_on_policy = config.schedule == "sync" and not config.partial_rollout
         self._max_staleness = 0 if self._is_on_policy else config.max_staleness
@@ -233,15 +246,18 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             state["tail"] = self._tail.state()
         if self.ctx.rank == 0:
             state |= modality.sampling_state()
-        filtered = (
-            [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
-        )
+        filtered: list[GroupT] = []
+        if self.config.filter_groups:
+            filtered = [g for g in self._wave_groups if not g.has_signal]
+        rounds = [*self._reported, self._make_round(DeviceWork())]
+        self._reported = []
+        self._num_prompts = 0
         return TrainingBatch(
             groups=groups,
             num_groups=sampled.num_groups,
             metrics=metrics,
             state=state,
-            rounds=self._rounds.end_step(),
+            rounds=rounds,
             filtered=filtered,
         )
 
@@ -249,70 +265,83 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx = self.ctx
         config = self.config
-        planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
-        await self._rounds.next_wave(planned.num_new + len(planned.again))
+        again: Sequence[int] = ()
+        num_new = count
+        max_length = None
+        if self._tail is not None:
+            again, num_new, max_length = self._tail.next_wave(count)
+        if self._report is not None and self._num_prompts:
+            await self._report_wave(self._report)
+        self._num_prompts += num_new + len(again)
         if config.partial_rollout:
-            groups = [
-                g if self._is_fresh(g.oldest_version) else self.modality.restarted(g)
-                for g in self._unfinished
-            ]
-            unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
+            unfinished: list[tuple[GroupT, PromptT]] = []
+            for group in self._unfinished:
+                if not self._is_fresh(group.oldest_version):
+                    group = self.modality.restarted(group)
+                unfinished.append((group, self._loader.row(group.prompt_index)))
             num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
-            prompts = self._loader.take(
-                max(0, math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished)
-            )
+            num_started = math.ceil(count * (1 + config.over_sample_rate))
+            prompts = self._loader.take(max(0, num_started - num_unfinished))
             quota = math.ceil(count / ctx.world_size)
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
         elif self.modality.takes_prompts(ctx):
             prompts = sorted(
-                self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1])
+                self._prompts(again, num_new),
+                key=lambda entry: -self.modality.expected_work(entry[1]),
             )
             await self._shared.open(prompts)
-            wave = Wave(step=self._step, take=self._shared.take, max_length=planned.max_length)
+            wave = Wave(step=self._step, take=self._shared.take, max_length=max_length)
             num_prompts = len(prompts)
         else:
             wave = Wave(
-                step=self._step, prompts=self._prompts(planned), max_length=planned.max_length
+                step=self._step, prompts=self._prompts(again, num_new), max_length=max_length
             )
             num_prompts = len(wave.prompts)
         generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
         # Controllers may have taken prompts from others: the numbers are right over all of them.
-        self._num_dropped += num_prompts - sum(
-            map(len, (generated.groups, generated.unfinished, generated.deferred))
-        )
+        self._num_dropped += num_prompts
+        self._num_dropped -= len(generated.groups) + len(generated.unfinished)
+        self._num_dropped -= len(generated.deferred)
         if self._tail is not None:
             longest = [self.modality.longest(group) for group in generated.groups]
             deferred: list[int] = []
             lengths: list[int] = []
-            for rank_deferred, rank_lengths in await ctx.group.all_gather(
-                (generated.deferred, longest)
-            ):
+            parts = await ctx.group.all_gather((generated.deferred, longest))
+            for rank_deferred, rank_lengths in parts:
                 deferred.extend(rank_deferred)
                 lengths.extend(rank_lengths)
-            self._tail.record_wave(planned, deferred, lengths)
-        return (
-            [g for g in generated.groups if g.has_signal]
-            if config.filter_groups
-            else generated.groups
-        )
+            self._tail.record_wave(deferred, lengths)
+        if not config.filter_groups:
+            return generated.groups
+        return [g for g in generated.groups if g.has_signal]
 
-    def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
-        """Return this controller's prompts of a wave."""
-        again = planned.again[self.ctx.rank :: self.ctx.world_size]
-        return [
-            *((index, self._loader.row(index)) for index in again),
-            *self._loader.take(planned.num_new),
-        ]
+    async def _report_wave(self, report: Callable[[Round], Awaitable[None]]) -> None:
+        """Report the wave that the next one follows, on all controllers together."""
+        group = self.ctx.group
+        parts = await group.all_gather(self.ctx.roles.devices.drain())
+        self._reported.append(self._make_round(DeviceWork.merge(parts)))
+        self._num_prompts = 0
+        if group.rank == 0:
+            await report(self._reported[-1])
+        await group.barrier()
+
+    def _make_round(self, work: DeviceWork) -> Round:
+        return Round(number=1 + len(self._reported), num_prompts=self._num_prompts, work=work)
+
+    def _prompts(self, again: Sequence[int], num_new: int) -> list[tuple[int, PromptT]]:
+        """Return this controller's share of prompts that were drawn before, and of new ones."""
+        own_indices = again[self.ctx.rank :: self.ctx.world_size]
+        prompts = [(index, self._loader.row(index)) for index in own_indices]
+        return prompts + self._loader.take(num_new)
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""
-        return (
-            version is None
-            or 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
-        )
+        if version is None:
+            return True
+        return 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
 
     def _check_versions(self, groups: list[GroupT]) -> None:
         present = self.ctx.roles.policy.weight_version
@@ -328,28 +357,36 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         """Return metrics of what was sampled for this batch, over all controllers, kept or not."""
         # A batch whose groups all come from earlier surpluses has had no wave.
         groups = self._wave_groups if sampled.num_waves else sampled.groups
-        group_versions = [g.oldest_version for g in sampled.groups]
-        oldest = min((v for v in group_versions if v is not None), default=None)
-        counts = (len(groups), self._num_dropped, num_stale, len(self._unfinished))
-        part = await self.modality.sampled_part(self.ctx, groups)
-        versions, all_counts, parts = zip(
-            *await self.ctx.group.all_gather((oldest, counts, part)), strict=True
+        counts = Counter(
+            scored=len(groups),
+            dropped=self._num_dropped,
+            stale=num_stale,
+            unfinished=len(self._unfinished),
         )
-        num_scored, num_dropped, num_stale, num_unfinished = map(sum, zip(*all_counts, strict=True))
-        share = sampled.num_kept / max(num_scored + num_dropped, 1)
+        part = await self.modality.sampled_part(self.ctx, groups)
+        versions = {g.oldest_version for g in sampled.groups if g.oldest_version is not None}
+        all_counts: Counter[str] = Counter()
+        all_versions: set[int] = set()
+        parts: list[Any] = []
+        everyones = await self.ctx.group.all_gather((versions, counts, part))
+        for rank_versions, rank_counts, rank_part in everyones:
+            all_versions |= rank_versions
+            all_counts.update(rank_counts)
+            parts.append(rank_part)
+        acceptance = self._sampler.acceptance
+        if sampled.num_waves:
+            acceptance = sampled.num_kept / max(all_counts["scored"] + all_counts["dropped"], 1)
         metrics = {
             "sampling/waves": float(sampled.num_waves),
-            "sampling/acceptance": float(share if sampled.num_waves else self._sampler.acceptance),
+            "sampling/acceptance": acceptance,
             "sampling/groups": float(sampled.num_groups),
-            "sampling/stale_groups": float(num_stale),
+            "sampling/stale_groups": float(all_counts["stale"]),
             "sampling/epoch": self._loader.epoch,
         }
         if not self.modality.is_always_on_policy:
-            metrics["sampling/oldest_version"] = float(
-                min((v for v in versions if v is not None), default=0)
-            )
-            metrics["sampling/dropped_groups"] = float(num_dropped)
-            metrics["sampling/unfinished_groups"] = float(num_unfinished)
+            metrics["sampling/oldest_version"] = float(min(all_versions, default=0))
+            metrics["sampling/dropped_groups"] = float(all_counts["dropped"])
+            metrics["sampling/unfinished_groups"] = float(all_counts["unfinished"])
         if self._tail is not None:
             metrics |= self._tail.metrics()
         return metrics | self.modality.sampled_metrics(parts)

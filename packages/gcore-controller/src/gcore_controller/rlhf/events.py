@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gcore_controller.context import Span
-from gcore_controller.rlhf.rounds import Round
+from gcore_controller.context import DeviceWork, Span
 from gcore_controller.trainer_group import State
 
 _logger = logging.getLogger(__name__)
@@ -19,6 +18,8 @@ class Evaluated:
 
     step: int
     evaluation: Any
+    failures: list[Any] = field(default_factory=list[Any])
+    """Kind, message and count of the rewards that failed in it."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,18 @@ class Updating:
     """The models are between two steps from here to `Reached`."""
 
 
-@dataclass(frozen=True)
-class WaveSampled:
-    """A wave was sampled, and the next one of its step starts once this is received; see `RLHFConfig.reports_waves`."""
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A wave of sampling, or what is left of a step after the waves that were reported.
 
-    round: Round
+    As an event it is a wave, and the next one of its step starts once it is received; see `RLHFConfig.reports_waves`.
+    """
+
+    number: int
+    """In its step, from 1."""
+    num_prompts: int
+    """Prompts that were sampled in it, over all controllers."""
+    work: DeviceWork = field(default_factory=DeviceWork)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +52,11 @@ class Stepped:
     devices: dict[str, list[Span]]
     """Where the time of each device went, by name."""
     last: Round
-    """The part of the step that was not reported as `WaveSampled`."""
+    """The part of the step that was not reported as a wave."""
     samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """A few of the step's samples; see `Modality.samples`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardsFailed:
-    """Rewards failed and were dropped."""
-
-    step: int
-    failures: list[Any]
-    """Kind, message and count of those since the last such event."""
+    failures: list[Any] = field(default_factory=list[Any])
+    """Kind, message and count of the rewards that failed in the step, whose groups were dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,33 +68,29 @@ class Reached:
     is_last: bool
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A line for the screen, such as what an engine died of; it is not recorded."""
-
-    line: str
-
-
-Event = Evaluated | Updating | WaveSampled | Stepped | RewardsFailed | Reached | Announced
+Event = Evaluated | Updating | Round | Stepped | Reached | str
+"""A text is a line for the screen, such as what an engine died of; it is not recorded."""
 Recorder = Callable[[Event], Awaitable[None]]
 
 
-class Announcer:
-    """Puts lines on the screen of the run, from the process of a controller; a call does not wait for that."""
+def make_announcer(send: Recorder) -> Callable[[str], None]:
+    """Return a function that puts a line on the screen of the run, from the process of a controller.
 
-    def __init__(self, send: Recorder) -> None:
-        self._send = send
-        self._tasks: set[asyncio.Task[None]] = set()
+    It does not wait until the line is sent.
+    """
+    tasks: set[asyncio.Task[None]] = set()
 
-    def __call__(self, line: str) -> None:
-        _logger.warning("%s", line)
-        task = asyncio.create_task(self._announce(line))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _announce(self, line: str) -> None:
+    async def deliver(line: str) -> None:
         try:
-            await self._send(Announced(line))
+            await send(line)
         except Exception as error:
             # The run has ended, or is about to; the line is in the log of this process.
             _logger.warning("not announced: %r", error)
+
+    def announce(line: str) -> None:
+        _logger.warning("%s", line)
+        task = asyncio.create_task(deliver(line))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return announce

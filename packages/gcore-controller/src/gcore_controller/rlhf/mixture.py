@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from gcore_controller.rlhf.prompts import permutation
+from gcore_controller.rlhf.prompts import shuffle_entry
 
 RowT = TypeVar("RowT")
 
@@ -47,9 +47,9 @@ class Joined(Sequence[RowT]):
 class Mixture(Joined[RowT]):
     """Several data sets of which each has a share of the rows in training.
 
-    `PromptLoader` asks it for its `order`: of every thousand prompt indices, each part has as many as its weight says,
-    shuffled, and takes them from epochs of its own. So small parts are repeated sooner than large ones, and the
-    position in all of them is one number.
+    Its order is that of `locate`: of every thousand prompt indices, each part has as many as its weight says, shuffled,
+    and takes them from epochs of its own. So small parts are repeated sooner than large ones, and the position in all
+    of them is one number.
 
     Raises:
         ValueError: the weights are not one positive number for each part, or one is below a thousandth of their sum.
@@ -69,41 +69,26 @@ class Mixture(Joined[RowT]):
             raise ValueError(
                 f"weights are {list(weights)}; expected each to be at least a thousandth of their sum"
             )
-        self.counts = tuple(counts.tolist())
+        self.counts: tuple[int, ...] = tuple(counts.tolist())
 
-    def order(self, seed: int) -> "MixedOrder":
-        """Return the order of the rows by prompt index."""
-        firsts = [self.first_row(part) for part in range(len(self.parts))]
-        return MixedOrder([len(part) for part in self.parts], firsts, self.counts, seed=seed)
-
-
-class MixedOrder:
-    """From a prompt index to a row of a `Mixture`, as a function of the seed and the index alone."""
-
-    def __init__(
-        self, sizes: Sequence[int], firsts: Sequence[int], counts: Sequence[int], *, seed: int
-    ) -> None:
-        self._sizes = sizes
-        self._firsts = firsts
-        self._counts = counts
-        self._seed = seed
-        self._cycle = lru_cache(maxsize=4)(self._make_cycle)
-
-    def __call__(self, prompt_index: int) -> int:
+    def locate(self, prompt_index: int, seed: int) -> int:
+        """Return the row of a prompt index, as a function of the seed and the index alone."""
         cycle, position = divmod(prompt_index, _CYCLE)
-        parts, numbers = self._cycle(cycle)
+        parts, numbers = _make_cycle(self.counts, seed, cycle)
         part = parts[position]
-        epoch, entry = divmod(cycle * self._counts[part] + numbers[position], self._sizes[part])
+        size = len(self.parts[part])
+        epoch, entry = divmod(cycle * self.counts[part] + numbers[position], size)
         # Parts of one size would otherwise have one order.
-        return self._firsts[part] + int(
-            permutation(self._sizes[part], self._seed + part * 2**32, epoch)[entry]
-        )
+        seed += part * 2**32
+        return self.first_row(part) + shuffle_entry(entry, size, seed=seed, epoch=epoch)
 
-    def _make_cycle(self, cycle: int) -> tuple[list[int], list[int]]:
-        """Return the part of each place of a cycle, and how many places before it have the same part."""
-        parts = np.repeat(np.arange(len(self._counts)), self._counts)
-        np.random.default_rng([self._seed, cycle, _CYCLE]).shuffle(parts)
-        numbers = np.empty_like(parts)
-        for part, count in enumerate(self._counts):
-            numbers[parts == part] = np.arange(count)
-        return parts.tolist(), numbers.tolist()
+
+@lru_cache(maxsize=4)
+def _make_cycle(counts: tuple[int, ...], seed: int, cycle: int) -> tuple[list[int], list[int]]:
+    """Return the part of each place of a cycle, and how many places before it have the same part."""
+    parts = np.repeat(np.arange(len(counts)), counts)
+    np.random.default_rng([seed, cycle, _CYCLE]).shuffle(parts)
+    numbers = np.empty_like(parts)
+    for part, count in enumerate(counts):
+        numbers[parts == part] = np.arange(count)
+    return parts.tolist(), numbers.tolist()

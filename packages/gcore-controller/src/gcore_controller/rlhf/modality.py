@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore_controller.context import Context, DeviceTimers, Span
-from gcore_controller.rlhf.rounds import Round
-from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer, State
+from gcore_controller.rlhf.events import Round
+from gcore_controller.trainer_client import PolicyEngine, TrainerClient
+from gcore_controller.trainer_group import State
 
 Schedule = Literal["sync", "one_step_off", "async"]
 
@@ -45,7 +46,7 @@ class RLHFConfig:
     log_samples: int = 0
     """Samples of each step that are recorded, of all controllers together; see `Modality.samples`."""
     reports_waves: bool = False
-    """Report each wave of sampling that another one follows in its step (`WaveSampled`), to decide what runs where
+    """Report each wave of sampling that another one follows in its step (a `Round`), to decide what runs where
     between them; with schedule sync."""
     max_failed_share: float = 1.0
     """Largest fraction of failed reward calls that a run tolerates."""
@@ -71,7 +72,7 @@ class RLHFRoles(Protocol):
     @property
     def policy(self) -> PolicyEngine: ...
     @property
-    def learner(self) -> PolicyTrainer: ...
+    def learner(self) -> TrainerClient[Any]: ...
     @property
     def devices(self) -> DeviceTimers: ...
     @property

@@ -3,28 +3,74 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils import data
-from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
+from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import StageTimer
-from gcore_controller.errors import StateError
-from gcore_controller.rlhf.permutation import FeistelPermutation
+from gcore_controller.errors import ControllerError
 
 RowT = TypeVar("RowT")
 
+_ROUNDS = 6
+_MASK = 2**64 - 1
+_LARGE = 2**20
+"""Number of rows above which entries are computed one by one."""
+
+
+def shuffle_entry(entry: int, num_rows: int, *, seed: int, epoch: int) -> int:
+    """Return the row at an entry of the order of ``num_rows`` rows in an epoch."""
+    if num_rows > _LARGE:
+        return permute_entry(entry, num_rows, seed=seed, epoch=epoch)
+    return int(_draw_order(num_rows, seed, epoch)[entry])
+
 
 @lru_cache(maxsize=16)
-def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64] | FeistelPermutation:
-    """Return the order of the rows in an epoch; of more than 2**20 rows it is computed entry by entry."""
-    if num_rows > 2**20:
-        return FeistelPermutation(num_rows, seed=seed, epoch=epoch)
+def _draw_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def permute_entry(entry: int, num_rows: int, *, seed: int, epoch: int) -> int:
+    """Return an entry of a permutation of ``range(num_rows)``, in constant memory.
+
+    A balanced Feistel network of six rounds, with the finalizer of SplitMix64 as its round function, permutes the
+    numbers of the next even number of bits; numbers beyond ``num_rows`` are permuted again until they are within it
+    (cycle walking; J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 3), less
+    than four times on average.
+    """
+    num_half_bits = max((num_rows - 1).bit_length() + 1, 2) // 2
+    keys = _draw_keys(seed, epoch)
+    entry = _permute(entry, num_half_bits, keys)
+    while entry >= num_rows:
+        entry = _permute(entry, num_half_bits, keys)
+    return entry
+
+
+@lru_cache(maxsize=16)
+def _draw_keys(seed: int, epoch: int) -> list[int]:
+    return np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).tolist()
+
+
+def _permute(entry: int, num_half_bits: int, keys: list[int]) -> int:
+    low = (1 << num_half_bits) - 1
+    high_bits = entry >> num_half_bits
+    low_bits = entry & low
+    for key in keys:
+        mixed_bits = high_bits ^ (_mix(low_bits ^ key) & low)
+        high_bits = low_bits
+        low_bits = mixed_bits
+    return high_bits << num_half_bits | low_bits
+
+
+def _mix(value: int) -> int:
+    """Return the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
 
 
 def _first_index(start: int, rank: int, world_size: int) -> int:
@@ -32,43 +78,16 @@ def _first_index(start: int, rank: int, world_size: int) -> int:
     return start + (rank - start) % world_size
 
 
-class ShardedSampler(data.Sampler[int]):
-    """Yields one controller's rows in an endless, shuffled order: every ``world_size``-th prompt index.
-
-    Prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows that is drawn for epoch
-    ``i // num_rows``. It belongs to controller ``i mod world_size``.
-    """
-
-    def __init__(
-        self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0
-    ) -> None:
-        if num_rows < 1:
-            raise ValueError(f"num_rows is {num_rows}; expected at least 1")
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; expected at least 1")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}; expected a rank from 0 to {world_size - 1}")
-        self._num_rows = num_rows
-        self._seed = seed
-        self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
-
-    def row(self, prompt_index: int) -> int:
-        """Return the number of the row that a prompt index stands for."""
-        if prompt_index < 0:
-            raise ValueError(f"prompt_index is {prompt_index}; expected 0 or more")
-        epoch, entry = divmod(prompt_index, self._num_rows)
-        return int(permutation(self._num_rows, self._seed, epoch)[entry])
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self.row, self._indices())
-
-
 @dataclass(eq=False)
 class PromptLoader(Generic[RowT]):
     """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
 
+    The order is endless and shuffled: prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows
+    that is drawn for epoch ``i // num_rows``. It belongs to controller ``i mod world_size``.
+
     ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
-    of the shuffle; a `Mixture` has an order of its own. The ``timer`` times the waits for rows as its stage ``data``.
+    of the shuffle; data sets with a method ``locate``, such as a `Mixture`, have an order of their own. The ``timer``
+    times the waits for rows as its stage ``data``.
     """
 
     rows: Sequence[RowT]
@@ -84,24 +103,32 @@ class PromptLoader(Generic[RowT]):
     def __post_init__(self) -> None:
         if self.num_workers < 0:
             raise ValueError(f"num_workers is {self.num_workers}; expected 0 or more")
+        if len(self.rows) < 1:
+            raise ValueError(f"num_rows is {len(self.rows)}; expected at least 1")
+        if self.world_size < 1:
+            raise ValueError(f"world_size is {self.world_size}; expected at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank is {self.rank}; expected a rank from 0 to {self.world_size - 1}"
+            )
         self._open()
 
     def _open(self) -> None:
-        self._order = ShardedSampler(
-            len(self.rows),
-            seed=self.seed,
-            rank=self.rank,
-            world_size=self.world_size,
-            start=self.cursor,
-        )
-        order = getattr(self.rows, "order", None)
-        if order:
-            self._order.row = order(self.seed)
-        node: Any = SamplerWrapper(self._order)
-        node = ParallelMapper(
-            node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True
-        )
+        first = _first_index(self.cursor, self.rank, self.world_size)
+        indices: Any = IterableWrapper(itertools.count(first, self.world_size))
+        node: Any = ParallelMapper(indices, self._read, num_workers=self.num_workers, in_order=True)
         self._iterator: Iterator[RowT] = iter(Loader(node))
+
+    def _read(self, prompt_index: int) -> RowT:
+        """Return the row that a prompt index stands for."""
+        if prompt_index < 0:
+            raise ValueError(f"prompt_index is {prompt_index}; expected 0 or more")
+        locate = getattr(self.rows, "locate", None)
+        if locate is not None:
+            return self.rows[locate(prompt_index, self.seed)]
+        num_rows = len(self.rows)
+        epoch, entry = divmod(prompt_index, num_rows)
+        return self.rows[shuffle_entry(entry, num_rows, seed=self.seed, epoch=epoch)]
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
         """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
@@ -122,7 +149,7 @@ class PromptLoader(Generic[RowT]):
     def row(self, prompt_index: int) -> RowT:
         """Return the row that a prompt index stands for."""
         with self.timer.stage("data"):
-            return self.rows[self._order.row(prompt_index)]
+            return self._read(prompt_index)
 
     @property
     def epoch(self) -> float:
@@ -137,16 +164,16 @@ class PromptLoader(Generic[RowT]):
         """Continue where `state` was taken, with any number of controllers.
 
         Raises:
-            StateError: it was taken on a data set of another size, or another shuffle.
+            ControllerError: it was taken on a data set of another size, or another shuffle.
         """
         for name in ("num_rows", "seed"):
             expected = self.state()[name]
             if state[name] != expected:
-                raise StateError(
+                raise ControllerError(
                     f"{name} of the saved position is {state[name]}; expected {expected}, as this data set has"
                 )
         if state["cursor"] < 0:
-            raise StateError(
+            raise ControllerError(
                 f"cursor of the saved position is {state['cursor']}; expected 0 or more"
             )
         self.cursor = state["cursor"]

@@ -3,23 +3,28 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Generic
 
-from gcore_controller.context import Context, Span, StageTimer, on_wall_clock, seconds_by_stage
-from gcore_controller.errors import RewardFailuresError
+from gcore_controller.context import (
+    Context,
+    DeviceWork,
+    Span,
+    StageTimer,
+    on_wall_clock,
+    seconds_by_stage,
+)
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.batch_producer import BatchProducer
 from gcore_controller.rlhf.events import (
     Evaluated,
     Reached,
     Recorder,
-    RewardsFailed,
+    Round,
     Stepped,
     Updating,
-    WaveSampled,
 )
 from gcore_controller.rlhf.modality import (
     EvaluationT,
@@ -33,7 +38,6 @@ from gcore_controller.rlhf.modality import (
     TrainingBatch,
     UpdateT,
 )
-from gcore_controller.rlhf.rounds import DeviceWork, Round
 from gcore_controller.trainer_group import State
 
 _MIN_CALLS = 32
@@ -68,7 +72,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             self.modality.load_state(start.controllers[0])
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
-        report = self._report_wave if config.reports_waves and config.schedule == "sync" else None
+        report = None
+        if config.reports_waves and config.schedule == "sync":
+            report = self._report_wave
         producer = BatchProducer(
             ctx, self.modality, config, first_step=start.first_step, state=state, report=report
         )
@@ -80,7 +86,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         """Run from the first step to the last.
 
         Raises:
-            RewardFailuresError: too large a share of the last reward calls failed.
+            ControllerError: too large a share of the last reward calls failed.
         """
         ctx = self.ctx
         config = self.config
@@ -143,14 +149,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         if self.modality.saves_evaluated:
             await self.ctx.roles.learner.onload_weights(self.ctx.timer)
         if self.ctx.rank == 0:
-            if failures:
-                await self.recorder(RewardsFailed(step=step, failures=failures))
-            await self.recorder(Evaluated(step=step, evaluation=evaluation))
+            await self.recorder(Evaluated(step=step, evaluation=evaluation, failures=failures))
         self._failures.check()
         self._forget_times()
 
     async def _report_wave(self, wave: Round) -> None:
-        await self.recorder(WaveSampled(wave))
+        await self.recorder(wave)
 
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""
@@ -170,23 +174,21 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         ctx = self.ctx
         spans = ctx.timer.drain()
         now_s = ctx.clock()
-        ahead = (
-            {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s, ctx.wall_clock)}
-            if batch.spans
-            else {}
-        )
+        work = ctx.roles.devices.drain()
+        if batch.spans:
+            ahead = on_wall_clock(batch.spans, now_s, ctx.wall_clock)
+            work = DeviceWork.merge([DeviceWork(spans={f"sampling {ctx.rank}": ahead}), work])
         # The share of the step that this process computed, if no other controller computes in it.
         before_s = self._cpu_s
         self._cpu_s = time.process_time()
+        load = None
+        if ctx.roles.owns_process and step_s > 0:
+            load = (self._cpu_s - before_s) / step_s
         part = _Part(
             state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
-            work=DeviceWork.merged(
-                [DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]
-            ),
-            load=(self._cpu_s - before_s) / step_s
-            if ctx.roles.owns_process and step_s > 0
-            else None,
+            work=work,
+            load=load,
             rewards=self.modality.drain_failures(ctx),
             samples=samples,
         )
@@ -194,53 +196,56 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         failures, failed = self._failures.merge([part.rewards for part in parts])
         if ctx.rank == 0:
             *waves, last = batch.rounds
-            last = replace(last, work=DeviceWork.merged(part.work for part in parts))
-            work = DeviceWork.merged([*(wave.work for wave in waves), last.work])
-            metrics = {
-                **metrics,
-                **{
-                    f"timing_s/{stage}": value
-                    for stage, value in seconds_by_stage([*spans, *batch.spans]).items()
-                },
-                "timing_s/step": step_s,
-                # A coarse clock may not see a short step.
-                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s
-                if step_s > 0
-                else 0.0,
-                **{
-                    f"perf/generated/{stage}": float(number)
-                    for stage, number in work.generated.items()
-                },
-                **({"placement/lent": float(work.num_lent)} if work.num_lent else {}),
-                **failed,
-            }
+            last = replace(last, work=DeviceWork.merge(part.work for part in parts))
+            work = DeviceWork.merge([*(wave.work for wave in waves), last.work])
+            seconds = seconds_by_stage([*spans, *batch.spans])
+            metrics = metrics | self._step_metrics(metrics, seconds, step_s, work) | failed
             loads = [part.load for part in parts if part.load is not None]
             if loads:
-                metrics |= {
-                    "controller/load/max": max(loads),
-                    "controller/load/mean": sum(loads) / len(loads),
-                }
-            if failures:
-                await self.recorder(RewardsFailed(step=step, failures=failures))
-            all_spans = [part.spans for part in parts]
-            states = [part.state for part in parts]
-            numbered = sorted(
-                chain.from_iterable(part.samples for part in parts), key=lambda row: row[0]
-            )
-            samples_to_log = [row for _, row in numbered[: self.config.log_samples]]
+                metrics["controller/load/max"] = max(loads)
+                metrics["controller/load/mean"] = sum(loads) / len(loads)
+            numbered: list[tuple[int, dict[str, Any]]] = []
+            for part in parts:
+                numbered.extend(part.samples)
+            numbered.sort(key=lambda row: row[0])
             await self.recorder(
                 Stepped(
                     step=step,
                     metrics=metrics,
-                    spans=all_spans,
+                    spans=[part.spans for part in parts],
                     devices=work.spans,
                     last=last,
-                    samples=samples_to_log,
+                    samples=[row for _, row in numbered[: self.config.log_samples]],
+                    failures=failures,
                 )
             )
+            states = [part.state for part in parts]
             is_last = step == self.config.total_steps
             await self.recorder(Reached(step=step, controllers=states, is_last=is_last))
         self._failures.check()
+
+    def _step_metrics(
+        self,
+        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+        step_s: float,
+        work: DeviceWork,
+    ) -> dict[str, float]:
+        """Return the metrics of time of a step, from those of the modality and what was recorded."""
+        throughput = 0.0
+        # A coarse clock may not see a short step.
+        if step_s > 0:
+            throughput = metrics.get(self.modality.throughput_of, 0.0) / step_s
+        timings: dict[str, float] = {}
+        for stage, stage_s in seconds.items():
+            timings[f"timing_s/{stage}"] = stage_s
+        timings["timing_s/step"] = step_s
+        timings["perf/throughput"] = throughput
+        for stage, number in work.generated.items():
+            timings[f"perf/generated/{stage}"] = float(number)
+        if work.num_lent:
+            timings["placement/lent"] = float(work.num_lent)
+        return timings
 
 
 @dataclass(frozen=True)
@@ -285,11 +290,9 @@ class _ScheduledBatches(Generic[GroupT]):
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Sample ahead, inside the block, unless the schedule is sync."""
-        ahead = (
-            [asyncio.create_task(self._sample_ahead(self._num_left))]
-            if self._schedule != "sync"
-            else []
-        )
+        ahead: list[asyncio.Task[None]] = []
+        if self._schedule != "sync":
+            ahead.append(asyncio.create_task(self._sample_ahead(self._num_left)))
         try:
             yield
         finally:
@@ -314,7 +317,9 @@ class _ScheduledBatches(Generic[GroupT]):
 
     def weights_changing(self) -> AbstractAsyncContextManager[Any]:
         """Hold sampling back while the engines receive weights: between two batches, unless the schedule is async."""
-        return self._engine if self._schedule == "one_step_off" else nullcontext()
+        if self._schedule == "one_step_off":
+            return self._engine
+        return nullcontext()
 
     async def _sample_ahead(self, num_batches: int) -> None:
         try:
@@ -334,39 +339,43 @@ class _RewardFailures:
     def __init__(self, *, max_share: float) -> None:
         self._max_share = max_share
         self._recent: deque[tuple[int, int]] = deque()
-        self._last: list[Any] = []
+        self._worst: Any = None
+        """The most frequent failure of the last step with any."""
 
     def merge(self, calls_by_rank: Iterable[RewardCalls]) -> tuple[list[Any], dict[str, float]]:
         """Return all controllers' failures by kind, and metrics of them."""
         failure_by_kind: dict[str, Any] = {}
         num_calls = 0
-        for calls, failures in calls_by_rank:
+        for calls, rank_failures in calls_by_rank:
             num_calls += calls
-            for failure in failures:
+            for failure in rank_failures:
                 before = failure_by_kind.get(failure.kind)
-                failure_by_kind[failure.kind] = (
-                    failure
-                    if before is None
-                    else replace(before, count=before.count + failure.count)
-                )
-        num_failed = sum(failure.count for failure in failure_by_kind.values())
+                if before is not None:
+                    failure = replace(before, count=before.count + failure.count)
+                failure_by_kind[failure.kind] = failure
+        failures = list(failure_by_kind.values())
+        num_failed = sum(failure.count for failure in failures)
         self._recent.append((num_calls, num_failed))
         while sum(calls for calls, _ in self._recent) - self._recent[0][0] >= _MIN_CALLS:
             self._recent.popleft()
-        self._last = (
-            sorted(failure_by_kind.values(), key=lambda failure: -failure.count) or self._last
-        )
-        return list(failure_by_kind.values()), {
-            "reward/failed_fraction": num_failed / num_calls
-        } if num_calls else {}
+        if failures:
+            self._worst = max(failures, key=lambda failure: failure.count)
+        metrics: dict[str, float] = {}
+        if num_calls:
+            metrics["reward/failed_fraction"] = num_failed / num_calls
+        return failures, metrics
 
     def check(self) -> None:
         """Raise if more than the tolerated fraction of the last calls failed."""
-        num_calls, num_failed = (sum(column) for column in zip(*self._recent, strict=True))
+        num_calls = 0
+        num_failed = 0
+        for calls, failed in self._recent:
+            num_calls += calls
+            num_failed += failed
         if num_calls < _MIN_CALLS or num_failed <= self._max_share * num_calls:
             return
-        worst = self._last[0]
-        raise RewardFailuresError(
+        worst = self._worst
+        raise ControllerError(
             f"{num_failed} of the last {num_calls} rewards failed; expected at most a share of "
             f"reward_calls.max_failed_share = {self._max_share:g}. The most frequent error: {worst.kind}: "
             f"{worst.message or 'no message'}"
@@ -381,7 +390,11 @@ def _reshard(states: Sequence[State], rank: int, world_size: int) -> State:
     def take_share(groups: Iterable[State]) -> list[State]:
         return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
 
+    surplus: list[State] = []
+    unfinished: list[State] = []
+    for state in states:
+        surplus += state["sampler"]["surplus"]
+        unfinished += state.get("unfinished", [])
     first = states[0]
-    surplus = take_share(chain.from_iterable(state["sampler"]["surplus"] for state in states))
-    unfinished = take_share(chain.from_iterable(state.get("unfinished", []) for state in states))
-    return {**first, "sampler": {**first["sampler"], "surplus": surplus}, "unfinished": unfinished}
+    sampler = {**first["sampler"], "surplus": take_share(surplus)}
+    return {**first, "sampler": sampler, "unfinished": take_share(unfinished)}

@@ -7,7 +7,6 @@ on lengths alone, and not on time, so that it is the same for any number of cont
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gcore_controller.trainer_group import State
 
@@ -15,18 +14,6 @@ _NUM_SHORT_WAVES = 2
 """Most waves of a short step before deferred prompts make up for what is missing, if no groups are filtered."""
 _GAIN = 0.5
 """By how much the length of short steps follows the share of prompts that it defers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TailWave:
-    """The prompts of one wave."""
-
-    again: Sequence[int] = ()
-    """Prompt indices that were drawn before."""
-    num_new: int
-    """Prompts to draw."""
-    max_length: int | None = None
-    """Length at which a sample defers its prompt; None: at none."""
 
 
 class TailBatching:
@@ -61,29 +48,37 @@ class TailBatching:
         self._is_long = False
         self._num_waves = 0
         self._num_deferred = 0
+        self._wave_size = 0
+        self._wave_length: int | None = None
+        """The number of prompts of the last wave, and the length at which a sample defers its prompt."""
 
     def start(self) -> None:
         """Start a step, which is long if there is a batch of deferred prompts."""
         self._is_long = len(self._deferred) >= self._quota
-        self._num_waves = self._num_deferred = 0
+        self._num_waves = 0
+        self._num_deferred = 0
 
-    def next_wave(self, count: int) -> TailWave:
-        """Return the prompts of the next wave, from which ``count`` groups are needed."""
+    def next_wave(self, count: int) -> tuple[list[int], int, int | None]:
+        """Choose the prompts of the next wave, from which ``count`` groups are needed.
+
+        Returns the indices of prompts that were drawn before, the number of prompts to draw, and the length at which a
+        sample defers its prompt; None: at none.
+        """
         self._num_waves += 1
         is_unlimited = self._is_long or self._num_waves == self.max_waves
         queue = self._deferred if is_unlimited else self._again
         if is_unlimited or self._length is None:
-            size = count
-            max_length = None
+            self._wave_size = count
+            self._wave_length = None
         else:
-            size = math.ceil(count * (1 + self._rate))
-            max_length = round(self._length)
-        again = queue[:size]
-        del queue[:size]
-        return TailWave(again=again, num_new=size - len(again), max_length=max_length)
+            self._wave_size = math.ceil(count * (1 + self._rate))
+            self._wave_length = round(self._length)
+        again = queue[: self._wave_size]
+        del queue[: self._wave_size]
+        return again, self._wave_size - len(again), self._wave_length
 
-    def record_wave(self, wave: TailWave, deferred: Sequence[int], longest: Sequence[int]) -> None:
-        """Record a wave's result over all controllers: deferred prompts, and the longest sample of each group."""
+    def record_wave(self, deferred: Sequence[int], longest: Sequence[int]) -> None:
+        """Record the last wave over all controllers: deferred prompts, and the longest sample of each group."""
         self._deferred = sorted([*self._deferred, *deferred])
         self._num_deferred += len(deferred)
         if self._length is None:
@@ -91,8 +86,8 @@ class TailBatching:
                 self._length = float(
                     sorted(longest)[math.ceil((1 - self._target) * len(longest)) - 1]
                 )
-        elif wave.max_length is not None and not self._is_fixed:
-            share = len(deferred) / (len(wave.again) + wave.num_new)
+        elif self._wave_length is not None and not self._is_fixed:
+            share = len(deferred) / self._wave_size
             self._length = max(1.0, self._length * math.exp(_GAIN * (share - self._target)))
 
     def finish(self, surplus: Sequence[int]) -> None:

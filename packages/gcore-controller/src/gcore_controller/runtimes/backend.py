@@ -87,7 +87,9 @@ class Sizes:
     @property
     def num_lent(self) -> int:
         """Engines of the policy on the devices of ranks that are lent."""
-        return self.ranks // self.devices_per_engine if self.lends_ranks else 0
+        if not self.lends_ranks:
+            return 0
+        return self.ranks // self.devices_per_engine
 
     @property
     def num_judges(self) -> int:
@@ -97,7 +99,9 @@ class Sizes:
     @property
     def num_engine_places(self) -> int:
         """Places of engines and judges, each of ``devices_per_engine`` devices."""
-        return self.engines if self.in_turns else self.engines + self.num_lent + self.num_judges
+        if self.in_turns:
+            return self.engines
+        return self.engines + self.num_lent + self.num_judges
 
     @property
     def num_reserved(self) -> int:
@@ -113,13 +117,16 @@ class Sizes:
         return max(0, self.ranks - num_shared * self.devices_per_engine)
 
     def __str__(self) -> str:
-        parts = [
-            (self.controllers, "controller"),
-            (self.engines, "engine"),
-            (self.num_lent, "lent engine"),
-        ]
-        parts.append((self.num_judges, "judge"))
-        names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
+        parts = {
+            "controller": self.controllers,
+            "engine": self.engines,
+            "lent engine": self.num_lent,
+            "judge": self.num_judges,
+        }
+        names: list[str] = []
+        for name, count in parts.items():
+            if count:
+                names.append(f"{count} {name}{'s' * (count > 1)}")
         return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"
 
 

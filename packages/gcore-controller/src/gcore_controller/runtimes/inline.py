@@ -1,6 +1,7 @@
 """The `inline` runtime: controllers are tasks of one event loop, and share services and a trainer group."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
@@ -10,10 +11,10 @@ from gcore_controller.collectives.base import (
     CallLog,
     CollectiveCall,
     Collectives,
-    TicketCounters,
     copy_error,
     describe,
     mismatch,
+    take_tickets,
 )
 from gcore_controller.context import (
     Context,
@@ -28,20 +29,25 @@ from gcore_controller.context import (
     run_program,
     run_until_done,
 )
-from gcore_controller.errors import ControllerError, DeadlineError
+from gcore_controller.errors import ControllerError
 from gcore_controller.rlhf.events import Recorder
 from gcore_controller.runtimes.backend import Recovery
+from gcore_controller.trainer_client import (
+    DeviceTurns,
+    Lending,
+    PolicyEngine,
+    TrainerClient,
+    check_weights,
+    digests_of,
+)
 from gcore_controller.trainer_group import (
     BatchT,
-    PolicyEngine,
+    Message,
     SharedTrainerGroup,
     TrainerGroup,
     TrainerWorker,
     Weights,
-    check_weights,
-    digests_of,
 )
-from gcore_controller.turns import DeviceTurns, Lending, Turn, TurnChoice, TurnTaker
 
 T = TypeVar("T")
 JobT = TypeVar("JobT")
@@ -68,7 +74,7 @@ class InlineGroup:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
         self.world_size = world_size
-        self.tickets = [TicketCounters() for _ in range(world_size)]
+        self.tickets = [Counter[str]() for _ in range(world_size)]
         self._rounds: dict[tuple[str, int], _Round] = {}
         self._returned: dict[int, dict[str, int]] = {}
         self.logs = [CallLog(rank, self._returned) for rank in range(world_size)]
@@ -106,8 +112,8 @@ class InlineGroup:
                 for future in self._rounds.pop(key).waiting.values():
                     _raise_in(future, copy_error(error))
 
-    def returned(self, rank: int) -> None:
-        """Record that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
+    def record_return(self, rank: int) -> None:
+        """Record that a rank's program has returned; calls that would wait for it raise `CollectiveError`."""
         self._returned[rank] = self.logs[rank].num_calls
         self.logs[rank].close()
         for key, current in list(self._rounds.items()):
@@ -129,9 +135,10 @@ def _raise_in(future: "asyncio.Future[Any]", error: Exception) -> None:
 
 
 class InlineCollectives(Collectives):
-    """One controller's view of an `InlineGroup`; objects pass by reference."""
+    """One controller's view of an `InlineGroup`, by default alone; objects pass by reference."""
 
-    def __init__(self, group: InlineGroup, rank: int) -> None:
+    def __init__(self, group: InlineGroup | None = None, rank: int = 0) -> None:
+        group = group or InlineGroup(1)
         super().__init__(rank, group.world_size, group.logs[rank])
         self._group = group
 
@@ -145,7 +152,7 @@ class InlineCollectives(Collectives):
         return [of_rank[self.rank] for of_rank in sent]
 
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
-        return self._group.tickets[at].take(count, counter, limit)
+        return take_tickets(self._group.tickets[at], count, counter, limit)
 
     def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
         self._group.fail(channel, error)
@@ -166,9 +173,9 @@ async def run_inline(
         reported: called with the rank and the value of every `Context.report`.
 
     Raises:
-        CollectiveMismatchError: controllers made different calls, or one returned while others wait for it.
-        DeadlineError: the run took longer; it says where each controller was, and for whom collectives waited.
-        ProgramExitedError: a program called `sys.exit` or cancelled itself.
+        CollectiveError: controllers made different calls, or one returned while others wait for it.
+        ControllerError: the run took longer; it says where each controller was, and for whom collectives waited.
+        ControllerError: a program called `sys.exit` or cancelled itself.
         Exception: the first controller's error; the other controllers are cancelled.
     """
     return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(
@@ -192,20 +199,19 @@ class InlineRun(Generic[RolesT, ResultT]):
 
     async def run(self, timeout_s: float | None = None) -> list[ResultT]:
         loop = asyncio.get_running_loop()
-        self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
-        return await run_until_done(
-            self._run_all(), *([] if timeout_s is None else [self._deadline(timeout_s)])
-        )
+        for _ in range(self.world_size):
+            self.timers.append(StageTimer(loop.time))
+        if timeout_s is None:
+            return await self._run_all()
+        return await run_until_done(self._run_all(), self._deadline(timeout_s))
 
     async def _run_all(self) -> list[ResultT]:
         running: list[asyncio.Task[ResultT]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                ranks = range(self.world_size)
-                running.extend(
-                    tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
-                    for rank in ranks
-                )
+                for rank in range(self.world_size):
+                    task = tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
+                    running.append(task)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             for rank, task in enumerate(running):
@@ -221,7 +227,7 @@ class InlineRun(Generic[RolesT, ResultT]):
 
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
-        raise DeadlineError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
+        raise ControllerError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
 
     def whereabouts(self) -> str:
         """Describe where each controller is now."""
@@ -237,24 +243,16 @@ class InlineRun(Generic[RolesT, ResultT]):
             reported=self.reported,
         )
         result = await run_program(self.program, context)
-        self._group.returned(rank)
+        self._group.record_return(rank)
         return result
 
 
-class InProcessTrainerGroup(Generic[BatchT]):
-    """A `SharedTrainerGroup` of one rank, in this process; ``in_thread`` computes while the event loop runs."""
+class InProcessTrainerGroup(SharedTrainerGroup[BatchT]):
+    """A trainer group of one rank, in this process; ``in_thread`` computes while the event loop runs."""
 
     def __init__(self, worker: TrainerWorker[BatchT], *, in_thread: bool = False) -> None:
-        self.save_pretrained = worker.save_pretrained
-        self.save = worker.save
-        self.load = worker.load
-        self.close = worker.close
         self._worker = worker
         self._in_thread = in_thread
-
-    @property
-    def num_updates(self) -> int:
-        return self._worker.num_updates
 
     @property
     def num_replicas(self) -> int:
@@ -274,48 +272,50 @@ class InProcessTrainerGroup(Generic[BatchT]):
             return await asyncio.to_thread(self._worker.train_step, role, micro_batches)
         return self._worker.train_step(role, micro_batches)
 
-    async def sleep(self) -> None:
-        self._worker.sleep()
-
-    async def wake(self) -> None:
-        self._worker.wake()
-
     def export_weights(self, *, averaged: bool = False) -> Weights:
         return self._worker.export_weights(averaged=averaged)
 
+    def close(self) -> None:
+        self._worker.close()
 
-@dataclass
-class SharedTrainerClient(TurnTaker, Generic[BatchT]):
-    """A `TrainerClient` of a trainer group, and of an engine, that all controllers of this process share."""
+    def _ask_all(self, message: Message) -> Any:
+        return message(self._worker)
 
-    trainer: SharedTrainerGroup[BatchT]
-    group: Collectives
-    devices: DeviceTimers
-    """Record when the ranks work: all of them in every call."""
-    num_ranks: int = 0
-    """Number of ranks whose work is recorded."""
-    turns: DeviceTurns | None = None
-    """The turns of the ranks and the engines on the devices that they share; None: they have devices of their own."""
-    lending: Lending | None = None
-    """The loan of the ranks' devices, if that is what turns are for."""
 
-    def __post_init__(self) -> None:
-        self._ranks = [rank_name(rank) for rank in range(self.num_ranks)]
-        self._choice = TurnChoice(self.lending, self.group, self.devices)
+class SharedTrainerClient(TrainerClient[BatchT]):
+    """A controller's access to a trainer group, and to an engine, that all controllers of this process share.
+
+    Args:
+        num_ranks: number of ranks whose work is recorded: all of them work in every call.
+    """
+
+    def __init__(
+        self,
+        trainer: SharedTrainerGroup[BatchT],
+        group: Collectives,
+        devices: DeviceTimers,
+        *,
+        num_ranks: int = 0,
+        turns: DeviceTurns | None = None,
+        lending: Lending | None = None,
+    ) -> None:
+        super().__init__(group, devices, turns=turns, lending=lending)
+        self._trainer = trainer
+        self._ranks = [rank_name(rank) for rank in range(num_ranks)]
 
     @property
     def num_replicas(self) -> int:
-        return self.trainer.num_replicas
+        return self._trainer.num_replicas
+
+    @property
+    def can_score_alone(self) -> bool:
+        return self._trainer.num_replicas == 1 and self.turns is None
 
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
         with self.devices.stage("prepare", *self._ranks):
-            return await self.trainer.score(role, micro_batches, with_routing=with_routing)
-
-    @property
-    def can_score_alone(self) -> bool:
-        return self.trainer.num_replicas == 1 and self.turns is None
+            return await self._trainer.score(role, micro_batches, with_routing=with_routing)
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         [outputs] = await self.score(role, [micro_batch])
@@ -326,21 +326,8 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
         metrics: dict[str, float] = {}
         if self.group.rank == 0 and everyones:
             with self.devices.stage("train", *self._ranks):
-                metrics = await self.trainer.train_step(role, everyones)
+                metrics = await self._trainer.train_step(role, everyones)
         return await self.group.broadcast(metrics)
-
-    async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self.turns is None:
-            return
-        turn = await self._choice.choose(turn, timer)
-        if turn == self.turns.current:
-            return
-        with self._choice.swapping(timer):
-            # No controller's calls are cut short.
-            await self.group.barrier()
-            if self.group.rank == 0:
-                await self.turns.take(turn)
-            await self.group.barrier()
 
     async def update_weights(
         self, policy: PolicyEngine, *, version: int, averaged: bool = False
@@ -349,14 +336,13 @@ class SharedTrainerClient(TurnTaker, Generic[BatchT]):
             # Engines may have started from other weights than the models did, both of version 0.
             version = max(version, policy.weight_version + 1)
             with self.devices.stage("sync", *self._ranks):
-                await policy.update_weights(
-                    self.trainer.export_weights(averaged=averaged), version=version
-                )
+                weights = self._trainer.export_weights(averaged=averaged)
+                await policy.update_weights(weights, version=version)
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
         if self.group.rank == 0:
-            await check_weights(policy, digests_of(self.trainer.export_weights()))
+            await check_weights(policy, digests_of(self._trainer.export_weights()))
         await self.group.barrier()
 
 
@@ -378,7 +364,12 @@ def share_trainer(
 
     async def run(ctx: Context[Any]) -> None:
         client = SharedTrainerClient(
-            trainer, ctx.group, ctx.roles.devices, num_ranks, turns, lending
+            trainer,
+            ctx.group,
+            ctx.roles.devices,
+            num_ranks=num_ranks,
+            turns=turns,
+            lending=lending,
         )
         await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
 

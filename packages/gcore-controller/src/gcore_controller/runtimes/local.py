@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,18 +18,17 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any
 
 from gcore_controller.errors import RankError
 from gcore_controller.trainer_group import (
     BatchT,
     Computation,
     Message,
-    MessageTrainerGroup,
-    Score,
+    Replica,
+    SharedTrainerGroup,
     TrainerSpec,
     TrainerWorker,
-    TrainStep,
     Weights,
     deal_message,
     join_ranks,
@@ -53,17 +52,13 @@ Otherwise it asks the CUDA runtime, after which no fork of the process can use C
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ExportWeights:
-    """The message to write a rank's part of the policy's weights to a file; answered by the layout, and digests."""
-
-    averaged: bool
-    path: Path
-    write: Callable[[Weights, Path], Any]
-
-    def __call__(self, worker: TrainerWorker[Any]) -> tuple[Any, Mapping[str, Any]]:
-        weights = worker.export_weights(averaged=self.averaged)
-        return self.write(weights, self.path), dict(getattr(weights, "digests", {}))
+def _write_part(
+    write: Callable[[Weights, Path], Any], path: Path, averaged: bool, worker: TrainerWorker[Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Write a rank's part of the policy's weights to a file; return the layout, and digests."""
+    weights = worker.export_weights(averaged=averaged)
+    layout = write(weights, path)
+    return layout, dict(getattr(weights, "digests", {}))
 
 
 def _start_fork_server(preload: list[str]) -> None:
@@ -127,8 +122,8 @@ def _run_rank(
         os._exit(0)  # process groups whose other ranks are gone would wait for them
 
 
-class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
-    """A `SharedTrainerGroup` on ranks that are started here, and ended by `close`.
+class LocalTrainerGroup(SharedTrainerGroup[BatchT]):
+    """A trainer group on ranks that are started here, and ended by `close`.
 
     Args:
         cost_of: work of a micro-batch, in any unit, by which micro-batches are balanced.
@@ -168,9 +163,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         except KeyboardInterrupt:
             self._end(kill=True)
             raise
-        self._replicas = {
-            role: [replicas[role] for replicas in replicas_by_rank] for role in replicas_by_rank[0]
-        }
+        self._replicas: dict[str, list[Replica]] = {}
+        for role in replicas_by_rank[0]:
+            self._replicas[role] = [replicas[role] for replicas in replicas_by_rank]
 
     @property
     def num_replicas(self) -> int:
@@ -179,7 +174,12 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
+        message = Computation(
+            method="score",
+            role=role,
+            micro_batches=micro_batches,
+            options={"with_routing": with_routing},
+        )
         parts, answers = await self._compute(message)
         outputs_by_index: dict[int, list[Any]] = {}
         for part, outputs in zip(parts, answers, strict=True):
@@ -187,7 +187,8 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return [outputs_by_index[i] for i in range(len(micro_batches))]
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        _, answers = await self._compute(TrainStep(role=role, micro_batches=micro_batches))
+        message = Computation(method="train_step", role=role, micro_batches=micro_batches)
+        _, answers = await self._compute(message)
         return answers[0]
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
@@ -218,9 +219,10 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
                 # The next answers of the ranks are those to this call.
                 await asyncio.wait([asking])
                 raise
-        of_replica = dict(
-            zip((replica for replica, _ in reversed(replicas)), reversed(of_ranks), strict=True)
-        )
+        of_replica: dict[int, Any] = {}
+        for (replica, _), answer in zip(replicas, of_ranks, strict=True):
+            # All ranks of a replica have the same answer.
+            of_replica.setdefault(replica, answer)
         return parts, [of_replica[replica] for replica in range(len(parts))]
 
     def _ask_all(self, message: Message) -> Any:
@@ -246,7 +248,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     def _write_weights(self, averaged: bool, path: Path) -> tuple[Any, dict[str, Any]]:
         """Have all ranks write their parts of the weights to a file; return its layout, and the digests of all."""
         assert self._write is not None, "write_weights is None; expected a function for local ranks"
-        message = _ExportWeights(averaged=averaged, path=path, write=self._write)
+        message = partial(_write_part, self._write, path, averaged)
         answers = self._ask([message] * len(self._processes))
         all_digests: dict[str, Any] = {}
         for _, digests in answers:
@@ -264,18 +266,17 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         last_heartbeats = [0] * len(self._connections)
         num_silent = [0] * len(self._connections)
         while len(answers) < len(self._connections):
-            waiting = [
-                connection
-                for rank, connection in enumerate(self._connections)
-                if rank not in answers
-            ]
+            waiting: list[Any] = []
+            for rank, connection in enumerate(self._connections):
+                if rank not in answers:
+                    waiting.append(connection)
             ready = wait(waiting, timeout=_POLL_EVERY_S)
             for connection in ready:
                 rank = self._connections.index(connection)
                 answers[rank] = self._receive(rank)
             if not ready:
                 self._check_heartbeats(last_heartbeats, num_silent)
-        return [answers[rank] for rank in sorted(answers)]
+        return [answer for _, answer in sorted(answers.items())]
 
     def _check_heartbeats(self, last: list[int], num_silent: list[int]) -> None:
         """Raise `RankError` if a rank has been silent for too many calls of this, and update both lists.
@@ -285,7 +286,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         for rank, counter in enumerate(self._heartbeats):
             # A rank that has not started waits for imports.
             is_silent = counter.value == last[rank] and counter.value > 0
-            num_silent[rank] = num_silent[rank] + 1 if is_silent else 0
+            num_silent[rank] += 1
+            if not is_silent:
+                num_silent[rank] = 0
             last[rank] = counter.value
             if num_silent[rank] * _POLL_EVERY_S >= self._heartbeat_timeout_s:
                 pid = self._processes[rank].pid
@@ -311,11 +314,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         self._end(kill=True)
         for dead, (process, code) in enumerate(zip(self._processes, codes, strict=True)):
             if code is not None:
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"ended with exit code {code}"
-                )
+                how = f"ended with exit code {code}"
+                if code < 0:
+                    how = f"was killed by {signal.Signals(-code).name}"
                 self._how_it_ended = f"training rank {dead} (process {process.pid}) {how}"
                 raise RankError(self._how_it_ended) from error
         assert error is not None

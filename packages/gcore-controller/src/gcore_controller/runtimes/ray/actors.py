@@ -4,17 +4,16 @@ import asyncio
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from gcore_controller.errors import ControllerError
+from gcore_controller.errors import ControllerDiedError, ControllerError
 from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.devices import ReservedDevice
 
@@ -41,26 +40,34 @@ ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 
 
 @dataclass(frozen=True)
-class ActorGroup(ABC):
-    """Actors that are called together; they have a method ``is_alive`` that answers whatever they do."""
+class ActorGroup:
+    """Actors that are called together, such as the controllers of a run.
 
-    noun: ClassVar[str]
-    """The word for one of them."""
-    death_error: ClassVar[type[ControllerError]]
+    They have a method ``is_alive`` that answers whatever they do.
+    """
 
-    heartbeat_timeout_s: float = field(default=120.0, kw_only=True)
-    """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
     actors: Sequence[Any] = ()
     locations: Sequence[str] = ()
     """Process and node of each actor, in words; empty: they have not started."""
+    _: KW_ONLY
+    noun: str = "controller"
+    """The word for one of them."""
+    death_error: type[ControllerError] = ControllerDiedError
+    heartbeat_timeout_s: float = 120.0
+    """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
 
-    @abstractmethod
     def failure(self, rank: int, error: BaseException) -> BaseException:
         """Return the error to raise where a call of an actor raised this one."""
+        cause = cause_of(error)
+        cause.add_note(f"raised by {self.name(rank)}:\n{error}")
+        return cause
 
     def name(self, rank: int) -> str:
         """Return which actor it is, and where."""
-        return f"{self.noun} {rank}, {self.locations[rank] if self.locations else 'which had not started'},"
+        location = "which had not started"
+        if self.locations:
+            location = self.locations[rank]
+        return f"{self.noun} {rank}, {location},"
 
     def death(self, rank: int, error: RayActorError) -> ControllerError:
         """Return the error that says how an actor died."""
@@ -71,6 +78,16 @@ class ActorGroup(ABC):
         return self.death_error(
             f"{self.name(rank)} gave no sign of life for {self.heartbeat_timeout_s:g} s: it was stopped, or is stuck"
         )
+
+    async def call(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, **options: Any
+    ) -> dict[int, Any]:
+        """Call a method of all actors, or of those with these ranks, and return their `answers`."""
+        calls: dict[int, Any] = {}
+        for rank, actor in enumerate(self.actors):
+            if ranks is None or rank in ranks:
+                calls[rank] = getattr(actor, method).remote(*args, **options)
+        return await self.answers(calls)
 
     async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
         """Wait for the answers to calls of some actors, by rank.
@@ -153,7 +170,11 @@ async def answers_in_time(calls: Iterable[Any]) -> list[Any]:
     replies = [future_of(call) for call in calls]
     if replies:
         await asyncio.wait(replies, timeout=_ANSWER_TIMEOUT_S)
-    return [reply.result() if reply.done() and not reply.exception() else None for reply in replies]
+    answers: list[Any] = []
+    for reply in replies:
+        has_answer = reply.done() and not reply.exception()
+        answers.append(reply.result() if has_answer else None)
+    return answers
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -163,8 +184,12 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _errors(replies: "Mapping[int, asyncio.Future[Any]]") -> dict[int, BaseException]:
     """Return the errors of those that are done."""
-    errors = {rank: reply.exception() for rank, reply in replies.items() if reply.done()}
-    return {rank: error for rank, error in errors.items() if error is not None}
+    errors: dict[int, BaseException] = {}
+    for rank, reply in replies.items():
+        error = reply.exception() if reply.done() else None
+        if error is not None:
+            errors[rank] = error
+    return errors
 
 
 def _is_death(error: BaseException) -> bool:
@@ -176,9 +201,10 @@ def _reason_of(error: RayActorError) -> str:
     """Return in a few words why an actor died."""
     if isinstance(error, ActorUnavailableError):
         return "it cannot be reached"
-    match = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
-    exit_type = next((g for g in match.groups() if g), "") if match else ""
-    return _DEATHS.get(exit_type) or str(error).strip().rpartition("\n")[2]
+    match = re.search(r"exit type: (\w+)", str(error))
+    if match is not None and match[1] in _DEATHS:
+        return _DEATHS[match[1]]
+    return str(error).strip().rpartition("\n")[2]
 
 
 @dataclass(eq=False)
@@ -219,97 +245,88 @@ class RoleActors(Generic[ConfigT]):
             LENT: sizes.num_lent,
             **sizes.judges,
         }
-        if self._is_in_turns and (
-            any(len(handles) != target_sizes[role] for role, handles in self.handles.items())
+        if self._is_in_turns:
+            present_sizes = {role: len(handles) for role, handles in self.handles.items()}
+            has_changed = present_sizes.items() - target_sizes.items()
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
-            or await self._have_moved()
-        ):
-            for judges in self._judges:
-                await self._end(judges)
-                judges.clear()
+            if has_changed or await self._have_moved():
+                for judges in self.judges.values():
+                    await self._end(judges)
+                    judges.clear()
         spare: list[Any] = []
         for role, handles in self.handles.items():
-            # Judges that are to share devices with engines give up their own.
-            num_kept = (
-                0
-                if role != "engine" and sizes.in_turns and not self._is_in_turns
-                else target_sizes[role]
-            )
+            num_kept = target_sizes[role]
+            if role != "engine" and sizes.in_turns and not self._is_in_turns:
+                # Judges that are to share devices with engines give up their own.
+                num_kept = 0
             if handles and len(handles) != num_kept:
-                answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
-                await self._end(
-                    [
-                        handle
-                        for handle, is_there in zip(handles, answers, strict=True)
-                        if not is_there
-                    ]
-                )
-                there = [
-                    handle for handle, is_there in zip(handles, answers, strict=True) if is_there
-                ]
-                handles[:] = there[:num_kept]
-                spare += there[num_kept:]
+                await self._end_dead(handles)
+                spare += handles[num_kept:]
+                del handles[num_kept:]
         self._is_in_turns = sizes.in_turns
         for role, handles in self.handles.items():
             while len(handles) < target_sizes[role]:
                 process = role, self._num_made[role]
                 factory = self.factory(role, config, process)
                 self._num_made[role] += 1
-                neighbour = (
-                    self.handles["engine"][len(handles)]
-                    if role != "engine" and sizes.in_turns
-                    else None
-                )
+                neighbour = None
+                if role != "engine" and sizes.in_turns:
+                    neighbour = self.handles["engine"][len(handles)]
                 if spare and neighbour is None:
                     handle = spare.pop().becoming(factory)
                 else:
                     handle = await self._start_actor(factory, config, neighbour)
-                is_fixed = sizes.in_turns or role == LENT
-                other_roles = (
-                    []
-                    if is_fixed
-                    else [
-                        other_role for other_role in self.handles if other_role not in (role, LENT)
-                    ]
-                )
-                handle = handle.lendable(
-                    role,
-                    {
-                        other_role: self.factory(other_role, config, process)
-                        for other_role in other_roles
-                    },
-                )
-                handles.append(handle)
+                other_engines: dict[ActorRole, Factory] = {}
+                if role != LENT and not sizes.in_turns:
+                    for other_role in self.handles:
+                        if other_role not in (role, LENT):
+                            other_engines[other_role] = self.factory(other_role, config, process)
+                handles.append(handle.lendable(role, other_engines))
         await self._end(spare)
 
+    async def _end_dead(self, handles: list[Any]) -> None:
+        """End the actors that do not answer, and remove them from the list."""
+        answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
+        dead: list[Any] = []
+        alive: list[Any] = []
+        for handle, answer in zip(handles, answers, strict=True):
+            if answer:
+                alive.append(handle)
+            else:
+                dead.append(handle)
+        await self._end(dead)
+        handles[:] = alive
+
     @property
-    def _judges(self) -> list[list[Any]]:
-        """The handles of each judge's actors."""
-        return [handles for role, handles in self.handles.items() if role not in ("engine", LENT)]
+    def judges(self) -> dict[ActorRole, list[Any]]:
+        """The handles of each judge's actors, by role."""
+        judges = dict(self.handles)
+        judges.pop("engine", None)
+        judges.pop(LENT, None)
+        return judges
 
     async def _have_moved(self) -> bool:
         """Return whether a judge is not there, or on another node than the engine whose device it shares."""
         calls: list[Any] = []
-        for judges in self._judges:
+        for judges in self.judges.values():
             for judge, engine in zip(judges, self.handles["engine"], strict=True):
                 calls.append(judge.actor.__ray_call__.remote(_device))
                 calls.append(engine.actor.__ray_call__.remote(_device))
         devices = await answers_in_time(calls)
-        return any(
-            judge is None or engine is None or judge.node != engine.node
-            for judge, engine in zip(devices[::2], devices[1::2], strict=True)
-        )
+        for judge, engine in zip(devices[::2], devices[1::2], strict=True):
+            if judge is None or engine is None or judge.node != engine.node:
+                return True
+        return False
 
     async def devices(self) -> list[ReservedDevice]:
         """Return the devices of the actors once they have started, in the order of `SharedDevices.of`."""
         handles = [*self.handles["engine"]]
         if not self._is_in_turns:
             # With one judge, the last engines of the policy become the last of the judge.
-            handles += reversed([*chain.from_iterable(self._judges)])
+            handles += reversed([*chain.from_iterable(self.judges.values())])
         handles += self.handles.get(LENT, [])
-        return await asyncio.gather(
-            *(handle.actor.__ray_call__.remote(_device) for handle in handles)
-        )
+        calls = [handle.actor.__ray_call__.remote(_device) for handle in handles]
+        return await asyncio.gather(*calls)
 
     async def end_turn(self, *, timeout_s: float) -> None:
         """Put the engines on devices of ranks to sleep; those that do not answer in time have died."""
@@ -324,8 +341,9 @@ class RoleActors(Generic[ConfigT]):
     @property
     def _with_ranks(self) -> list[Any]:
         """The handles of the engines that take turns with ranks: the lent ones or, without any, those of all roles."""
-        roles = [LENT] if LENT in self.handles else [*self.handles]
-        return list(chain.from_iterable(self.handles[role] for role in roles))
+        if LENT in self.handles:
+            return self.handles[LENT]
+        return list(chain.from_iterable(self.handles.values()))
 
     async def _sleep(self, handle: Any, timeout_s: float) -> None:
         engine = await self.connect(handle, start_timeout_s=timeout_s)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import ray
 
@@ -14,25 +14,22 @@ from gcore_controller.context import Context, run_until_done
 from gcore_controller.errors import (
     ClusterError,
     ControllerDiedError,
-    ControllerError,
     RankCodeError,
     RankError,
 )
 from gcore_controller.rlhf.events import (
-    Announced,
     Event,
     Reached,
     Recorder,
+    Round,
     Stepped,
     Updating,
-    WaveSampled,
 )
-from gcore_controller.rlhf.rounds import Round
 from gcore_controller.runtimes.backend import LENT, Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import (
-    CapacityChangedError,
     CapacityWatch,
+    ClusterChangedError,
     check_capacity,
     free_resources,
 )
@@ -75,10 +72,6 @@ class Placement(Protocol):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
         ...
-
-
-class PlacementMovedError(ControllerError):
-    """Engines are to change their role in a way for which the program of the controllers starts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +141,7 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges={
-                role: judges
-                for role, judges in self.engines.handles.items()
-                if role not in ("engine", LENT)
-            },
+            judges=self.engines.judges,
             lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
@@ -174,17 +163,16 @@ class RayBackend(Generic[JobT, ConfigT]):
         return self._stages
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        remedies = (
-            (ControllerDiedError, "another one takes over its share"),
-            (
-                self.engine_errors,
-                "they were started again" if self.config.sizes.engines else "connecting again",
-            ),
-            (RankError, "all training ranks were started again"),
-            ((CapacityChangedError, PlacementMovedError), ""),
-        )
-        done = next((remedy for kinds, remedy in remedies if isinstance(error, kinds)), None)
-        if done is None:
+        remedy = ""
+        if isinstance(error, ControllerDiedError):
+            remedy = "another one takes over its share"
+        elif isinstance(error, self.engine_errors):
+            remedy = "connecting again"
+            if self.config.sizes.engines:
+                remedy = "they were started again"
+        elif isinstance(error, RankError):
+            remedy = "all training ranks were started again"
+        elif not isinstance(error, ClusterChangedError):
             if isinstance(error, RankCodeError):
                 # The others wait for the one that failed, and would not answer.
                 self.learner.kill()
@@ -194,12 +182,14 @@ class RayBackend(Generic[JobT, ConfigT]):
         if self.after_end is not None:
             await self.after_end()
         if self._capacity.fitting_sizes != before:
-            done = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
-        return Recovery(
-            message=f"{error}; {done}" if done else str(error),
-            keeps_models=keeps_models,
-            cause="swap" if isinstance(error, PlacementMovedError) else "failure",
-        )
+            remedy = f"the run has {self._capacity.fitting_sizes} now, of {self._asked.sizes}"
+        message = str(error)
+        if remedy:
+            message += f"; {remedy}"
+        cause: Literal["failure", "swap"] = "failure"
+        if isinstance(error, ClusterChangedError) and error.is_swap:
+            cause = "swap"
+        return Recovery(message=message, keeps_models=keeps_models, cause=cause)
 
     async def close(self) -> None:
         """End all services; disconnect from the cluster, and end it if this process started it."""
@@ -214,18 +204,18 @@ class RayBackend(Generic[JobT, ConfigT]):
             ray.shutdown()
 
     async def _take_in(self, recorder: Recorder, rank: int, event: Event) -> None:
-        """Record an event; raise `CapacityChangedError` or `PlacementMovedError` if that calls for other processes."""
+        """Record an event; raise `ClusterChangedError` if that calls for other processes."""
         del rank
         placement = self._placement
-        if isinstance(event, Announced):
+        if isinstance(event, str):
             # Another controller with the same engine may have reported it already.
-            if self.announce is not None and event.line not in self._announced:
-                self._announced.add(event.line)
-                self.announce(event.line)
+            if self.announce is not None and event not in self._announced:
+                self._announced.add(event)
+                self.announce(event)
             return
-        if isinstance(event, WaveSampled):
+        if isinstance(event, Round):
             if placement is not None:
-                placement.observe_wave(event.round)
+                placement.observe_wave(event)
                 if placement.sizes != self.config.sizes:
                     await self._arrange_engines(placement.sizes)
             return
@@ -243,7 +233,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                 sizes = placement.sizes
                 now = self.config.sizes
                 if sizes != now:
-                    raise PlacementMovedError(_move(now, sizes))
+                    raise ClusterChangedError(_move(now, sizes), is_swap=True)
 
     async def _arrange_engines(self, sizes: Sizes) -> None:
         """Have the controllers bring the engines of their roles to the sizes, if all of them have some of each role.
@@ -280,7 +270,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                 return await run_until_done(
                     self._resize(config, keeps_models=keeps_models), self._watch_capacity()
                 )
-            except CapacityChangedError:
+            except ClusterChangedError:
                 keeps_models = False
 
     async def _resize(self, config: ConfigT, *, keeps_models: bool) -> bool:
@@ -345,7 +335,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         )
 
     async def _watch_capacity(self) -> None:
-        """Raise `CapacityChangedError` once not all processes fit any more."""
+        """Raise `ClusterChangedError` once not all processes fit any more."""
         while True:
             loss = await self._capacity.loss(self.config.sizes)
             # In the middle of an update the ranks find it out; otherwise the step is completed.
@@ -367,11 +357,18 @@ def _move(before: Sizes, after: Sizes) -> str:
     if before.in_turns:
         return f"{after.engines} engines generate and {judging} judge now, side by side"
     changes = {"policy": after.engines - before.engines}
-    changes |= {role: number - before.judges[role] for role, number in after.judges.items()}
-    sources = " and the ".join(role for role, change in changes.items() if change < 0)
-    targets = " and the ".join(role for role, change in changes.items() if change > 0)
-    moved = sum(change for change in changes.values() if change > 0)
+    for role, number in after.judges.items():
+        changes[role] = number - before.judges[role]
+    num_moved = 0
+    sources: list[str] = []
+    targets: list[str] = []
+    for role, change in changes.items():
+        if change < 0:
+            sources.append(role)
+        elif change > 0:
+            targets.append(role)
+            num_moved += change
     return (
-        f"{moved} engine{'s' * (moved > 1)} moved from the {sources} to the {targets}: {after.engines} generate "
-        f"and {judging} judge now"
+        f"{num_moved} engine{'s' * (num_moved > 1)} moved from the {' and the '.join(sources)} to the "
+        f"{' and the '.join(targets)}: {after.engines} generate and {judging} judge now"
     )

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -27,7 +27,7 @@ from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue,
 from ray.exceptions import AuthenticationError, ObjectLostError, RayError
 
 from gcore_controller.context import Reference, nbytes_of
-from gcore_controller.errors import ClusterError, ControllerError, ReferenceLostError
+from gcore_controller.errors import ClusterError, ControllerError
 from gcore_controller.runtimes.backend import SizedConfig, Sizes
 
 T = TypeVar("T")
@@ -162,18 +162,24 @@ def _token(error: AuthenticationError) -> str:
 
 
 @dataclass(frozen=True)
-class RayReference(Generic[T]):
-    """A reference to a value in Ray's object stores; it lives as long as a reference and the process that put it."""
+class RayReference(Reference[T]):
+    """A reference to a value in Ray's object stores; it lives as long as a reference and the process that put it.
 
-    object_ref: Any
-    nbytes: int
+    Its ``value`` is the reference of Ray.
+    """
+
+    num_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_bytes
 
     async def get(self) -> T:
         """Return the value; its arrays are read-only, and not copied if they are on this node."""
         try:
-            return await self.object_ref
+            return await self.value
         except ObjectLostError as error:
-            raise ReferenceLostError(
+            raise ControllerError(
                 f"a value of {self.nbytes} bytes is lost, for the process that put it or its node has ended"
             ) from error
 
@@ -196,44 +202,54 @@ def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
 
 def free_resources() -> str:
     """Return in words the resources that no process has reserved."""
-    free: Mapping[str, float] = ray.available_resources()
-    amounts = {"CPU": 0.0} | {
-        n: amount for n, amount in free.items() if "_group_" not in n and ":" not in n
-    }
-    memory = {name: amounts.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
-    counts = [f"{amount:g} {name}" for name, amount in amounts.items()]
-    return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
+    amounts: dict[str, float] = {"CPU": 0.0, "memory": 0.0, "object_store_memory": 0.0}
+    amounts.update(ray.available_resources())
+    counts: list[str] = []
+    memory: list[str] = []
+    for name, amount in amounts.items():
+        if name in ("memory", "object_store_memory"):
+            memory.append(f"{amount / 1e9:.1f} GB {name}")
+        elif "_group_" not in name and ":" not in name:
+            counts.append(f"{amount:g} {name}")
+    return ", ".join(counts + memory)
 
 
-class CapacityChangedError(ControllerError):
-    """Nodes have left or joined, and the run has to continue in another size."""
+class ClusterChangedError(ControllerError):
+    """The run has to continue with other processes: nodes have left or joined, or engines are to change their role."""
+
+    def __init__(self, message: str, *, is_swap: bool = False) -> None:
+        super().__init__(message)
+        self.is_swap = is_swap
+        """Whether nothing was lost, and engines are to change their role in a way for which programs start again."""
 
 
 def _alive_nodes() -> dict[str, Node]:
     """Return the resources of the cluster's nodes, by address and first characters of the id."""
-    nodes: list[dict[str, Any]] = ray.nodes()
-    return {
-        f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})": n["Resources"]
-        for n in nodes
-        if n["Alive"]
-    }
+    nodes: dict[str, Node] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+            nodes[name] = node["Resources"]
+    return nodes
 
 
 def has_capacity(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bool:
     """Return whether each process fits on one of the nodes, if no other run uses them."""
     free = [defaultdict(float, node) for node in nodes]
-    for need in sorted(
-        _needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True
-    ):
-        node = next(
-            (f for f in free if all(f[name] >= amount for name, amount in need.items())), None
-        )
-        if node is None:
-            return False
-        for name, amount in need.items():
-            # Ray counts in ten-thousandths.
-            node[name] = round(node[name] - amount, 4)
-    return True
+    needs = _needs(config, sizes)
+    needs.sort(key=lambda need: (need["GPU"], need["CPU"]), reverse=True)
+    return all(_reserve(free, need) for need in needs)
+
+
+def _reserve(nodes: Iterable[dict[str, float]], need: Mapping[str, float]) -> bool:
+    """Take what a process needs from the first of these nodes that has it; return whether one has."""
+    for node in nodes:
+        if all(node[name] >= amount for name, amount in need.items()):
+            for name, amount in need.items():
+                # Ray counts in ten-thousandths.
+                node[name] = round(node[name] - amount, 4)
+            return True
+    return False
 
 
 def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
@@ -269,12 +285,12 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
         )
         if has_capacity(nodes, config, sizes):
             return sizes
-    needs = {name: sum(need[name] for need in _needs(config, sizes)) for name in ("CPU", "GPU")}
-    total_needs = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
-    have = "; ".join(
-        ", ".join(f"{node.get(name, 0.0):g} {name}" for name in needs) for node in nodes
-    )
-    raise ClusterError(f"{sizes} need {total_needs}: the cluster's nodes have {have or 'ended'}")
+    needs = _needs(config, sizes)
+    totals = {name: sum(need[name] for need in needs) for name in ("CPU", "GPU")}
+    total_needs = " and ".join(f"{amount:g} {name}" for name, amount in totals.items() if amount)
+    capacities = [f"{node.get('CPU', 0.0):g} CPU, {node.get('GPU', 0.0):g} GPU" for node in nodes]
+    have = "; ".join(capacities) or "ended"
+    raise ClusterError(f"{sizes} need {total_needs}: the cluster's nodes have {have}")
 
 
 def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
@@ -313,13 +329,11 @@ class CapacityWatch:
     @property
     def shortfall(self) -> str:
         sizes = self._config.sizes
-        return (
-            ""
-            if sizes == self.fitting_sizes
-            else f"the cluster has capacity for {self.fitting_sizes}, of {sizes}"
-        )
+        if sizes == self.fitting_sizes:
+            return ""
+        return f"the cluster has capacity for {self.fitting_sizes}, of {sizes}"
 
-    async def loss(self, sizes: Sizes) -> CapacityChangedError:
+    async def loss(self, sizes: Sizes) -> ClusterChangedError:
         """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
         while True:
             await asyncio.sleep(_POLL_EVERY_S)
@@ -332,10 +346,10 @@ class CapacityWatch:
                 and self._config.ray.elastic
                 and not has_capacity(nodes.values(), self._config, sizes)
             ):
-                return CapacityChangedError(f"node {', '.join(lost)} was lost")
+                return ClusterChangedError(f"node {', '.join(lost)} was lost")
 
     def check_growth(self) -> None:
-        """Raise `CapacityChangedError` if nodes joined some seconds ago, and larger sizes fit."""
+        """Raise `ClusterChangedError` if nodes joined some seconds ago, and larger sizes fit."""
         names, since_s = self._last_change
         if (
             not self.shortfall
@@ -346,4 +360,4 @@ class CapacityWatch:
         nodes = _alive_nodes()
         if largest(nodes.values(), self._config) != self.fitting_sizes:
             joined = ", ".join(name for name in nodes if name not in self._nodes)
-            raise CapacityChangedError(f"node {joined} has joined")
+            raise ClusterChangedError(f"node {joined} has joined")

@@ -2,9 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gcore_controller.collectives.base import TicketCounters, Whereabouts, describe
+from gcore_controller.collectives.base import Whereabouts, describe, take_tickets
 from gcore_controller.collectives.peer import Message, PeerCollectives
 from gcore_controller.context import (
     Context,
@@ -28,12 +28,12 @@ from gcore_controller.context import (
 )
 from gcore_controller.errors import (
     ClusterError,
-    CollectiveMismatchError,
+    CollectiveError,
     ControllerDiedError,
-    DeadlineError,
+    ControllerError,
     UnpicklableValueError,
 )
-from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time, cause_of
+from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time
 from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_resources, put
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
     def _begin(self, peers: Sequence[Any], number: int) -> None:
         self._peers = list(peers)
         self._run_number = number
-        self._tickets = TicketCounters()
+        self._tickets: Counter[str] = Counter()
         # A task that is left over from an earlier run must not interfere with this one.
         self._collectives = PeerCollectives(
             self._rank,
@@ -104,10 +104,8 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self, count: int, counter: str, limit: int | None, run_number: int
     ) -> range:
         if run_number != self._run_number:
-            raise CollectiveMismatchError(
-                "take_tickets was called by a task of a run that has ended"
-            )
-        return self._tickets.take(count, counter, limit)
+            raise CollectiveError("take_tickets was called by a task of a run that has ended")
+        return take_tickets(self._tickets, count, counter, limit)
 
     async def next_report(self) -> Any:
         """Let the last report return, and wait for the next value that the program reports."""
@@ -182,19 +180,6 @@ async def run_ray(
         return await controllers.run(program, roles=roles, timeout_s=timeout_s, reported=reported)
     finally:
         await controllers.close()
-
-
-@dataclass(frozen=True)
-class _Controllers(ActorGroup):
-    """The controllers of one run."""
-
-    noun = "controller"
-    death_error = ControllerDiedError
-
-    def failure(self, rank: int, error: BaseException) -> BaseException:
-        cause = cause_of(error)
-        cause.add_note(f"raised by {self.name(rank)}:\n{error}")
-        return cause
 
 
 class RayControllers:
@@ -284,17 +269,14 @@ class RayControllers:
             self._num_runs += 1
             group = await self._introduce()
             packed = ray.put((program, roles))
-            calls = {
-                rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)
-            }
-            watchers = [
-                _forward_reports(controller, rank, reported)
-                for rank, controller in enumerate(group.actors)
-            ]
+            watchers: list[Coroutine[Any, Any, None]] = []
+            for rank, controller in enumerate(group.actors):
+                watchers.append(_forward_reports(controller, rank, reported))
             if timeout_s is not None:
                 watchers.append(self._deadline(timeout_s))
             try:
-                return [*(await run_until_done(group.answers(calls), *watchers)).values()]
+                answers = await run_until_done(group.call("run", packed), *watchers)
+                return list(answers.values())
             finally:
                 await self._end_programs()
 
@@ -351,9 +333,9 @@ class RayControllers:
             self._placement = None
 
     async def _wait_until_started(self) -> None:
-        calls = {rank: actor.is_alive.remote() for rank, actor in enumerate(self._controllers)}
         what = f"{self._world_size} controllers did not all start"
-        await _in_time(_Controllers(self._controllers).answers(calls), self._start_timeout_s, what)
+        answers = ActorGroup(self._controllers).call("is_alive")
+        await _in_time(answers, self._start_timeout_s, what)
 
     def _start_controller(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
@@ -372,19 +354,17 @@ class RayControllers:
             scheduling_strategy=strategy,
         ).remote(rank, self._world_size)
 
-    async def _introduce(self) -> _Controllers:
+    async def _introduce(self) -> ActorGroup:
         actors = list(self._controllers)
-        calls = {
-            rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)
-        }
         what = f"{self._world_size} controllers did not all start"
-        locations = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
-        return _Controllers(actors, [*locations.values()])
+        answers = ActorGroup(actors).call("meet", actors, self._num_runs)
+        locations = await _in_time(answers, self._start_timeout_s, what)
+        return ActorGroup(actors, [*locations.values()])
 
     async def _deadline(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
         where = describe(dict(enumerate(await self._whereabouts())))
-        raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
+        raise ControllerError(f"the run is not done after {timeout_s} s: {where}")
 
     async def _whereabouts(self) -> list[Whereabouts | None]:
         """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""

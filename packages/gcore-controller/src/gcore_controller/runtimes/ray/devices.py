@@ -52,7 +52,9 @@ class SharedDevices:
         """
         if sizes.lends_ranks:
             lent = devices[len(devices) - sizes.num_lent :]
-            slot_of = {f"{LENT} {i}": i for i in range(sizes.num_lent)}
+            slot_of: dict[str, int] = {}
+            for i in range(sizes.num_lent):
+                slot_of[f"{LENT} {i}"] = i
             return cls._with_ranks(_sorted_slots(lent, sizes), sizes, slot_of)
         if not sizes.ranks_in_turns:
             # At most engines and judges take turns.
@@ -74,14 +76,12 @@ class SharedDevices:
     def _with_ranks(
         cls, slots: "Sequence[tuple[int, ReservedDevice]]", sizes: Sizes, engines: Mapping[str, int]
     ) -> "SharedDevices":
-        slot_of = {
-            **engines,
-            **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])},
-        }
-        return cls(
-            ranks=[part for _, part in slots[: sizes.ranks]],
-            names={name: f"device {i}" for name, i in slot_of.items()},
-        )
+        names = {name: f"device {i}" for name, i in engines.items()}
+        ranks: list[ReservedDevice] = []
+        for rank, (i, part) in enumerate(slots[: sizes.ranks]):
+            names[rank_name(rank)] = f"device {i}"
+            ranks.append(part)
+        return cls(ranks=ranks, names=names)
 
 
 def _sorted_slots(

@@ -4,39 +4,43 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, zip_longest
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.context import DeviceTimers, StageTimer, rank_name
-from gcore_controller.errors import ClusterError, RankCodeError, RankError
+from gcore_controller.context import DeviceTimers, rank_name
+from gcore_controller.errors import ClusterError, ControllerError, RankCodeError, RankError
 from gcore_controller.runtimes.ray.actors import HEARTBEAT_EVERY_S, ActorGroup, Heartbeats, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.runtimes.ray.devices import ReservedDevice
+from gcore_controller.trainer_client import (
+    DeviceTurns,
+    Lending,
+    PolicyEngine,
+    TrainerClient,
+    Turn,
+    check_weights,
+    digests_of,
+)
 from gcore_controller.trainer_group import (
     BatchT,
     Computation,
     Message,
-    MessageTrainerGroup,
-    PolicyEngine,
     Replica,
-    Score,
+    TrainerGroup,
     TrainerSpec,
     TrainerWorker,
-    TrainStep,
-    check_weights,
     deal_message,
-    digests_of,
     join_ranks,
     rank_failure,
 )
-from gcore_controller.turns import DeviceTurns, Lending, SleepingEngine, Turn, TurnChoice, TurnTaker
 
 
 class TrainingRank:
@@ -85,9 +89,9 @@ class TrainingRank:
     def ask(self, message: Message) -> Any:
         """Answer a message, whose micro-batches are references."""
         assert self._worker is not None
-        if isinstance(message, Score | TrainStep):
+        if isinstance(message, Computation):
             # They are read where they lie.
-            batches = ray.get([batch.object_ref for batch in message.micro_batches])
+            batches = ray.get([batch.value for batch in message.micro_batches])
             message = replace(message, micro_batches=batches)
         return message(self._worker)
 
@@ -108,9 +112,8 @@ class TrainingRank:
 class RankHandles(ActorGroup):
     """The ranks of a group, for the processes that ask them."""
 
-    noun = "training rank"
-    death_error = RankError
-
+    noun: str = "training rank"
+    death_error: type[ControllerError] = RankError
     replicas: Mapping[str, Sequence[Replica]] = field(default_factory=dict[str, Sequence[Replica]])
     """The replica of each rank, by role."""
     expected_errors: tuple[type[Exception], ...] = ()
@@ -122,7 +125,7 @@ class RankHandles(ActorGroup):
         )
 
 
-class RayTrainerGroup(MessageTrainerGroup):
+class RayTrainerGroup(TrainerGroup):
     """A `TrainerGroup` on Ray; made by `start`. Controllers ask its ranks through `RayTrainerClient`."""
 
     def __init__(self) -> None:
@@ -158,8 +161,11 @@ class RayTrainerGroup(MessageTrainerGroup):
         }
         actors: list[Any] = []
         for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
-            options = default_options if device is None else device.options
-            gpus = None if device is None else device.gpus
+            options = default_options
+            gpus = None
+            if device is not None:
+                options = device.options
+                gpus = device.gpus
             actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
         self.ranks = RankHandles(
             actors,
@@ -168,16 +174,11 @@ class RayTrainerGroup(MessageTrainerGroup):
         )
         try:
             async with asyncio.timeout(timeout_s):
-                addresses = await self.ranks.answers(
-                    {rank: actor.place.remote() for rank, actor in enumerate(actors)}
-                )
-                self.ranks = replace(
-                    self.ranks, locations=[location for location, _ in addresses.values()]
-                )
+                addresses = await self.ranks.call("place")
+                locations = [location for location, _ in addresses.values()]
+                self.ranks = replace(self.ranks, locations=locations)
                 _, address = addresses[0]
-                joined = await self.ranks.answers(
-                    {rank: a.join.remote(*address) for rank, a in enumerate(actors)}
-                )
+                joined = await self.ranks.call("join", *address)
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
@@ -227,52 +228,58 @@ class RayTrainerGroup(MessageTrainerGroup):
         self.ranks = RankHandles()
 
 
-@dataclass
-class RayTrainerClient(TurnTaker, Generic[BatchT]):
+class RayTrainerClient(TrainerClient[BatchT]):
     """A `TrainerClient`: controller r asks the replicas, and the ranks, whose number modulo the controllers is r.
 
     The micro-batches of all controllers are dealt out to the replicas by their cost. They stay in the object store of
     their controller's node until a rank reads them.
+
+    Args:
+        cost_of: work of a micro-batch, in any unit.
+        sharing: this controller's engines, the policy's first, where engines and ranks share devices and take turns.
     """
 
-    ranks: RankHandles
-    group: Collectives
-    devices: DeviceTimers
-    """Record when the ranks work that this controller asks."""
-    _: KW_ONLY
-    cost_of: Callable[[BatchT], float]
-    """Work of a micro-batch, in any unit."""
-    sharing: Sequence[SleepingEngine] = ()
-    """This controller's engines, the policy's first, where engines and ranks share devices and take turns."""
-    lending: Lending | None = None
-    """The loan of the ranks' devices, if that is what turns are for."""
-    _sent: Any = field(default=None, init=False)
-    """The weights that were sent last."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        ranks: RankHandles,
+        group: Collectives,
+        devices: DeviceTimers,
+        *,
+        cost_of: Callable[[BatchT], float],
+        sharing: Sequence[PolicyEngine] = (),
+        lending: Lending | None = None,
+    ) -> None:
         # Those that this controller asks to do what all do.
-        self._own_ranks = range(self.group.rank, len(self.ranks.actors), self.group.world_size)
-        self._turns = None
-        self._choice = TurnChoice(self.lending, self.group, self.devices)
-        if self.sharing:
-            policy, *other_engines = self.sharing
-            self._turns = DeviceTurns(
-                self,
-                policy,
-                other_engines,
-                devices=self.devices,
+        self._own_ranks = range(group.rank, len(ranks.actors), group.world_size)
+        turns = None
+        if sharing:
+            turns = DeviceTurns(
+                sharing[0],
+                sharing[1:],
+                sleep_models=partial(self._ask_own_ranks, "sleep"),
+                wake_models=partial(self._ask_own_ranks, "wake"),
+                devices=devices,
                 ranks=self._own_ranks,
                 current=None,
             )
+        super().__init__(group, devices, turns=turns, lending=lending)
+        self._ranks = ranks
+        self._cost_of = cost_of
+        self._sent: Any = None
+        """The weights that were sent last."""
 
     @property
     def num_replicas(self) -> int:
-        return -(-self.ranks.replicas["actor"][0][1] // self.group.world_size)
+        return -(-self._ranks.replicas["actor"][0][1] // self.group.world_size)
+
+    @property
+    def can_score_alone(self) -> bool:
+        return len(self._ranks.actors) == 1 and self.turns is None
 
     async def score(
         self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
+        message = _scoring(role, micro_batches, with_routing=with_routing)
         answers, parts, owners = await self._compute(message)
         back: list[list[tuple[int, Any]]] = [[] for _ in range(self.group.world_size)]
         for replica, outputs in answers.items():
@@ -282,48 +289,18 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
         received = chain.from_iterable(await self.group.all_to_all(back))
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
 
-    @property
-    def can_score_alone(self) -> bool:
-        return len(self.ranks.actors) == 1 and self._turns is None
-
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
-        message = Score(role=role, micro_batches=[put(list(micro_batch))], with_routing=False)
-        [outputs] = (await self._ask("prepare", {0: message}))[0]
+        message = _scoring(role, [put(list(micro_batch))], with_routing=False)
+        answers = await self._ask("prepare", {0: message})
+        [outputs] = answers[0]
         return outputs
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        answers, _, owners = await self._compute(TrainStep(role=role, micro_batches=micro_batches))
-        return await self.group.broadcast(answers.get(0)) if owners else {}
-
-    async def _take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self._turns is None:
-            return
-        turn = await self._choice.choose(turn, timer)
-        if turn == self._turns.current:
-            return
-        with self._choice.swapping(timer):
-            # No controller's calls are cut short, and nothing wakes where something of another controller is awake.
-            await self.group.barrier()
-            await self._turns.take(turn, all_asleep=self.group.barrier)
-            await self.group.barrier()
-
-    async def sleep(self) -> None:
-        """Put this controller's ranks to sleep."""
-        await self.ranks.answers(
-            {
-                rank: self.ranks.actors[rank].ask.remote(methodcaller("sleep"))
-                for rank in self._own_ranks
-            }
-        )
-
-    async def wake(self) -> None:
-        """Wake this controller's ranks."""
-        await self.ranks.answers(
-            {
-                rank: self.ranks.actors[rank].ask.remote(methodcaller("wake"))
-                for rank in self._own_ranks
-            }
-        )
+        message = Computation(method="train_step", role=role, micro_batches=micro_batches)
+        answers, _, owners = await self._compute(message)
+        if not owners:
+            return {}
+        return await self.group.broadcast(answers.get(0))
 
     async def update_weights(
         self, policy: PolicyEngine, *, version: int, averaged: bool = False
@@ -333,39 +310,42 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
         # A run that went back to an earlier step has engines with later weights.
         version = max(version, newest + 1)
         base_version = self._sent and self._sent.next_base
-        parts = await self._of_ranks(
-            lambda rank: rank.send_weights.remote(
-                averaged=averaged, version=version, base_version=base_version
-            )
+        parts = await self._call_all_ranks(
+            "send_weights", averaged=averaged, version=version, base_version=base_version
         )
         self._sent = parts[0].joined(parts).after(self._sent)
         await policy.update_weights(self._sent, version=version)
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
-        parts = await self._of_ranks(lambda rank: rank.digests.remote())
+        parts = await self._call_all_ranks("digests")
         all_digests: dict[str, Any] = {}
         for digests in parts:
             all_digests.update(digests)
         await check_weights(policy, all_digests)
         await self.group.barrier()
 
-    async def _of_ranks(self, ask: Callable[[Any], Any]) -> list[Any]:
+    async def _swap(self, turns: DeviceTurns, turn: Turn) -> None:
+        """Take a turn with this controller's engines and ranks, as all controllers do at once."""
+        await turns.take(turn, all_asleep=self.group.barrier)
+
+    async def _ask_own_ranks(self, method: str) -> None:
+        """Have this controller's ranks do something."""
+        await self._ranks.call("ask", methodcaller(method), ranks=self._own_ranks)
+
+    async def _call_all_ranks(self, method: str, **options: Any) -> list[Any]:
         """Return the answers of all ranks, of which this controller asks its own."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
-            answers = await self.ranks.answers(
-                {rank: ask(self.ranks.actors[rank]) for rank in self._own_ranks}
-            )
+            answers = await self._ranks.call(method, ranks=self._own_ranks, **options)
         return list(chain.from_iterable(await self.group.all_gather(list(answers.values()))))
 
     async def _ask(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Return the answers of ranks, which are in this stage meanwhile."""
         with self.devices.stage(stage, *map(rank_name, messages)):
-            calls = {
-                rank: self.ranks.actors[rank].ask.remote(message)
-                for rank, message in messages.items()
-            }
-            return await self.ranks.answers(calls)
+            calls: dict[int, Any] = {}
+            for rank, message in messages.items():
+                calls[rank] = self._ranks.actors[rank].ask.remote(message)
+            return await self._ranks.answers(calls)
 
     async def _compute(
         self, message: Computation
@@ -374,7 +354,9 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
 
         Also return the indices of each replica's micro-batches, and each one's controller, with its index there.
         """
-        micro_batches = [(put(list(batch)), self.cost_of(batch)) for batch in message.micro_batches]
+        micro_batches = [
+            (put(list(batch)), self._cost_of(batch)) for batch in message.micro_batches
+        ]
         everyones = await self.group.all_gather(micro_batches)
         owners: list[tuple[int, int]] = []
         batches: list[Any] = []
@@ -386,17 +368,20 @@ class RayTrainerClient(TurnTaker, Generic[BatchT]):
                 costs.append(cost)
         if not owners:
             return {}, [], []
-        replicas = self.ranks.replicas[message.role]
+        replicas = self._ranks.replicas[message.role]
         parts, messages = deal_message(replace(message, micro_batches=batches), costs, replicas)
-        size = self.group.world_size
-        own_ranks = [
-            rank for rank, (replica, _) in enumerate(replicas) if replica % size == self.group.rank
-        ]
-        stage = "train" if isinstance(message, TrainStep) else "prepare"
-        answers = await self._ask(stage, {rank: messages[rank] for rank in own_ranks})
-        # All ranks of a replica have the same answer.
-        return (
-            {replicas[rank][0]: answer for rank, answer in reversed(answers.items())},
-            parts,
-            owners,
-        )
+        own_messages: dict[int, Message] = {}
+        for rank, (replica, _) in enumerate(replicas):
+            if replica % self.group.world_size == self.group.rank:
+                own_messages[rank] = messages[rank]
+        stage = "train" if message.method == "train_step" else "prepare"
+        answers: dict[int, Any] = {}
+        for rank, answer in (await self._ask(stage, own_messages)).items():
+            # All ranks of a replica have the same answer.
+            answers.setdefault(replicas[rank][0], answer)
+        return answers, parts, owners
+
+
+def _scoring(role: str, micro_batches: Sequence[Any], *, with_routing: bool) -> Computation:
+    options = {"with_routing": with_routing}
+    return Computation(method="score", role=role, micro_batches=micro_batches, options=options)
