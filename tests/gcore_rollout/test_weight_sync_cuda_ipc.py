@@ -22,7 +22,6 @@ from gcore_rollout import (
     SharedWeights,
     open_weights,
 )
-from gcore_rollout.engines import replicas as pool_module
 from gcore_rollout.weight_sync import shared_weights
 from gcore_rollout.weight_sync.layout import TensorSpec, unpack
 from gcore_rollout.weight_sync.shared_weights import (
@@ -138,7 +137,7 @@ async def test_replicas_on_the_gpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch
 
     near, far = Replica(), [Replica(), Replica()]
     near.weights_gpu = GPU
-    monkeypatch.setattr(pool_module, "SharedCudaWeights", WeightsInFiles)
+    monkeypatch.setattr(shared_weights, "SharedCudaWeights", WeightsInFiles)
     monkeypatch.setattr(shared_weights, "gpu_of", lambda _: GPU)
     replicas = EngineReplicas([near, *far])
     await replicas.update_weights([("w", torch.full((2, 2), 5.0))], version=1)

@@ -1,3 +1,8 @@
+from .engines.device_leases import (
+    EngineLendingRule as EngineLendingRule,
+    LendingEngines as LendingEngines,
+    TimeSharedEngines as TimeSharedEngines,
+)
 from .engines.diffusion.arrays import host_array as host_array, host_tensor as host_tensor
 from .engines.diffusion.engine import DiffusersEngine as DiffusersEngine
 from .engines.diffusion.kernels import (
@@ -25,10 +30,6 @@ from .engines.hf.engine import HFEngine as HFEngine
 from .engines.instrumented import (
     InstrumentedEngine as InstrumentedEngine,
     WeightRecord as WeightRecord,
-)
-from .engines.lending import (
-    EngineLendingRule as EngineLendingRule,
-    LendingEngines as LendingEngines,
 )
 from .engines.local_replicas import start_replicas as start_replicas, visible_gpus as visible_gpus
 from .engines.protocol import (
@@ -82,7 +83,6 @@ from .engines.servers.client import ServerClient as ServerClient
 from .engines.servers.sglang import SGLangServerEngine as SGLangServerEngine
 from .engines.servers.sglang_engine import SGLangEngine as SGLangEngine
 from .engines.servers.vllm import VLLMServerEngine as VLLMServerEngine
-from .engines.time_shared import TimeSharedEngines as TimeSharedEngines
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
 from .engines.vllm.process import TiedHeadWorker as TiedHeadWorker
 from .errors import (

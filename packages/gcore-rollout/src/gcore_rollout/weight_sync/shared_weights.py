@@ -5,7 +5,7 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -356,6 +356,35 @@ class FirstSeen:
 def share_a_gpu(weights_gpu: str | None, engine_gpu: str | None) -> bool:
     """Return whether weights go by CUDA IPC; otherwise they go through shared memory."""
     return weights_gpu is not None and weights_gpu == engine_gpu
+
+
+def copy_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    engine_gpus: Sequence[str | None],
+    in_host: SharedWeights,
+) -> SharedCudaWeights | SharedWeights:
+    """Copy weights once for all engines: on the weights' GPU if one of the engines is there, otherwise to ``in_host``.
+
+    Args:
+        engine_gpus: UUID of the GPU of each engine's weights; None: they are on none.
+    """
+    first_seen = FirstSeen(weights)
+    if any(share_a_gpu(first_seen.gpu, gpu) for gpu in engine_gpus):
+        return SharedCudaWeights(first_seen)
+    in_host.write(first_seen)
+    return in_host
+
+
+def choose_sources(
+    weights: Any, engine_gpus: Sequence[str | None], in_host: SharedWeights
+) -> list[Any]:
+    """Return the weights that each engine reads: engines on another GPU than the weights read a copy, ``in_host``."""
+    if not isinstance(weights, SharedCudaWeights):
+        return [weights] * len(engine_gpus)
+    on_gpu = [share_a_gpu(weights.gpu, gpu) for gpu in engine_gpus]
+    if not all(on_gpu):
+        in_host.write(weights)
+    return [weights if is_on_gpu else in_host for is_on_gpu in on_gpu]
 
 
 def gpu_of(device: torch.device) -> str | None:
