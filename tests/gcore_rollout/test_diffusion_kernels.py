@@ -13,16 +13,8 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
 )
 from hypothesis import given, strategies as st
 
-from gcore_rollout import (
-    DDIM,
-    DanceSDE,
-    FlowCPS,
-    FlowODE,
-    FlowSDE,
-    Kernel,
-    RequestError,
-    Transition,
-)
+from gcore_rollout import DDIM, DanceSDE, FlowCPS, FlowODE, FlowSDE, Kernel, RequestError
+from gcore_rollout.engines.diffusion.kernels import Transition
 
 levels = st.floats(min_value=0.05, max_value=1.0)
 noise_levels = st.floats(min_value=0.05, max_value=1.0)

@@ -16,13 +16,13 @@ from gcore_rollout import (
     Group,
     HFEngine,
     LengthHistory,
-    MeasuredLength,
     Prompt,
     RequestError,
     RewardRunner,
     RolloutRoles,
     SamplingParams,
 )
+from gcore_rollout.response_lengths import MeasuredLength
 
 
 def prompt_of(number: int, source: str = "") -> Prompt:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from gcore_rollout import Isolation, Sandbox, SandboxError, SandboxLimits
+from gcore_rollout import Sandbox, SandboxLimits
+from gcore_rollout.errors import SandboxError
 from gcore_rollout.sandbox import sandbox as implementation
+from gcore_rollout.sandbox.sandbox import Isolation
 from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
 QUICK = SandboxLimits(

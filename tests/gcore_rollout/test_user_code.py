@@ -19,9 +19,7 @@ from gcore_rollout import (
     Failed,
     FailureLog,
     ProcessLimits,
-    ProcessReward,
     RewardError,
-    RewardExitError,
     RewardRunner,
     RewardRunnerConfig,
     Scored,
@@ -31,7 +29,9 @@ from gcore_rollout import (
     load_reward,
     score,
 )
+from gcore_rollout.errors import RewardExitError
 from gcore_rollout.rewards import reward as rewards_module
+from gcore_rollout.rewards.process import ProcessReward
 
 LONG_S = 600.0
 

@@ -9,7 +9,8 @@ from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, make_engine
 from hypothesis import given, strategies as st
 from weight_sync_oracles import check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import WeightMirror, WrongBaseError
+from gcore_rollout import WeightMirror
+from gcore_rollout.errors import WrongBaseError
 from gcore_rollout.weight_sync.layout import TensorSpec, host_copy
 from gcore_rollout.weight_sync.updates import SparseValues, apply_delta, make_delta
 

@@ -9,12 +9,14 @@ import torch
 from engine_oracles import TinyModel
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import Engine, HFEngine, WeightDelta, WrongBaseError, make_delta
+from gcore_rollout import Engine, HFEngine, make_delta
+from gcore_rollout.errors import WrongBaseError
 from gcore_rollout.weight_sync.updates import (
     A_OF,
     B_OF,
     AdapterWeights,
     FullWeights,
+    WeightDelta,
     WeightMirror,
     WeightUpdate,
 )

@@ -1,4 +1,4 @@
-"""Engines of several models that lease devices from each other: in turns on the same ones, or each on devices of its own."""
+"""Engines of several models that lease devices to each other: in turns on the same ones, or each on its own ones."""
 
 import asyncio
 import logging
