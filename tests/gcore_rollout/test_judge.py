@@ -12,7 +12,6 @@ from engine_oracles import TinyModel, make_engine
 from gcore_rollout import (
     Completion,
     EngineStats,
-    Failed,
     JudgeModel,
     JudgeReward,
     NoScoreError,
@@ -166,7 +165,7 @@ async def test_what_cannot_be_read() -> None:
         await scored(silent)
     assert (silent.num_verdicts, silent.num_unparsable, silent.parse_rate) == (2, 2, 0.0)
     outcome = await RewardRunner(silent).score(prompt="p", completion="c", row={})
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, RewardError)
     assert (await scored(judge("hm", "Score: 10", on_unparsable=0.0))).score == 0.5
     assert (await scored(judge("hm", on_unparsable=-1))).score == -1.0
     assert judge("x").parse_rate == 1.0
@@ -198,7 +197,7 @@ async def test_calls_run_together_and_a_question_has_one_answer() -> None:
     runner = RewardRunner(reward)
     texts = ["a" * i for i in range(16)]
     results = await asyncio.gather(*(runner.score(prompt="p", completion=t, row={}) for t in texts))
-    assert [r.score for r in results if not isinstance(r, Failed)] == [
+    assert [r.score for r in results if not isinstance(r, RewardError)] == [
         ((2 + i) % 10) / 10 for i in range(16)
     ]
     assert (engine.calls, engine.most_running) == (16, 16)
@@ -338,8 +337,8 @@ async def test_comparisons_that_cannot_be_read() -> None:
     ]
     runner = RewardRunner(pairwise(say))
     outcome = await runner.score_group(prompt="p", completions=["a", "b", "bad"], row={})
-    assert isinstance(outcome, Failed)
-    assert "none of 4 verdicts on completion 2 could be parsed" in str(outcome.error)
+    assert isinstance(outcome, RewardError)
+    assert "none of 4 verdicts on completion 2 could be parsed" in str(outcome)
     assert runner.stats().num_no_score == 1
     good = await compared(
         pairwise(lambda a, b: "hm" if a == "bad" else say(a, b.replace("bad", "c"))),

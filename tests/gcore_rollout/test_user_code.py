@@ -16,7 +16,6 @@ import pytest
 
 from gcore_rollout import (
     CompositeReward,
-    Failed,
     FailureLog,
     ProcessLimits,
     RewardError,
@@ -240,8 +239,8 @@ async def test_a_reward_in_a_process_of_its_own(
     )
     for text, outcome in zip(texts, outcomes, strict=True):
         if text in ends:
-            assert isinstance(outcome, Failed)
-            assert ends[text] in str(outcome.error)
+            assert isinstance(outcome, RewardError)
+            assert ends[text] in str(outcome)
         else:
             assert isinstance(outcome, Scored)
     assert runner.stats().num_timeouts == 0
@@ -306,7 +305,7 @@ async def test_failures_are_counted_by_kind(caplog: pytest.LogCaptureFixture) ->
             ("5", "value"),
         ):
             outcome = await runner.score(prompt=prompt, completion=completion, row={})
-            assert isinstance(outcome, Failed)
+            assert isinstance(outcome, RewardError)
     num_calls, (value, key, nan) = runner.failures.drain()
     assert num_calls == 5
     assert (value.message, value.count) == ("cannot score 1", 3)

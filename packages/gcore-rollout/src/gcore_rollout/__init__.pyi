@@ -118,10 +118,12 @@ from .errors import (
 )
 from .generation import (
     Generation as Generation,
+    GroupComparison as GroupComparison,
     RolloutRoles as RolloutRoles,
 )
 from .groups import (
     Group as Group,
+    LengthHistory as LengthHistory,
     SampledPart as SampledPart,
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
@@ -174,9 +176,6 @@ from .prompts import (
     PromptImages as PromptImages,
     read_image as read_image,
 )
-from .response_lengths import (
-    LengthHistory as LengthHistory,
-)
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
     ImageCompositeReward as ImageCompositeReward,
@@ -227,7 +226,6 @@ from .rewards.registry import (
     reward_names as reward_names,
 )
 from .rewards.reward import (
-    Failed as Failed,
     Failure as Failure,
     FailureLog as FailureLog,
     RewardFunction as RewardFunction,

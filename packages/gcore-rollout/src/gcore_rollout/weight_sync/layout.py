@@ -1,6 +1,5 @@
 """Layouts of weights: names, data types and shapes, and the places of tensors in a flat buffer."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -51,7 +50,7 @@ def align(end_bytes: int) -> int:
 
 
 class Packing:
-    """The places of tensors that follow each other in a flat buffer; `unpack` finds them again."""
+    """The places of tensors that follow each other in a flat uint8 buffer; `unpack` finds them again."""
 
     def __init__(self) -> None:
         self.layout: dict[str, TensorSpec] = {}
@@ -65,20 +64,8 @@ class Packing:
         return start
 
 
-class PackedTensors(Packing, ABC):
-    """Tensors that are copied to a flat uint8 buffer one after the other."""
-
-    @abstractmethod
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Return the buffer, with at least so many bytes; what it has is kept."""
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = self.place(name, tensor)
-        self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
-
-
 def unpack(buffer: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and views of the tensors that `PackedTensors` copied to a buffer."""
+    """Yield names and views of the tensors in a buffer of this layout."""
     end = 0
     for name, spec in layout.items():
         start = align(end)

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.weight_sync.digests import digests_of
-from gcore_rollout.weight_sync.layout import Layout, PackedTensors, align, unpack
+from gcore_rollout.weight_sync.layout import Layout, Packing, align, unpack
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name
 
@@ -28,7 +28,7 @@ _DEVICE_ARGUMENT = 6
 """Index of the argument of `rebuild_cuda_tensor` that is the sender's number of the device."""
 
 
-class _Memory(PackedTensors):
+class _Memory(Packing):
     """Anonymous shared memory, which the kernel frees with its last user; a view keeps its mapping alive."""
 
     def __init__(self) -> None:
@@ -42,12 +42,17 @@ class _Memory(PackedTensors):
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Return the memory, with at least so many bytes; what it has is kept."""
         if not self._mapping.numel() or size_bytes > self._mapping.numel():
             # Twice as much as before: unwritten pages take no memory, and mapping again takes time.
             capacity_bytes = max(size_bytes, 2 * self._mapping.numel(), mmap.PAGESIZE)
             os.ftruncate(self.fd, capacity_bytes)
             self._mapping = torch.frombuffer(mmap.mmap(self.fd, capacity_bytes), dtype=torch.uint8)
         return self._mapping
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start = self.place(name, tensor)
+        self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
 
 
 class SharedWeights:
@@ -182,15 +187,16 @@ class SharedWeightsReader:
         return unpack(mapping, layout)
 
 
-class Bucket(PackedTensors):
+class Bucket(Packing):
     """Tensors in one buffer of a fixed size."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         super().__init__()
         self.whole = buffer
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:  # noqa: ARG002 - `fits` has been asked
-        return self.whole
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start = self.place(name, tensor)
+        self.layout[name].view(self.whole, start).copy_(tensor.detach())
 
     def fits(self, tensor: torch.Tensor) -> bool:
         return align(self.size_bytes) + tensor.nbytes <= self.whole.numel()

@@ -21,7 +21,7 @@ from gcore_rollout.engines.diffusion.recording import (
     Tape,
     load_pipeline,
 )
-from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
+from gcore_rollout.engines.diffusion.text_encoders import host_text_encoders
 from gcore_rollout.engines.diffusion.types import (
     Conditions,
     ImageRequest,
@@ -111,7 +111,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._device: torch.device = pipeline.device if device is None else torch.device(device)
         hosted: list[torch.nn.Module] = []
         if offload_text_encoders:
-            hosted = HostedEncoders(pipeline, self._device).modules
+            hosted = host_text_encoders(pipeline, self._device)
         parts: list[torch.nn.Module] = []
         for part in pipeline.components.values():
             if isinstance(part, torch.nn.Module) and part not in hosted:
