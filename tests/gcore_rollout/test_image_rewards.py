@@ -248,7 +248,6 @@ async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
         ids = processor.expand(encode(f"Is it {prompt}, bold?"), [png(image)])
         assert text == tokenizer.decode(reference.greedy(ids, [png(image)], 6))
     assert len(set(texts)) > 1
-    assert reward.parse_rate == pytest.approx(2 / 3)
     with pytest.raises(RewardConfigError, match="vision is None"):
         ImageJudgeReward(model=replace(model, vision=None), template="{prompt}")
     with pytest.raises(RewardConfigError, match=r"expected \{prompt\} in it"):

@@ -27,8 +27,13 @@ from gcore_rollout.engines.protocol import Digest, Digests, HeldTensor, check_we
 from gcore_rollout.engines.registry import PRELOAD_HF, PRELOAD_VLLM
 from gcore_rollout.engines.vllm import process as vllm_process
 from gcore_rollout.weight_sync import digests as digests_module
-from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
-from gcore_rollout.weight_sync.digests import DigestedWeights, all_digests, digest
+from gcore_rollout.weight_sync.digests import (
+    DeviceReads,
+    DigestedWeights,
+    Promised,
+    all_digests,
+    digest,
+)
 
 pytestmark = VLLM_IMPORT_WARNINGS
 

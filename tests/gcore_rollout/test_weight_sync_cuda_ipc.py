@@ -96,9 +96,7 @@ async def test_an_engine_process_copies_from_memory_of_its_gpu(
         return made[-1]
 
     if not is_given:
-        monkeypatch.setattr(
-            "gcore_rollout.engines.remote.process.SharedCudaWeights", WeightsInFiles
-        )
+        monkeypatch.setattr(shared_weights, "SharedCudaWeights", WeightsInFiles)
         monkeypatch.setattr(shared_weights, "gpu_of", lambda _: GPU)
     engine: Any = await EngineProcess.start(
         partial(EngineOnTheGPU.from_pretrained, tied.path), num_threads=1

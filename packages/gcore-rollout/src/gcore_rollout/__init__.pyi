@@ -256,7 +256,7 @@ from .weight_sync.history import (
     DeltaSender as DeltaSender,
     WeightHistory as WeightHistory,
 )
-from .weight_sync.parts import (
+from .weight_sync.layout import (
     divide_weights as divide_weights,
     write_part as write_part,
 )
