@@ -18,8 +18,8 @@ from .engines.diffusion.kernels import (
     Kernel as Kernel,
 )
 from .engines.diffusion.recording import (
+    adapt_kernel as adapt_kernel,
     load_pipeline as load_pipeline,
-    suited as suited,
     weight_variant as weight_variant,
 )
 from .engines.diffusion.text_encoders import (
