@@ -159,6 +159,23 @@ def iterate_checked(
     yield from unchecked.items()
 
 
+def group_into_buckets(
+    weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights in buckets of at most this size; a larger tensor is one of its own."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > size_bytes:
+            yield bucket
+            bucket = {}
+            size = 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
 def divide_weights(
     weights: Iterable[tuple[str, torch.Tensor]], *, rank: int, num_ranks: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
