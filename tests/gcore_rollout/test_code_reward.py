@@ -5,15 +5,8 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout import (
-    CodeReward,
-    RewardError,
-    Sandbox,
-    SandboxLimits,
-    Scored,
-    evaluate,
-    last_code_block,
-)
+from gcore_rollout import CodeReward, RewardError, Sandbox, SandboxLimits, Scored, evaluate
+from gcore_rollout.rewards.kinds.verifiers import last_code_block
 
 RIGHT = "I think so:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = "```python\ndef add(a, b):\n    return a - b\n```"

@@ -21,7 +21,6 @@ from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_
 from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
 
 from gcore_rollout import (
-    PRELOAD_VLLM,
     EngineDiedError,
     EngineProcess,
     EngineStartError,
@@ -32,6 +31,7 @@ from gcore_rollout import (
     SharedWeights,
     VLLMEngine,
 )
+from gcore_rollout.engines.registry import PRELOAD_VLLM
 from gcore_rollout.engines.remote.fork_server import Channel
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

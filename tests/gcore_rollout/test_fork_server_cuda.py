@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from looks_for_cuda import report
 
-from gcore_rollout import PRELOAD_DIFFUSERS, PRELOAD_HF, PRELOAD_VLLM, EngineProcess, RolloutError
+from gcore_rollout import PRELOAD_DIFFUSERS, EngineProcess, RolloutError
+from gcore_rollout.engines.registry import PRELOAD_HF, PRELOAD_VLLM
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,10 +19,8 @@ from gcore_rollout import (
     Scored,
     build_reward,
     evaluate,
-    final_integer,
-    final_letter,
-    final_number,
 )
+from gcore_rollout.rewards.kinds.graders import final_integer, final_letter, final_number
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ from gcore_rollout import (
     SamplingParams,
     UnsupportedModelError,
 )
-from gcore_rollout.engines.endings import StopStrings, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.hf import decoding, plain_attention
+from gcore_rollout.engines.queueing import StopStrings, extend_runs, is_repetitive, runs_at_end
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -37,14 +37,9 @@ from transformers import (
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from gcore_rollout import (
-    AestheticReward,
-    CLIPReward,
     ColourReward,
     HFEngine,
-    HTTPImageReward,
     ImageJudgeReward,
-    ImageRewardScore,
-    JPEGCompressibility,
     JudgeModel,
     RewardConfigError,
     RewardError,
@@ -53,6 +48,9 @@ from gcore_rollout import (
     VisionProcessor,
     evaluate_images,
 )
+from gcore_rollout.images.models import AestheticReward, CLIPReward, ImageRewardScore
+from gcore_rollout.images.reward import JPEGCompressibility
+from gcore_rollout.rewards.kinds.http import HTTPImageReward
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
 FLAT = np.full((3, 32, 32, 3), 90, np.uint8)
@@ -250,7 +248,6 @@ async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
         ids = processor.expand(encode(f"Is it {prompt}, bold?"), [png(image)])
         assert text == tokenizer.decode(reference.greedy(ids, [png(image)], 6))
     assert len(set(texts)) > 1
-    assert reward.parse_rate == pytest.approx(2 / 3)
     with pytest.raises(RewardConfigError, match="vision is None"):
         ImageJudgeReward(model=replace(model, vision=None), template="{prompt}")
     with pytest.raises(RewardConfigError, match=r"expected \{prompt\} in it"):

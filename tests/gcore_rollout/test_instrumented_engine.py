@@ -15,25 +15,25 @@ from hypothesis import given, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gcore_rollout import (
-    PRELOAD_HF,
-    PRELOAD_VLLM,
-    Digest,
-    Digests,
     EngineProcess,
     EngineReplicas,
-    HeldTensor,
     HFEngine,
     SharedWeights,
     VLLMEngine,
     WrongWeightsError,
-    all_digests,
-    check_weights,
 )
 from gcore_rollout.engines.instrumented import InstrumentedEngine, Rotation, WeightRecord
+from gcore_rollout.engines.protocol import Digest, Digests, HeldTensor, check_weights
+from gcore_rollout.engines.registry import PRELOAD_HF, PRELOAD_VLLM
 from gcore_rollout.engines.vllm import process as vllm_process
 from gcore_rollout.weight_sync import digests as digests_module
-from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
-from gcore_rollout.weight_sync.digests import DigestedWeights, digest
+from gcore_rollout.weight_sync.digests import (
+    DeviceReads,
+    DigestedWeights,
+    Promised,
+    all_digests,
+    digest,
+)
 
 pytestmark = VLLM_IMPORT_WARNINGS
 

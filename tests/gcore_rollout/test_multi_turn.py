@@ -17,8 +17,6 @@ from gcore_rollout import (
     ChatEncoder,
     Completion,
     EngineStats,
-    EnvironmentRole,
-    EpisodeError,
     HFEngine,
     MultiTurnConfig,
     Opening,
@@ -31,10 +29,12 @@ from gcore_rollout import (
     Scored,
     Tool,
     ToolEnvironment,
-    hermes_calls,
     render_chat,
     run_episode,
 )
+from gcore_rollout.errors import EpisodeError
+from gcore_rollout.multi_turn.config import EnvironmentRole
+from gcore_rollout.multi_turn.environment import hermes_calls
 
 START, END = "<|start|>", "<|end|>"
 # Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.

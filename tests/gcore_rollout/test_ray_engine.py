@@ -37,12 +37,12 @@ from gcore_rollout import (
     WeightRecord,
     WeightReferences,
     WrongWeightsError,
-    all_digests,
-    check_weights,
     end_engine_actor,
     sleep_engine_actor,
     start_engine_actor,
 )
+from gcore_rollout.engines.protocol import check_weights
+from gcore_rollout.weight_sync.digests import all_digests
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,13 +16,13 @@ from gcore_rollout import (
     Group,
     HFEngine,
     LengthHistory,
-    MeasuredLength,
     Prompt,
     RequestError,
     RewardRunner,
     RolloutRoles,
     SamplingParams,
 )
+from gcore_rollout.groups import MeasuredLength, measure_length
 
 
 def prompt_of(number: int, source: str = "") -> Prompt:
@@ -32,13 +32,13 @@ def prompt_of(number: int, source: str = "") -> Prompt:
 
 
 def measured(number: int, length: int, source: str = "") -> MeasuredLength:
-    return MeasuredLength.of(prompt_of(number, source), [length])
+    return measure_length(prompt_of(number, source), [length])
 
 
 def test_a_prompt_has_its_own_lengths_and_others_those_of_their_source() -> None:
     history = LengthHistory()
     assert history.expected(prompt_of(0, "math")) is None
-    history.add([MeasuredLength.of(prompt_of(0, "math"), [10, 30]), measured(1, 5, "code")])
+    history.add([measure_length(prompt_of(0, "math"), [10, 30]), measured(1, 5, "code")])
     assert history.expected(prompt_of(0, "math")) == 20
     assert history.expected(prompt_of(7, "math")) == 20
     assert history.expected(prompt_of(7, "code")) == 5
@@ -117,10 +117,9 @@ async def generated(
     roles = RolloutRoles(
         policy=EngineReplicas(engines), reward=RewardRunner(no_reward), tokenizer=Digits()
     )
-    timer: Any = type("Timer", (), {"stage": lambda _, __: nullcontext()})()
     sampling = SamplingParams(max_tokens=100, temperature=1.5)
     generation = Generation(
-        roles=roles, sampling=sampling, n=2, seed=3, timer=timer, history=history
+        roles=roles, sampling=sampling, n=2, seed=3, time_stage=nullcontext, history=history
     )
     groups, _ = await generation.run([(i, prompt_of(i)) for i in range(24)])
     await roles.policy.close()
@@ -165,13 +164,12 @@ async def test_a_response_that_reaches_the_length_defers_its_prompt(tied: TinyMo
     """Other groups are those of a run without such a length, and deferred ones are cut short at once."""
     engine = HFEngine.from_pretrained(tied.path, max_num_seqs=4, eos_token_ids=EOS_TOKEN_IDS)
     roles = RolloutRoles(policy=engine, reward=RewardRunner(no_reward), tokenizer=Digits())
-    timer: Any = type("Timer", (), {"stage": lambda _, __: nullcontext()})()
     prompts = [(i, prompt_of(i)) for i in range(12)]
     found: list[dict[int, Group]] = []
     for max_tokens, defers in ((64, False), (48, True)):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=1.5)
         generation = Generation(
-            roles=roles, sampling=sampling, n=2, seed=1, timer=timer, defers=defers
+            roles=roles, sampling=sampling, n=2, seed=1, time_stage=nullcontext, defers=defers
         )
         groups, unfinished = await generation.run(prompts)
         found.append({group.prompt_index: group for group in groups})

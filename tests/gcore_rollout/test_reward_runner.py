@@ -11,7 +11,6 @@ import pytest
 
 from gcore_rollout import (
     CompositeReward,
-    Failed,
     MathVerifyReward,
     NoScoreError,
     RetryPolicy,
@@ -48,7 +47,9 @@ class Flaky:
         return 1.0
 
 
-async def run(runner: RewardRunner, completion: str = "c", prompt: str = "p") -> Scored | Failed:
+async def run(
+    runner: RewardRunner, completion: str = "c", prompt: str = "p"
+) -> Scored | RewardError:
     return await runner.score(prompt=prompt, completion=completion, row=ROW)
 
 
@@ -71,7 +72,7 @@ async def test_a_reward_may_say_more_than_a_number() -> None:
             Scored(score=1, parts={"a": float("inf")}),
             "returned a part 'a' of inf; expected a finite number",
         ),
-        (Failed(error=RewardError("x")), "returned Failed.*; expected one number"),
+        (RewardError("x"), "returned RewardError.*; expected one number"),
     ],
 )
 async def test_each_number_is_checked(value: Any, message: str) -> None:
@@ -177,11 +178,9 @@ async def test_dropped_failures_are_given_and_counted() -> None:
     reward = Flaky(1, KeyError("gold"))
     runner = RewardRunner(reward, RewardRunnerConfig(on_error="drop"))
     outcomes = [await run(runner, c) for c in ("a", "a", "b")]
-    assert [isinstance(o, Failed) for o in outcomes] == [True, False, True]
-    assert isinstance(outcomes[0], Failed)
-    assert (
-        str(outcomes[0].error) == "reward 'Flaky' on prompt 'p', completion 'a': KeyError: 'gold'"
-    )
+    assert [isinstance(o, RewardError) for o in outcomes] == [True, False, True]
+    assert isinstance(outcomes[0], RewardError)
+    assert str(outcomes[0]) == "reward 'Flaky' on prompt 'p', completion 'a': KeyError: 'gold'"
     assert (runner.stats().num_failed, runner.stats().num_scored) == (2, 1)
 
 
@@ -192,9 +191,9 @@ async def test_a_reward_without_a_score_drops_under_either_policy(on_error: Any)
 
     runner = RewardRunner(judge, RewardRunnerConfig(on_error=on_error, retry=QUICK))
     outcome = await run(runner)
-    assert isinstance(outcome, Failed)
-    assert type(outcome.error) is NoScoreError
-    assert "reward 'judge' on prompt 'p', completion 'c': no verdict" in str(outcome.error)
+    assert isinstance(outcome, RewardError)
+    assert type(outcome) is NoScoreError
+    assert "reward 'judge' on prompt 'p', completion 'c': no verdict" in str(outcome)
     stats = runner.stats()
     assert (stats.num_no_score, stats.num_failed, stats.num_retries) == (1, 0, 0)
 
@@ -346,8 +345,8 @@ async def test_a_composite_is_retried_and_dropped_like_its_parts() -> None:
     )
     silent = CompositeReward({"judge": Flaky(9, NoScoreError("no verdict"))}, weights={"judge": 1})
     outcome = await run(RewardRunner(silent))
-    assert isinstance(outcome, Failed)
-    assert "part 'judge': no verdict" in str(outcome.error)
+    assert isinstance(outcome, RewardError)
+    assert "part 'judge': no verdict" in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -385,9 +384,9 @@ async def test_groups() -> None:
         ("slow", "no answer within timeout_s=0.1"),
     ):
         bad = await runner.score_group(prompt=prompt, completions=["aa", "b"], row=ROW)
-        assert isinstance(bad, Failed)
-        assert f"reward 'shortest_wins' on prompt '{prompt}', completion 'aa': " in str(bad.error)
-        assert message in str(bad.error)
+        assert isinstance(bad, RewardError)
+        assert f"reward 'shortest_wins' on prompt '{prompt}', completion 'aa': " in str(bad)
+        assert message in str(bad)
     assert (runner.stats().num_scored, runner.stats().num_failed, runner.stats().num_timeouts) == (
         1,
         2,
@@ -401,7 +400,7 @@ def test_metrics() -> None:
     outcomes = [
         Scored(score=1.0, parts={"format": 1.0}),
         Scored(score=0.0, parts={"format": 0.0, "rare": 3.0}),
-        Failed(error=RewardError("x")),
+        RewardError("x"),
         Scored(score=2.0),
     ]
     assert reward_metrics(outcomes) == {
@@ -410,7 +409,7 @@ def test_metrics() -> None:
         "reward/rare/mean": 3.0,
         "reward/failed_fraction": 0.25,
     }
-    assert reward_metrics([Failed(error=RewardError("x"))]) == {"reward/failed_fraction": 1.0}
+    assert reward_metrics([RewardError("x")]) == {"reward/failed_fraction": 1.0}
     assert reward_metrics([]) == {}
     parts = [{"format": 1.0}, {}, {"format": 0.0, "rare": 3.0}]
     assert part_means(parts) == {"reward/format/mean": 0.5, "reward/rare/mean": 3.0}

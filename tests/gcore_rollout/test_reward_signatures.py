@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from gcore_rollout import (
-    Failed,
     NoScoreError,
     ProcessLimits,
     RetryPolicy,
@@ -204,8 +203,8 @@ async def test_lists_in_a_process_of_their_own(batches: Path) -> None:
     )
     assert await first == Scored(score=0.0)
     for one in hung:
-        assert isinstance(one, Failed)
-        assert "did not answer within 1 s" in str(one.error)
+        assert isinstance(one, RewardError)
+        assert "did not answer within 1 s" in str(one)
     assert await runner.score(prompt="p", completion="4", row=ROW) == Scored(score=2.0)
     assert runner.stats().num_timeouts == 0
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from gcore_rollout import Isolation, Sandbox, SandboxError, SandboxLimits
+from gcore_rollout import RolloutError, Sandbox, SandboxLimits
 from gcore_rollout.sandbox import sandbox as implementation
+from gcore_rollout.sandbox.sandbox import Isolation
 from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
 QUICK = SandboxLimits(
@@ -34,7 +35,7 @@ def make(isolation: Isolation = "namespaces", **options: Any) -> Sandbox:
     try:
         options = {"limits": QUICK, **options}
         return Sandbox(isolation=isolation, **options)
-    except SandboxError as error:
+    except RolloutError as error:
         if isolation == "namespaces" and "which this machine does not give" in str(error):
             pytest.skip(str(error))
         raise
@@ -373,7 +374,7 @@ def test_syscall_filter(
 
 
 def test_another_machine_has_no_filter() -> None:
-    with pytest.raises(SandboxError, match="machine is 'riscv64'; expected x86_64 or aarch64"):
+    with pytest.raises(RolloutError, match="machine is 'riscv64'; expected x86_64 or aarch64"):
         build_syscall_filter("riscv64")
 
 
@@ -552,7 +553,7 @@ async def test_import_paths(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SandboxError, match=message):
+    with pytest.raises(RolloutError, match=message):
         Sandbox(**options)
 
 
@@ -561,7 +562,7 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
     ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"],
 )
 def test_bad_limits(field: str) -> None:
-    with pytest.raises(SandboxError, match=f"{field} is 0; expected more than 0"):
+    with pytest.raises(RolloutError, match=f"{field} is 0; expected more than 0"):
         SandboxLimits(**{field: 0})
 
 
@@ -592,7 +593,7 @@ def test_a_machine_that_cannot(
     make()
     monkeypatch.setattr(implementation, "CHILD", other)
     with pytest.raises(
-        SandboxError,
+        RolloutError,
         match=rf"isolation is 'namespaces', which .* \(.*{why}\): allow .* isolation='limits'",
     ):
         Sandbox()
@@ -603,7 +604,7 @@ async def test_an_interpreter_that_does_not_start(
 ) -> None:
     sandbox = make("limits")
     monkeypatch.setattr(implementation, "CHILD", tmp_path / "nowhere.py")
-    with pytest.raises(SandboxError, match=r"a program could not be started: .*nowhere\.py"):
+    with pytest.raises(RolloutError, match=r"a program could not be started: .*nowhere\.py"):
         await sandbox.run("print(1)")
 
 

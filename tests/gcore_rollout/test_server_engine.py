@@ -27,10 +27,10 @@ from gcore_rollout import (
     EngineDiedError,
     MissingExtraError,
     RolloutError,
-    ServerRequestError,
     UnsupportedModelError,
     VLLMServerEngine,
 )
+from gcore_rollout.errors import ServerRequestError
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -16,12 +16,9 @@ import pytest
 
 from gcore_rollout import (
     CompositeReward,
-    Failed,
     FailureLog,
     ProcessLimits,
-    ProcessReward,
     RewardError,
-    RewardExitError,
     RewardRunner,
     RewardRunnerConfig,
     Scored,
@@ -31,7 +28,9 @@ from gcore_rollout import (
     load_reward,
     score,
 )
+from gcore_rollout.errors import RewardExitError
 from gcore_rollout.rewards import reward as rewards_module
+from gcore_rollout.rewards.process import ProcessReward
 
 LONG_S = 600.0
 
@@ -240,8 +239,8 @@ async def test_a_reward_in_a_process_of_its_own(
     )
     for text, outcome in zip(texts, outcomes, strict=True):
         if text in ends:
-            assert isinstance(outcome, Failed)
-            assert ends[text] in str(outcome.error)
+            assert isinstance(outcome, RewardError)
+            assert ends[text] in str(outcome)
         else:
             assert isinstance(outcome, Scored)
     assert runner.stats().num_timeouts == 0
@@ -306,7 +305,7 @@ async def test_failures_are_counted_by_kind(caplog: pytest.LogCaptureFixture) ->
             ("5", "value"),
         ):
             outcome = await runner.score(prompt=prompt, completion=completion, row={})
-            assert isinstance(outcome, Failed)
+            assert isinstance(outcome, RewardError)
     num_calls, (value, key, nan) = runner.failures.drain()
     assert num_calls == 5
     assert (value.message, value.count) == ("cannot score 1", 3)

@@ -14,7 +14,6 @@ from gcore_rollout import (
     DigestedWeights,
     Engine,
     EngineStats,
-    HeldWeights,
     InstrumentedEngine,
     UnmergedWeights,
     WeightHistory,
@@ -23,6 +22,7 @@ from gcore_rollout import (
     WrongWeightsError,
     divide_weights,
 )
+from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.weight_sync.digests import digest_held_tensor
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights
 from gcore_trainer import LoRAConfig, merge_lora

@@ -22,7 +22,6 @@ from gcore_rollout import (
     SharedWeights,
     open_weights,
 )
-from gcore_rollout.engines import replicas as pool_module
 from gcore_rollout.weight_sync import shared_weights
 from gcore_rollout.weight_sync.layout import TensorSpec, unpack
 from gcore_rollout.weight_sync.shared_weights import (
@@ -97,9 +96,7 @@ async def test_an_engine_process_copies_from_memory_of_its_gpu(
         return made[-1]
 
     if not is_given:
-        monkeypatch.setattr(
-            "gcore_rollout.engines.remote.process.SharedCudaWeights", WeightsInFiles
-        )
+        monkeypatch.setattr(shared_weights, "SharedCudaWeights", WeightsInFiles)
         monkeypatch.setattr(shared_weights, "gpu_of", lambda _: GPU)
     engine: Any = await EngineProcess.start(
         partial(EngineOnTheGPU.from_pretrained, tied.path), num_threads=1
@@ -138,7 +135,7 @@ async def test_replicas_on_the_gpu_and_elsewhere(monkeypatch: pytest.MonkeyPatch
 
     near, far = Replica(), [Replica(), Replica()]
     near.weights_gpu = GPU
-    monkeypatch.setattr(pool_module, "SharedCudaWeights", WeightsInFiles)
+    monkeypatch.setattr(shared_weights, "SharedCudaWeights", WeightsInFiles)
     monkeypatch.setattr(shared_weights, "gpu_of", lambda _: GPU)
     replicas = EngineReplicas([near, *far])
     await replicas.update_weights([("w", torch.full((2, 2), 5.0))], version=1)

@@ -9,7 +9,7 @@ from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, make_engine
 from hypothesis import given, strategies as st
 from weight_sync_oracles import check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import WeightMirror, WrongBaseError
+from gcore_rollout import RolloutError, WeightMirror
 from gcore_rollout.weight_sync.layout import TensorSpec, host_copy
 from gcore_rollout.weight_sync.updates import SparseValues, apply_delta, make_delta
 
@@ -152,10 +152,9 @@ def test_another_version_is_refused() -> None:
     base = {"w": torch.zeros(3)}
     delta = make_delta(base, [("w", torch.ones(3))], base_version=4, version=5)
     with pytest.raises(
-        WrongBaseError, match="changes version 4, but version 3 is here: send a full update"
-    ) as caught:
+        RolloutError, match="changes version 4, but version 3 is here: send a full update"
+    ):
         apply_delta(base, delta, version=3)
-    assert caught.value.version == 3
     assert not base["w"].any()
 
 

@@ -17,7 +17,7 @@ from command_line import Cli, assert_same_metrics, option_set, read_rows
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gcore_controller import DeviceWork, Round, Sizes, Span
-from gcore_rollout.engines.lending import LendingEngines
+from gcore_rollout import LendingEngines
 from gcore_runs.actor_engines import role_shares
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.on_ray import arrange_as_noticed

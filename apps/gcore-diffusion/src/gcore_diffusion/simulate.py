@@ -18,7 +18,7 @@ from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.image_sampling import ImageRoles, ImageSamplingRoles
 from gcore_diffusion.sampling.prompts import ImagePromptSets, load_prompts
 from gcore_diffusion.sampling.services import ImageRewards
-from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner, Scored
+from gcore_rollout import Engine, ImageRequest, ImageSample, RewardError, RewardRunner, Scored
 from gcore_runs import UserError, extend_recipes, parse, resolve, run_training
 from gcore_runs.simulation.cluster import SimulatedCluster
 from gcore_runs.simulation.command import SIMULATE_TRAIN
@@ -126,13 +126,13 @@ async def _scores(
     rows: Sequence[Mapping[str, Any]],
 ) -> list[float]:
     """Score images by their names."""
-    calls: list[Coroutine[Any, Any, Scored | Failed]] = []
+    calls: list[Coroutine[Any, Any, Scored | RewardError]] = []
     for image, prompt, row in zip(images, prompts, rows, strict=True):
         name = str(int.from_bytes(image.tobytes(), "little"))
         calls.append(reward.score(prompt=prompt, completion=name, row=row))
     scores: list[float] = []
     for result in await asyncio.gather(*calls):
-        if isinstance(result, Failed):
-            raise result.error
+        if isinstance(result, RewardError):
+            raise result
         scores.append(result.score)
     return scores

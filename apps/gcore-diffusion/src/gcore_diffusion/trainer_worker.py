@@ -13,7 +13,7 @@ from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTra
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.services import reward_gradient
-from gcore_rollout import Kernel, suited, weight_variant
+from gcore_rollout import Kernel, adapt_kernel, weight_variant
 from gcore_runs import BaseTrainerWorker, UserError, keep_free_memory
 from gcore_trainer import (
     DDPMProcess,
@@ -56,7 +56,7 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             gradient_checkpointing=config.actor.enable_gradient_checkpointing,
         )
         scheduler = _scheduler(model)
-        self._kernel = suited(kernel_of(config), scheduler)
+        self._kernel = adapt_kernel(kernel_of(config), scheduler)
         objective = _objective(config, scheduler, self._kernel)
         nft = config.actor.nft
         optim = config.actor.optim

@@ -152,7 +152,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             sampling=replace(self._sampling, max_tokens=max_tokens),
             n=self._config.rollout.n,
             seed=self._config.seed,
-            timer=ctx.timer,
+            time_stage=ctx.timer.stage,
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,

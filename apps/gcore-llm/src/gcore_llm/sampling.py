@@ -14,16 +14,13 @@ from gcore_llm.prompts import PromptSets, longest_sequence, takes_special_tokens
 from gcore_llm.reward_config import RunJudge
 from gcore_rollout import (
     ChatEncoder,
-    Completion,
     CompositeReward,
     Engine,
     EngineReplicas,
-    Failed,
-    Group,
+    GroupComparison,
     HTTPReward,
     JudgeReward,
     PairwiseJudge,
-    Prompt,
     RequestError,
     RewardError,
     RewardFunction,
@@ -219,48 +216,11 @@ def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int = 0) -> lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleComparison:
-    """Adds to each response's own score a weighted score against the other responses of its group."""
-
-    runner: RewardRunner
-    weight: float
-
-    async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
-        """Return the groups with their new scores, without those whose comparison failed and is dropped."""
-        tasks = [
-            asyncio.create_task(self._compare(group, prompt, tokenizer)) for group, prompt in groups
-        ]
-        try:
-            return list(filter(None, await asyncio.gather(*tasks)))
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def try_on(self, prompt: Prompt) -> None:
-        """Compare two empty responses, so that a broken comparison is found before a run starts."""
-        await self.runner.score_group(prompt=prompt.text, completions=["", ""], row=prompt.row)
-
-    async def _compare(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
-        texts = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
-        scored = await self.runner.score_group(
-            prompt=prompt.text, completions=texts, row=prompt.row
-        )
-        if isinstance(scored, Failed):
-            return None
-        responses: list[Completion] = []
-        for response, comparison in zip(group.responses, scored, strict=True):
-            score = response.score + self.weight * comparison.score
-            parts = {**response.parts, **comparison.as_parts("model")}
-            responses.append(replace(response, score=score, parts=parts))
-        return replace(group, responses=responses)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TextRewards:
     """Scores responses until it is closed; made by `start`."""
 
     runner: RewardRunner
-    comparison: SampleComparison | None
+    comparison: GroupComparison | None
     """Scores the responses of a group against each other; None: they are not compared."""
     models: AsyncExitStack
     """Frees the models."""
@@ -283,7 +243,7 @@ class TextRewards:
         """
         settings = config.reward_model
         calls = config.reward_calls.runner
-        comparison: SampleComparison | None = None
+        comparison: GroupComparison | None = None
         judges: list[Engine] = []
         limits = config.reward_calls.process_limits
         graders: dict[str, RewardRunner] = {}
@@ -318,7 +278,7 @@ class TextRewards:
                 if running is None and not judge.settings.is_on_servers:
                     judges.append(engine)
                 if isinstance(reward, PairwiseJudge):
-                    comparison = SampleComparison(
+                    comparison = GroupComparison(
                         runner=RewardRunner(reward, calls), weight=judge.weight
                     )
                 else:

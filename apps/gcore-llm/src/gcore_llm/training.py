@@ -36,7 +36,7 @@ from gcore_llm.sampling import (
     start_policy,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, Failed, Request
+from gcore_rollout import Engine, Request, RewardError
 from gcore_runs import (
     Display,
     RunFolder,
@@ -225,8 +225,8 @@ async def _try_rewards(
     rewards.check_rows(prompts)
     first = prompts.train[0]
     scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)
-    if isinstance(scored, Failed):
-        say(f"warning: the trial gave no score: {scored.error}")
+    if isinstance(scored, RewardError):
+        say(f"warning: the trial gave no score: {scored}")
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
     for name, grader in rewards.graders.items():

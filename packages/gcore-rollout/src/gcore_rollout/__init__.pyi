@@ -1,5 +1,14 @@
-from .engines.diffusion.arrays import host_array as host_array, host_tensor as host_tensor
-from .engines.diffusion.engine import DiffusersEngine as DiffusersEngine
+from .engines.device_leases import (
+    LendingEngines as LendingEngines,
+    TimeSharedEngines as TimeSharedEngines,
+)
+from .engines.diffusion.arrays import (
+    host_array as host_array,
+    host_tensor as host_tensor,
+)
+from .engines.diffusion.engine import (
+    DiffusersEngine as DiffusersEngine,
+)
 from .engines.diffusion.kernels import (
     DDIM as DDIM,
     DanceSDE as DanceSDE,
@@ -7,38 +16,37 @@ from .engines.diffusion.kernels import (
     FlowODE as FlowODE,
     FlowSDE as FlowSDE,
     Kernel as Kernel,
-    Transition as Transition,
 )
 from .engines.diffusion.recording import (
+    adapt_kernel as adapt_kernel,
     load_pipeline as load_pipeline,
-    suited as suited,
     weight_variant as weight_variant,
 )
-from .engines.diffusion.text_encoders import cut_prompts as cut_prompts
+from .engines.diffusion.text_encoders import (
+    cut_prompts as cut_prompts,
+)
 from .engines.diffusion.types import (
     ImageRequest as ImageRequest,
     ImageSample as ImageSample,
     ImageSampling as ImageSampling,
     Trajectory as Trajectory,
 )
-from .engines.hf.engine import HFEngine as HFEngine
+from .engines.hf.engine import (
+    HFEngine as HFEngine,
+)
 from .engines.instrumented import (
     InstrumentedEngine as InstrumentedEngine,
     WeightRecord as WeightRecord,
 )
-from .engines.lending import (
-    EngineLendingRule as EngineLendingRule,
-    LendingEngines as LendingEngines,
+from .engines.local_replicas import (
+    start_replicas as start_replicas,
+    visible_gpus as visible_gpus,
 )
-from .engines.local_replicas import start_replicas as start_replicas, visible_gpus as visible_gpus
 from .engines.protocol import (
     AnySample as AnySample,
     Completion as Completion,
-    Digest as Digest,
-    Digests as Digests,
     Engine as Engine,
     EngineStats as EngineStats,
-    EpisodeEnd as EpisodeEnd,
     HeldTensor as HeldTensor,
     HeldWeights as HeldWeights,
     RepetitionDetection as RepetitionDetection,
@@ -46,7 +54,6 @@ from .engines.protocol import (
     RequestT as RequestT,
     SampleT as SampleT,
     SamplingParams as SamplingParams,
-    check_weights as check_weights,
 )
 from .engines.queueing import (
     Call as Call,
@@ -56,8 +63,6 @@ from .engines.queueing import (
 )
 from .engines.registry import (
     PRELOAD_DIFFUSERS as PRELOAD_DIFFUSERS,
-    PRELOAD_HF as PRELOAD_HF,
-    PRELOAD_VLLM as PRELOAD_VLLM,
     VLLM_RESERVED as VLLM_RESERVED,
     EngineKind as EngineKind,
     check_engine_options as check_engine_options,
@@ -68,7 +73,9 @@ from .engines.registry import (
     engine_names as engine_names,
     register_engine as register_engine,
 )
-from .engines.remote.process import EngineProcess as EngineProcess
+from .engines.remote.process import (
+    EngineProcess as EngineProcess,
+)
 from .engines.remote.ray_engine import (
     EngineHandle as EngineHandle,
     RayEngine as RayEngine,
@@ -76,94 +83,99 @@ from .engines.remote.ray_engine import (
     sleep_engine_actor as sleep_engine_actor,
     start_engine_actor as start_engine_actor,
 )
-from .engines.replica import fair_parts as fair_parts
-from .engines.replicas import EngineReplicas as EngineReplicas
-from .engines.servers.client import ServerClient as ServerClient
-from .engines.servers.sglang import SGLangServerEngine as SGLangServerEngine
-from .engines.servers.sglang_engine import SGLangEngine as SGLangEngine
-from .engines.servers.vllm import VLLMServerEngine as VLLMServerEngine
-from .engines.time_shared import TimeSharedEngines as TimeSharedEngines
-from .engines.vllm.engine import VLLMEngine as VLLMEngine
-from .engines.vllm.process import TiedHeadWorker as TiedHeadWorker
+from .engines.replica import (
+    fair_parts as fair_parts,
+)
+from .engines.replicas import (
+    EngineReplicas as EngineReplicas,
+)
+from .engines.servers.sglang import (
+    SGLangServerEngine as SGLangServerEngine,
+)
+from .engines.servers.sglang_engine import (
+    SGLangEngine as SGLangEngine,
+)
+from .engines.servers.vllm import (
+    VLLMServerEngine as VLLMServerEngine,
+)
+from .engines.vllm.engine import (
+    VLLMEngine as VLLMEngine,
+)
+from .engines.vllm.process import (
+    TiedHeadWorker as TiedHeadWorker,
+)
 from .errors import (
     EngineDiedError as EngineDiedError,
     EngineStartError as EngineStartError,
-    EpisodeError as EpisodeError,
     MissingExtraError as MissingExtraError,
     NoScoreError as NoScoreError,
     RequestError as RequestError,
     RewardConfigError as RewardConfigError,
     RewardError as RewardError,
-    RewardExitError as RewardExitError,
     RolloutError as RolloutError,
-    SandboxError as SandboxError,
-    ServerRequestError as ServerRequestError,
     UnsupportedModelError as UnsupportedModelError,
-    WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
 from .generation import (
     Generation as Generation,
+    GroupComparison as GroupComparison,
     RolloutRoles as RolloutRoles,
 )
 from .groups import (
     Group as Group,
+    LengthHistory as LengthHistory,
     SampledPart as SampledPart,
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
 )
-from .images.decoding import decode_image as decode_image
-from .images.detection import Detected as Detected, ObjectDetector as ObjectDetector
+from .images.decoding import (
+    decode_image as decode_image,
+)
 from .images.geneval import (
     GenEvalReward as GenEvalReward,
-    geneval_score as geneval_score,
-    relative_positions as relative_positions,
-)
-from .images.models import (
-    AestheticReward as AestheticReward,
-    CLIPReward as CLIPReward,
-    ImageRewardScore as ImageRewardScore,
 )
 from .images.reward import (
     ColourReward as ColourReward,
     FrameReward as FrameReward,
-    ImageRewardFunction as ImageRewardFunction,
-    JPEGCompressibility as JPEGCompressibility,
     check_images as check_images,
     check_prompts as check_prompts,
     evaluate_images as evaluate_images,
 )
-from .images.text import OCRReward as OCRReward, text_similarity as text_similarity
+from .images.text import (
+    OCRReward as OCRReward,
+)
 from .images.vision_processor import (
     VisionProcessor as VisionProcessor,
     load_vision_processor as load_vision_processor,
 )
-from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
+from .multi_turn.chat import (
+    ChatEncoder as ChatEncoder,
+)
 from .multi_turn.config import (
-    EnvironmentRole as EnvironmentRole,
     MultiTurnConfig as MultiTurnConfig,
 )
 from .multi_turn.environment import (
     Environment as Environment,
-    EpisodeOutcome as EpisodeOutcome,
     Opening as Opening,
     Reply as Reply,
     RevisionEnvironment as RevisionEnvironment,
     Tool as Tool,
-    ToolCall as ToolCall,
     ToolEnvironment as ToolEnvironment,
-    hermes_calls as hermes_calls,
 )
-from .multi_turn.episode import run_episode as run_episode
+from .multi_turn.episode import (
+    run_episode as run_episode,
+)
 from .multi_turn.messages import (
     check_text as check_text,
     drop_none as drop_none,
     normalize_messages as normalize_messages,
     render_chat as render_chat,
 )
-from .prompts import Prompt as Prompt, PromptImages as PromptImages, read_image as read_image
-from .response_lengths import LengthHistory as LengthHistory, MeasuredLength as MeasuredLength
-from .rewards.batch import BatchReward as BatchReward
+from .prompts import (
+    Prompt as Prompt,
+    PromptImages as PromptImages,
+    read_image as read_image,
+)
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
     ImageCompositeReward as ImageCompositeReward,
@@ -173,11 +185,10 @@ from .rewards.kinds.graders import (
     AIMEReward as AIMEReward,
     GSM8KReward as GSM8KReward,
     MultipleChoiceReward as MultipleChoiceReward,
-    final_integer as final_integer,
-    final_letter as final_letter,
-    final_number as final_number,
 )
-from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
+from .rewards.kinds.http import (
+    HTTPReward as HTTPReward,
+)
 from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
@@ -185,22 +196,21 @@ from .rewards.kinds.judge import (
     PairwiseJudge as PairwiseJudge,
     Reduce as Reduce,
     ScorePattern as ScorePattern,
-    Winner as Winner,
     WinnerPattern as WinnerPattern,
 )
-from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
+from .rewards.kinds.sequence_classifier import (
+    SequenceClassifierReward as SequenceClassifierReward,
+)
 from .rewards.kinds.verifiers import (
     CodeReward as CodeReward,
     MathVerifyReward as MathVerifyReward,
     ReasoningGymReward as ReasoningGymReward,
     import_reasoning_gym as import_reasoning_gym,
-    last_code_block as last_code_block,
 )
 from .rewards.process import (
     LimitedProcess as LimitedProcess,
     LimitExceededError as LimitExceededError,
     ProcessLimits as ProcessLimits,
-    ProcessReward as ProcessReward,
 )
 from .rewards.registry import (
     ImageRewardKind as ImageRewardKind,
@@ -216,12 +226,9 @@ from .rewards.registry import (
     reward_names as reward_names,
 )
 from .rewards.reward import (
-    Failed as Failed,
     Failure as Failure,
     FailureLog as FailureLog,
-    GroupRewardFunction as GroupRewardFunction,
     RewardFunction as RewardFunction,
-    RewardStats as RewardStats,
     Scored as Scored,
     ThreadedReward as ThreadedReward,
     part_means as part_means,
@@ -238,19 +245,21 @@ from .rewards.runner import (
     score as score,
 )
 from .sandbox.sandbox import (
-    Isolation as Isolation,
-    Outcome as Outcome,
     Sandbox as Sandbox,
     SandboxLimits as SandboxLimits,
-    SandboxResult as SandboxResult,
 )
 from .weight_sync.digests import (
     DigestedWeights as DigestedWeights,
     UnmergedWeights as UnmergedWeights,
-    all_digests as all_digests,
 )
-from .weight_sync.history import DeltaSender as DeltaSender, WeightHistory as WeightHistory
-from .weight_sync.parts import divide_weights as divide_weights, write_part as write_part
+from .weight_sync.history import (
+    DeltaSender as DeltaSender,
+    WeightHistory as WeightHistory,
+)
+from .weight_sync.layout import (
+    divide_weights as divide_weights,
+    write_part as write_part,
+)
 from .weight_sync.shared_weights import (
     SharedCudaWeights as SharedCudaWeights,
     SharedWeights as SharedWeights,
@@ -259,9 +268,10 @@ from .weight_sync.shared_weights import (
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,
     FullWeights as FullWeights,
-    WeightDelta as WeightDelta,
     WeightMirror as WeightMirror,
     apply_delta as apply_delta,
     make_delta as make_delta,
 )
-from .weight_sync.weight_references import WeightReferences as WeightReferences
+from .weight_sync.weight_references import (
+    WeightReferences as WeightReferences,
+)

@@ -52,10 +52,6 @@ class NotApplicableError(NoScoreError):
     """A reward does not apply to a prompt: in a sum of rewards it adds nothing; alone it has no score."""
 
 
-class SandboxError(RolloutError):
-    """A sandbox cannot be made, or could not start a program. Failures of the program itself are results."""
-
-
 class EngineStartError(RolloutError):
     """An engine process was not ready in time."""
 
@@ -96,14 +92,3 @@ class WrongWeightsError(RolloutError):
     def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.tensors = tensors
-
-
-class WrongBaseError(RolloutError):
-    """An update changes other weights than the current ones: a full update is needed.
-
-    ``version`` is that of the current weights; None: there are none, or they were merged from adapters.
-    """
-
-    def __init__(self, message: str, *, version: int | None) -> None:
-        super().__init__(message)
-        self.version = version

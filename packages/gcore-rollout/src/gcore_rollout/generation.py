@@ -6,19 +6,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError, RewardError
-from gcore_rollout.groups import Group
+from gcore_rollout.groups import Group, LengthHistory, MeasuredLength, measure_length
 from gcore_rollout.multi_turn.config import EnvironmentRole
 from gcore_rollout.multi_turn.episode import run_episode
 from gcore_rollout.prompts import Prompt
-from gcore_rollout.response_lengths import LengthHistory, MeasuredLength
-from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
+from gcore_rollout.rewards.reward import FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
 
 _INDEX = attrgetter("index")
@@ -28,21 +27,41 @@ Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 """Returns at most so many further prompts with their prompt indices; none: there are no more."""
 
 
-class Timer(Protocol):
-    """Attributes the time inside a block to a stage."""
+@dataclass(frozen=True, kw_only=True)
+class GroupComparison:
+    """Adds to each response's own score a weighted score against the other responses of its group."""
 
-    def stage(self, name: str) -> AbstractContextManager[None]: ...
-
-
-class GroupComparison(Protocol):
-    """Scores the responses of a group against each other, in addition to their own scores."""
-
-    @property
-    def runner(self) -> RewardRunner: ...
+    runner: RewardRunner
+    weight: float
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
-        """Return the groups with their new scores, without those whose comparison failed."""
-        ...
+        """Return the groups with their new scores, without those whose comparison failed and is dropped."""
+        tasks = [
+            asyncio.create_task(self._compare(group, prompt, tokenizer)) for group, prompt in groups
+        ]
+        try:
+            return list(filter(None, await asyncio.gather(*tasks)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def try_on(self, prompt: Prompt) -> None:
+        """Compare two empty responses, so that a broken comparison is found before a run starts."""
+        await self.runner.score_group(prompt=prompt.text, completions=["", ""], row=prompt.row)
+
+    async def _compare(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
+        texts = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
+        scored = await self.runner.score_group(
+            prompt=prompt.text, completions=texts, row=prompt.row
+        )
+        if isinstance(scored, RewardError):
+            return None
+        responses: list[Completion] = []
+        for response, comparison in zip(group.responses, scored, strict=True):
+            score = response.score + self.weight * comparison.score
+            parts = {**response.parts, **comparison.as_parts("model")}
+            responses.append(replace(response, score=score, parts=parts))
+        return replace(group, responses=responses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +100,8 @@ class Generation:
     n: int
     """Responses per prompt."""
     seed: int
-    timer: Timer
-    """Times the stages gen and reward."""
+    time_stage: Callable[[str], AbstractContextManager[Any]]
+    """Returns the context in which time is attributed to a stage, gen or reward."""
     with_greedy: bool = False
     """Also generate and score each prompt's greedy response."""
     compares: bool = False
@@ -131,7 +150,7 @@ class Generation:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                with self.timer.stage("gen"):
+                with self.time_stage("gen"):
                     continued = [self._continue(group, prompt) for group, prompt in unfinished]
                     self._start(continued + self._pending_groups(prompts))
                     while take is not None:
@@ -142,7 +161,7 @@ class Generation:
                         # Other controllers may not have started yet: take theirs only after some of the own work.
                         await self._fewer_than(self._num_generating)
                     await self._fewer_than(1)
-                with self.timer.stage("reward"):
+                with self.time_stage("reward"):
                     await asyncio.gather(*self._scoring)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
@@ -160,11 +179,11 @@ class Generation:
             elif group.aborted:
                 cut_short.append(group)
             else:
-                self.measured.append(MeasuredLength.of(pending.prompt, group.lengths.tolist()))
+                self.measured.append(measure_length(pending.prompt, group.lengths.tolist()))
                 complete.append((group, pending.prompt))
         groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
-            with self.timer.stage("reward"):
+            with self.time_stage("reward"):
                 groups = await self.roles.comparison.run(complete, self.roles.tokenizer)
         return groups, cut_short
 
@@ -297,7 +316,7 @@ class Generation:
         scored = await self.roles.reward.score(
             prompt=group.prompt.text, completion=text, row=group.prompt.row
         )
-        if isinstance(scored, Failed):
+        if isinstance(scored, RewardError):
             group.num_failed += 1
             return None
         return scored

@@ -294,7 +294,7 @@ async def _generate(
         else replace(val_set.sampling, temperature=0.0),
         n=val_set.num_responses[way],
         seed=_SEED,
-        timer=timer,
+        time_stage=timer.stage,
         finished=report,
     )
     groups, _ = await generation.run(prompts)

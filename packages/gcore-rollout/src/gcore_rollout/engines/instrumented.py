@@ -1,4 +1,4 @@
-"""The wrapper of a run's engines: calls are timed, weights compared with the trainer's, and devices shared.
+"""The wrapper of a run's engines: calls are timed, weights compared with the trainer's, and devices leased.
 
 This module does not import torch.
 """
@@ -19,6 +19,7 @@ from gcore_rollout.engines.protocol import (
     RequestT,
     SampleT,
     check_weights,
+    get_weights_gpu,
     report_weights,
 )
 from gcore_rollout.errors import WrongWeightsError
@@ -46,8 +47,8 @@ class Timers(Protocol):
     def stage(self, stage: str, *devices: str) -> AbstractContextManager[Any]: ...
 
 
-class DeviceSharing:
-    """Engines that do not share their devices; subclasses share them, and are called in place of the engine."""
+class DeviceLease:
+    """The lease of an engine that has its devices alone; subclasses lease shared ones, and are called in its place."""
 
     def sampling(self, engine: Engine[Any, Any]) -> AbstractAsyncContextManager[None]:
         """Keep the engine awake inside the block, in which it samples."""
@@ -146,7 +147,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         name: for the timers, errors and announcements.
         timers: None: nothing is timed.
         record: the trainer's weights, one record for all replicas of a model; None: weights are not compared.
-        sharing: the other users of the engine's devices; None: there are none.
+        lease: the other users of the engine's devices; None: there are none.
     """
 
     def __init__(
@@ -157,14 +158,14 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         timers: Timers | None = None,
         stage: str = "gen",
         record: WeightRecord | None = None,
-        sharing: DeviceSharing | None = None,
+        lease: DeviceLease | None = None,
     ) -> None:
         self.name = name
         self._engine = engine
         self._timers = timers
         self._stage = stage
         self._record = record
-        self._sharing = sharing or DeviceSharing()
+        self._lease = lease or DeviceLease()
         self._rotation = Rotation()
         self._checked_s: float | None = None
 
@@ -175,13 +176,13 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
     @property
     def weights_gpu(self) -> str | None:
         """See `EngineProcess`; None also for an engine that does not report it."""
-        return getattr(self._engine, "weights_gpu", None)
+        return get_weights_gpu(self._engine)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        async with self._sharing.sampling(self._engine):
+        async with self._lease.sampling(self._engine):
             with self._time_stage(self._stage):
                 async with aclosing(
                     cast(AsyncGenerator[SampleT], self._engine.generate(requests))
@@ -202,11 +203,11 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         with self._time_stage("swap"):
-            await self._sharing.sleep(self._engine, keep_weights=keep_weights)
+            await self._lease.sleep(self._engine, keep_weights=keep_weights)
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         with self._time_stage("swap"):
-            await self._sharing.wake(self._engine, weights=weights, cache=cache)
+            await self._lease.wake(self._engine, weights=weights, cache=cache)
 
     async def update_weights(
         self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int
@@ -216,7 +217,7 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
         # are made one by one are filled in during the update.
         digests = digests_of(weights)
         with self._time_stage("sync"):
-            async with self._sharing.with_weights(self._engine):
+            async with self._lease.with_weights(self._engine):
                 await self._engine.update_weights(weights, version=version)
             if digests and self._record is not None:
                 names = None
@@ -230,13 +231,13 @@ class InstrumentedEngine(Generic[RequestT, SampleT]):
 
     async def check_weights(self, digests: Digests) -> None:
         if self._record is None:
-            async with self._sharing.with_weights(self._engine):
+            async with self._lease.with_weights(self._engine):
                 await check_weights(self._engine, digests)
         elif digests:
             await self._compare(self._record, digests, self.weight_version, None)
 
     async def close(self) -> None:
-        await self._sharing.close(self._engine)
+        await self._lease.close(self._engine)
 
     def _time_stage(self, stage: str) -> AbstractContextManager[Any]:
         if self._timers is None:

@@ -494,3 +494,8 @@ async def check_weights(engine: Any, digests: Digests) -> None:
     """Have an engine with a method `check_weights` compare its weights with digests; see `InstrumentedEngine`."""
     if hasattr(engine, "check_weights"):
         await engine.check_weights(digests)
+
+
+def get_weights_gpu(engine: Any) -> str | None:
+    """Return the UUID of the GPU that an engine's weights are on; None: they are on none, or it does not report it."""
+    return getattr(engine, "weights_gpu", None)

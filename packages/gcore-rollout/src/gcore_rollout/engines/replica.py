@@ -1,12 +1,15 @@
-"""The parts of a pool of engines: a replica with its outstanding work, a part of a request, and a call."""
+"""The parts of a pool of engines: replicas and the division of work among them, parts of requests, and calls."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
 from gcore_rollout.engines.queueing import Call
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -72,6 +75,20 @@ class PoolCall(Call[SampleT], Generic[RequestT, SampleT]):
         self.parts: set[RequestPart[RequestT]] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
+    def take_samples(self) -> Iterator[SampleT]:
+        """Yield the samples that are finished, and not handed over yet."""
+        while not self.finished.empty():
+            item = self.finished.get_nowait()
+            if not isinstance(item, Exception):
+                yield item
+
+    def list_unfinished(self) -> tuple[tuple[str, int], ...]:
+        """Return (request id, index) of the unfinished samples."""
+        unfinished: list[tuple[str, int]] = []
+        for part in self.parts:
+            unfinished += [(part.request.request_id, index) for index in sorted(part.unfinished)]
+        return tuple(unfinished)
+
     async def stop(self) -> None:
         for task in self.tasks:
             task.cancel()
@@ -108,3 +125,61 @@ def fair_parts(
             end = len(indices) * number // num_parts
             yield request, indices[start:end]
             start = end
+
+
+def find_spare(
+    serving: Sequence[Replica[RequestT, SampleT]],
+) -> list[Replica[RequestT, SampleT]]:
+    """Return those of the serving replicas that could leave; see `EngineReplicas.spare`."""
+    num_samples: dict[Replica[RequestT, SampleT], int] = {}
+    num_waiting = 0
+    num_free = 0
+    for replica in reversed(serving):
+        stats = replica.engine.stats()
+        replica.capacity = max(replica.capacity, stats.num_running)
+        num_waiting += stats.num_waiting
+        num_samples[replica] = sum(len(part.unfinished) for part in replica.tasks.values())
+        num_free += replica.capacity - num_samples[replica]
+    spare: list[Replica[RequestT, SampleT]] = []
+    for replica in sorted(num_samples, key=lambda r: num_samples[r])[: len(serving) - 1]:
+        num_free -= replica.capacity
+        can_move = not num_waiting and all(
+            part.request.can_continue for part in replica.tasks.values()
+        )
+        if replica.tasks and not (can_move and num_free >= 0):
+            break
+        spare.append(replica)
+    return spare
+
+
+async def share_queues(
+    serving: Sequence[Replica[RequestT, SampleT]], new: Replica[RequestT, SampleT]
+) -> None:
+    """Have other replicas give up requests that wait in their queues, the last first, as many as make work even.
+
+    They start again, without what they may have been given meanwhile, so that samples by seeds stay the same.
+    """
+    load = {replica: replica.work for replica in serving}
+    for replica in sorted(load.keys() - {new}, key=lambda r: -r.work):
+        num_waiting = replica.engine.stats().num_waiting
+        by_id: dict[str, list[RequestPart[RequestT]]] = {}
+        for part in reversed(replica.tasks.values()):
+            if not part.moves:
+                by_id.setdefault(part.request.request_id, []).append(part)
+        moved: list[str] = []
+        for request_id, parts in by_id.items():
+            work = sum(part.work for part in parts)
+            num_waiting -= sum(len(part.unfinished) for part in parts)
+            if num_waiting < 0 or load[new] + work >= load[replica]:
+                break
+            load[new] += work
+            load[replica] -= work
+            for part in parts:
+                part.moves = True
+            moved.append(request_id)
+        if moved:
+            try:
+                await replica.engine.abort(moved)
+            except Exception as error:
+                # Where it is dead, others make them anyway; otherwise they stay there.
+                _logger.warning("requests were not taken out of an engine's queue: %r", error)

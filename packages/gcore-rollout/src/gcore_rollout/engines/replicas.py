@@ -1,7 +1,6 @@
 """The pool of engines: requests go to the least loaded replica, dead ones are replaced, all have the same weights."""
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
@@ -18,24 +17,29 @@ from typing import Any, Generic
 import torch
 
 from gcore_rollout.engines.protocol import (
-    AnySample,
     Digests,
     Engine,
     EngineStats,
     RequestT,
     SampleT,
     check_weights,
+    get_weights_gpu,
 )
-from gcore_rollout.engines.replica import PoolCall, Replica, RequestPart, fair_parts, start_task
+from gcore_rollout.engines.replica import (
+    PoolCall,
+    Replica,
+    RequestPart,
+    fair_parts,
+    find_spare,
+    share_queues,
+    start_task,
+)
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.weight_sync.shared_weights import (
-    FirstSeen,
-    SharedCudaWeights,
     SharedWeights,
-    share_a_gpu,
+    choose_sources,
+    copy_weights,
 )
-
-_logger = logging.getLogger(__name__)
 
 
 class EngineReplicas(Generic[RequestT, SampleT]):
@@ -97,7 +101,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         self._losses: deque[str] = deque(maxlen=4)
         self._gone: list[tuple[int, int]] = []
         """Tokens of dead and removed replicas."""
-        self._own_weights: SharedWeights | None = None
+        self._in_host = SharedWeights()
         self._current: tuple[Any, int] | None = None
         self._updating = asyncio.Lock()
         # Guards the membership and the weights of the members.
@@ -128,16 +132,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     yield sample
         except EngineDiedError as death:
             await run.stop()
-            while not run.finished.empty():
-                late = run.finished.get_nowait()
-                if isinstance(late, AnySample):
-                    yield late
-            unfinished: list[tuple[str, int]] = []
-            for part in run.parts:
-                unfinished += [
-                    (part.request.request_id, index) for index in sorted(part.unfinished)
-                ]
-            raise EngineDiedError(death.reason, unfinished=tuple(unfinished)) from death
+            for late in run.take_samples():
+                yield late
+            raise EngineDiedError(death.reason, unfinished=run.list_unfinished()) from death
         finally:
             self._runs.discard(run)
             await run.stop()
@@ -149,25 +146,10 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         was seen to run samples at once. Where samples wait for places, or cannot be continued, idle replicas alone can
         be spared.
         """
-        serving = [replica for replica in self._replicas if replica.serves and not self._is_asleep]
-        samples: dict[Replica[RequestT, SampleT], int] = {}
-        num_waiting = 0
-        for replica in reversed(serving):
-            stats = replica.engine.stats()
-            replica.capacity = max(replica.capacity, stats.num_running)
-            num_waiting += stats.num_waiting
-            samples[replica] = sum(len(part.unfinished) for part in replica.tasks.values())
-        num_free = sum(replica.capacity - count for replica, count in samples.items())
-        spare: list[Engine[RequestT, SampleT]] = []
-        for replica in sorted(samples, key=lambda r: samples[r])[: len(serving) - 1]:
-            num_free -= replica.capacity
-            can_move = not num_waiting and all(
-                part.request.can_continue for part in replica.tasks.values()
-            )
-            if replica.tasks and not (can_move and num_free >= 0):
-                break
-            spare.append(replica.engine)
-        return spare
+        if self._is_asleep:
+            return []
+        serving = [replica for replica in self._replicas if replica.serves]
+        return [replica.engine for replica in find_spare(serving)]
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ids = frozenset(request_ids or ())
@@ -300,7 +282,10 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     f"version is {version}; expected a version above the current {self._version}"
                 )
             # Weights that any number of readers can iterate over, also later, count how often they were written.
-            source: Any = weights if hasattr(weights, "num_writes") else self._copy(weights)
+            source: Any = weights
+            if not hasattr(weights, "num_writes"):
+                gpus = [get_weights_gpu(engine) for engine in self.engines]
+                source = copy_weights(weights, gpus, self._in_host)
             try:
                 with source.reading():
                     # Between two attempts replacements join, which needs the other lock.
@@ -310,43 +295,16 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                         self._may_start.set()
                         await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                if isinstance(source, SharedCudaWeights) and source is not weights:
+                if source not in (weights, self._in_host):
                     source.close()
-
-    def _copy(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> "SharedCudaWeights | SharedWeights":
-        """Copy weights once for all: on their GPU if a replica is there, too, until all have them; or in the host."""
-        first_seen = FirstSeen(weights)
-        if any(
-            share_a_gpu(first_seen.gpu, getattr(engine, "weights_gpu", None))
-            for engine in self.engines
-        ):
-            return SharedCudaWeights(first_seen)
-        return self._copy_to_host(first_seen)
-
-    def _copy_to_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
-        if self._own_weights is None:
-            self._own_weights = SharedWeights()
-        self._own_weights.write(weights)
-        return self._own_weights
 
     async def _broadcast_weights(self, source: Any, version: int) -> bool:
         """Update all replicas, and return whether any of them has the weights now."""
         self._homes.clear()
         async with self._changing:
             replicas = self._with_weights
-            sources = [source] * len(replicas)
-            if isinstance(source, SharedCudaWeights):
-                gpu = source.gpu
-                on_gpu = [
-                    share_a_gpu(gpu, getattr(replica.engine, "weights_gpu", None))
-                    for replica in replicas
-                ]
-                if not all(on_gpu):
-                    in_host = self._copy_to_host(source)
-                    sources = [source if is_on_gpu else in_host for is_on_gpu in on_gpu]
-                    source = in_host
+            gpus = [get_weights_gpu(replica.engine) for replica in replicas]
+            sources = choose_sources(source, gpus, self._in_host)
             updates = (
                 r.engine.update_weights(s, version=version)
                 for r, s in zip(replicas, sources, strict=True)
@@ -373,6 +331,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                     # Lent ones that are asleep miss this update, and serve after a later one.
                     replica.has_weights &= replica in replicas
                 self._version = version
+                if self._in_host in sources:
+                    # The copy on a GPU is freed after the update.
+                    source = self._in_host
                 self._current = (source, source.num_writes)
             elif refusals:
                 raise refusals[0]
@@ -436,19 +397,13 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         await asyncio.gather(*self._restarts, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self.engines))
         await asyncio.gather(*self._updates, *self._closing, return_exceptions=True)
-        if self._own_weights is not None:
-            self._own_weights.close()
+        self._in_host.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the replicas are closed: make new ones")
         if self._fault is not None:
             raise self._fault
-
-    def _has_fault(self, error: WrongWeightsError) -> None:
-        self._fault = error
-        for run in self._runs:
-            run.finished.put_nowait(error)
 
     async def _call_all(
         self,
@@ -507,7 +462,9 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             await self._add(Replica(engine, is_replacement=True, is_lent=is_lent))
         except Exception as error:
             if isinstance(error, WrongWeightsError):
-                self._has_fault(error)
+                self._fault = error
+                for run in self._runs:
+                    run.finished.put_nowait(error)
             self._losses.append(f"a replacement could not be added: {error!r}")
             self._announce(f"the replacement of {name} could not be used: {error}")
             await engine.close()
@@ -538,42 +495,13 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             replica.has_weights = engine.weight_version == self._version
             self._replicas.append(replica)
         if replica.serves:
-            await self._share_queues(replica)
+            serving = [member for member in self._replicas if member.serves]
+            await share_queues(serving, replica)
 
     def _explain_none_serves(self) -> str:
         if self._replicas:
             return "no replica serves: those that are left have older weights, or are leaving"
         return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"
-
-    async def _share_queues(self, new: Replica[RequestT, SampleT]) -> None:
-        """Have other replicas give up requests that wait in their queues, the last first, as many as make work even.
-
-        They start again, without what they may have been given meanwhile, so that samples by seeds stay the same.
-        """
-        load = {replica: replica.work for replica in self._replicas if replica.serves}
-        for replica in sorted(load.keys() - {new}, key=lambda r: -r.work):
-            num_waiting = replica.engine.stats().num_waiting
-            by_id: dict[str, list[RequestPart[RequestT]]] = {}
-            for part in reversed(replica.tasks.values()):
-                if not part.moves:
-                    by_id.setdefault(part.request.request_id, []).append(part)
-            moved: list[str] = []
-            for request_id, parts in by_id.items():
-                work = sum(part.work for part in parts)
-                num_waiting -= sum(len(part.unfinished) for part in parts)
-                if num_waiting < 0 or load[new] + work >= load[replica]:
-                    break
-                load[new] += work
-                load[replica] -= work
-                for part in parts:
-                    part.moves = True
-                moved.append(request_id)
-            if moved:
-                try:
-                    await replica.engine.abort(moved)
-                except Exception as error:
-                    # Where it is dead, others make them anyway; otherwise they stay there.
-                    _logger.warning("requests were not taken out of an engine's queue: %r", error)
 
     def _split(self, requests: Sequence[RequestT]) -> Iterator[RequestPart[RequestT]]:
         """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
@@ -586,9 +514,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
 
     def _submit(self, part: RequestPart[RequestT], run: PoolCall[RequestT, SampleT]) -> None:
         run.parts.add(part)
-        task = asyncio.create_task(self._serve(part, run))
-        run.tasks.add(task)
-        task.add_done_callback(run.tasks.discard)
+        start_task(run.tasks, self._serve(part, run))
 
     async def _serve(self, part: RequestPart[RequestT], run: PoolCall[RequestT, SampleT]) -> None:
         """Make a part's samples; submit those again that its replica does not finish."""

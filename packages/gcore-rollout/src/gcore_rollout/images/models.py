@@ -1,7 +1,7 @@
 """Scores of images by local models: CLIP, heads on it, and BLIP with ImageReward's head."""
 
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class AestheticReward:
             raise RewardConfigError(
                 f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score"
             )
-        self._head = _Head(tensors, names, device)
+        self._head = _read_head(tensors, names, device)
         self._device = device
 
     @torch.no_grad()
@@ -141,7 +141,9 @@ class ImageRewardScore:
             vision, text = _build_blip(tensors)
             self._vision = vision.to(device)
             self._text = text.to(device)
-            self._head = _Head(tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device)
+            self._head = _read_head(
+                tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device
+            )
         except (KeyError, RuntimeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise RewardConfigError(
@@ -181,22 +183,21 @@ class ImageRewardScore:
         return (self._head(outputs.last_hidden_state[:, 0]) - _MEAN) / _STD
 
 
-class _Head:
-    """Linear layers to one score, by the names of their weights."""
+def _read_head(
+    tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str
+) -> Callable[[torch.Tensor], Scores]:
+    """Return linear layers to one score, by the names of their weights, as a function from inputs to scores [B]."""
+    layers = [
+        (tensors[name].to(device), tensors[name.removesuffix("weight") + "bias"].to(device))
+        for name in names
+    ]
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str
-    ) -> None:
-        self._layers = [
-            (tensors[name].to(device), tensors[name.removesuffix("weight") + "bias"].to(device))
-            for name in names
-        ]
-
-    def __call__(self, x: torch.Tensor) -> Scores:
-        """Return scores [B]."""
-        for weight, bias in self._layers:
+    def compute_scores(x: torch.Tensor) -> Scores:
+        for weight, bias in layers:
             x = torch.nn.functional.linear(x, weight, bias)
         return x[:, 0].double().cpu().numpy()
+
+    return compute_scores
 
 
 def _layer_of(name: str) -> int:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gcore_rollout.errors import EpisodeError, RequestError, require
+from gcore_rollout.errors import EpisodeError, RequestError, RewardError, require
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
 from gcore_rollout.multi_turn.messages import normalize_messages
 from gcore_rollout.rewards.registry import load_function
-from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
+from gcore_rollout.rewards.reward import FailureLog, Scored
 from gcore_rollout.rewards.runner import OnError, RewardRunner
 
 
@@ -126,8 +126,8 @@ class MultiTurnConfig:
             scored = await reward.score(
                 prompt=str(messages[-1]["content"]), completion=completion, row=row
             )
-            if isinstance(scored, Failed):
-                raise scored.error
+            if isinstance(scored, RewardError):
+                raise scored
             return scored
 
         return RevisionEnvironment(

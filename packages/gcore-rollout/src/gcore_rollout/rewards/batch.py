@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Any
 
 from gcore_rollout.errors import NotApplicableError, RewardError, require
@@ -11,15 +10,8 @@ from gcore_rollout.rewards.process import ProcessReward
 from gcore_rollout.rewards.reward import ThreadedReward, finish_call, name_of
 from gcore_rollout.rewards.runner import is_async, pause_time_limit
 
-
-@dataclass(eq=False)
-class _Call:
-    """A completion without a score yet."""
-
-    prompt: str
-    completion: str
-    row: Mapping[str, Any]
-    score: "asyncio.Future[Any]"
+_Waiting = tuple[tuple[str, str, Mapping[str, Any]], "asyncio.Future[Any]"]
+"""The prompt, completion and row of a call, and its score to come."""
 
 
 class BatchReward:
@@ -46,22 +38,22 @@ class BatchReward:
         self._scorer = function if is_async(function) else ThreadedReward(function, max_workers=1)
         self._max_size = max_size
         self._max_wait_s = max_wait_s
-        self._waiting: list[_Call] = []
+        self._waiting: list[_Waiting] = []
         self._driver: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
         """Score one completion, in a batch with others."""
-        call = _Call(prompt, completion, row, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
+        call: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((prompt, completion, row), call))
         if self._driver is None or self._driver.done():
             # Not in the context of one of the calls: the time limit of an attempt is in it.
             self._driver = asyncio.create_task(self._drive(), context=Context())
         if isinstance(self.function, ProcessReward):
             # The process has limits of its own.
             with pause_time_limit():
-                score = await call.score
+                score = await call
         else:
-            score = await call.score
+            score = await call
         if score is None:
             raise NotApplicableError("returned None: it does not apply to this prompt")
         return score
@@ -73,14 +65,19 @@ class BatchReward:
             batch = self._waiting[: self._max_size]
             del self._waiting[: self._max_size]
             # The caller of a call may have given it up.
-            unanswered = [call for call in batch if not call.score.done()]
+            unanswered = [(arguments, call) for arguments, call in batch if not call.done()]
             if unanswered:
                 await self._score(unanswered)
 
-    async def _score(self, batch: Sequence[_Call]) -> None:
-        prompts = [call.prompt for call in batch]
-        completions = [call.completion for call in batch]
-        rows = [call.row for call in batch]
+    async def _score(self, batch: Sequence[_Waiting]) -> None:
+        prompts: list[str] = []
+        completions: list[str] = []
+        rows: list[Mapping[str, Any]] = []
+        for (prompt, completion, row), _ in batch:
+            prompts.append(prompt)
+            completions.append(completion)
+            rows.append(row)
+        scores: Sequence[Any]
         try:
             scores = list(await self._scorer(prompts, completions, rows))
             if len(scores) != len(batch):
@@ -88,9 +85,6 @@ class BatchReward:
                     f"returned {len(scores)} scores; expected one for each of {len(batch)} completions"
                 )
         except Exception as error:
-            for call in batch:
-                finish_call(call.score, error)
-            return
-        for call, score in zip(batch, scores, strict=True):
-            if not call.score.done():
-                call.score.set_result(score)
+            scores = [error] * len(batch)
+        for (_, call), score in zip(batch, scores, strict=True):
+            finish_call(call, score)

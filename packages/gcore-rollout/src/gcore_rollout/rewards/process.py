@@ -47,14 +47,6 @@ class ProcessLimits:
         require("memory_bytes", self.memory_bytes, self.memory_bytes > 0, "more than 0")
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The value that a call returned."""
-
-    call_id: int
-    value: Any
-
-
 @dataclass(eq=False)
 class _Call:
     """A call without an answer yet."""
@@ -263,17 +255,18 @@ class LimitedProcess:
             self._answer(self._calls[0], LimitExceededError(reason))
 
     def _take(self, message: Any, is_ready: "asyncio.Future[Any]") -> None:
-        """Handle an answer."""
+        """Handle an answer: the id of its call and the value, or a failure."""
         if isinstance(message, session.CallFailed):
             pid = 0 if self._process is None else self._process.pid
+            call_id = message.call_id
             value: Any = session.rebuild_exception(message, pid)
         else:
-            value = message.value
+            call_id, value = message
         if isinstance(value, MemoryError):
             value = LimitExceededError(
                 f"took more than {self._limits.memory_bytes / 2**30:.3g} GiB of memory"
             )
-        if message.call_id:
+        if call_id:
             self._answer(self._calls[0], value)
             self._start_clock()
         else:
@@ -339,9 +332,9 @@ def serve_function(channel: socket.socket) -> None:
                     if isinstance(message, session.Setup):
                         message.enter()
                         function = pickle.loads(message.factory)()
-                        answer = _Answer(call_id, None)
+                        answer: Any = (call_id, None)
                     else:
-                        answer = _Answer(call_id, function(*message))
+                        answer = (call_id, function(*message))
                     packed = pickle.dumps(answer, protocol=5)
                 except Exception as error:
                     packed = pickle.dumps(session.make_failure(call_id, error), protocol=5)

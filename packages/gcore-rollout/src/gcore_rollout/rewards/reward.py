@@ -51,14 +51,6 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
-    """A completion without a score: its group must be dropped."""
-
-    error: RewardError
-    """The error, with the reward's name, the prompt and the completion."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Failures of one kind."""
 
@@ -312,7 +304,7 @@ def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     return dict(sorted(values.items()))
 
 
-def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
+def reward_metrics(outcomes: Iterable[Scored | RewardError]) -> dict[str, float]:
     """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``."""
     outcomes = list(outcomes)
     scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, require
 from gcore_rollout.rewards.reward import (
-    Failed,
     FailureLog,
     GroupRewardFunction,
     InterruptedCallError,
@@ -36,7 +35,7 @@ from gcore_rollout.rewards.reward import (
 )
 
 OnError = Literal["raise", "drop"]
-"""A reward that fails after its retries raises, or gives `Failed`."""
+"""A reward that fails after its retries raises, or the error is returned."""
 
 T = TypeVar("T")
 _blocking_limit_s: ContextVar[float | None] = ContextVar("blocking_limit_s", default=None)
@@ -369,8 +368,8 @@ class RewardRunner:
 
     async def score(
         self, *, prompt: str, completion: str, row: Mapping[str, Any]
-    ) -> Scored | Failed:
-        """Score one completion; `Failed` if the reward raised `NoScoreError`, or failed and ``on_error`` is "drop".
+    ) -> Scored | RewardError:
+        """Score one completion; or return the error if it is a `NoScoreError`, or ``on_error`` is "drop".
 
         `RewardError` if it failed, after its retries, and ``on_error`` is "raise"; `RewardExitError` if it tried to end
         the process.
@@ -381,7 +380,7 @@ class RewardRunner:
 
     async def score_group(
         self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
-    ) -> list[Scored] | Failed:
+    ) -> list[Scored] | RewardError:
         """Return one `Scored` for each completion, in their order, from one call; otherwise as `score`."""
         return await self._run(
             partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row)
@@ -389,7 +388,7 @@ class RewardRunner:
 
     async def try_on(
         self, *, prompt: str, completion: str, row: Mapping[str, Any]
-    ) -> Scored | Failed:
+    ) -> Scored | RewardError:
         """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too; see `score`.
 
         `RewardExitError` also if the reward blocked the process for longer than ``timeout_s``.
@@ -407,7 +406,7 @@ class RewardRunner:
         if self._threads is not None:
             self._threads.close()
 
-    async def _run(self, call: Callable[[], Awaitable[T]]) -> T | Failed:
+    async def _run(self, call: Callable[[], Awaitable[T]]) -> T | RewardError:
         stats = self._stats
         num_attempts = 0
 
@@ -434,13 +433,13 @@ class RewardRunner:
             stats.num_scored += 1
         except NoScoreError as error:
             stats.num_no_score += 1
-            result = Failed(error=error)
+            result = error
         except RewardError as error:
             stats.num_failed += 1
             self.failures.failed(error)
             if self._config.on_error == "raise" or isinstance(error, RewardExitError):
                 raise
-            return Failed(error=error)
+            return error
         self.failures.succeeded()
         return result
 

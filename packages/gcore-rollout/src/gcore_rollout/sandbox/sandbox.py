@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from gcore_rollout.errors import SandboxError, require
+from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
 from gcore_rollout.sandbox.syscall_filter import build_syscall_filter
 
@@ -65,7 +65,7 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require(name, value, value > 0, "more than 0", SandboxError)
+            require(name, value, value > 0, "more than 0", RolloutError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Sandbox:
 
     Args:
         limits: of each program.
-        isolation: tried once here; a `SandboxError` if this machine cannot enforce it.
+        isolation: tried once here; a `RolloutError` if this machine cannot enforce it.
         max_concurrency: most programs at one time; default: as many as there are CPUs.
         import_paths: folders to import from besides the standard library, absolute; the program can read them.
     """
@@ -125,16 +125,16 @@ class Sandbox:
             isolation,
             isolation in accepted,
             f"one of {', '.join(accepted)}",
-            SandboxError,
+            RolloutError,
         )
         if max_concurrency is None:
             max_concurrency = os.cpu_count() or 1
         require(
-            "max_concurrency", max_concurrency, max_concurrency >= 1, "at least 1", SandboxError
+            "max_concurrency", max_concurrency, max_concurrency >= 1, "at least 1", RolloutError
         )
         for path in map(Path, import_paths):
             if not path.is_absolute() or not path.is_dir():
-                raise SandboxError(
+                raise RolloutError(
                     f"import_paths holds {str(path)!r}; expected an absolute path of a folder"
                 )
         self._isolation: Isolation = isolation
@@ -152,7 +152,7 @@ class Sandbox:
         passed if a token came back that was sent, with the tests, only after the program's own text had run: leaving
         early by any way passes nothing. Still, a test shares the process with what it tests: a program that looks for
         the harness among its frames can take the token, and an object equal to everything satisfies an assertion.
-        What must not be forged is compared outside: give ``stdin``, look at ``stdout``. A `SandboxError` if the program
+        What must not be forged is compared outside: give ``stdin``, look at ``stdout``. A `RolloutError` if the program
         could not be started.
         """
         start_s = time.monotonic()
@@ -194,7 +194,7 @@ class Sandbox:
                     # Without a namespace that ends with the program, a process that got away may hold them open.
                     await asyncio.wait(tasks, timeout=LEFT_OPEN_S)
                 except TimeoutError:
-                    raise SandboxError(
+                    raise RolloutError(
                         f"a program's watcher is silent {GRACE_S} s after the time limit"
                     ) from None
                 finally:
@@ -205,7 +205,7 @@ class Sandbox:
         error = stderr.data.decode(errors="replace")
         if heard[:1] != [SET_UP] or not report.data:
             message = b"".join(heard[:1]).decode(errors="replace")
-            raise SandboxError(
+            raise RolloutError(
                 f"a program could not be started: {message or error or process.returncode}"
             )
         end = json.loads(report.data)
@@ -266,7 +266,7 @@ class Sandbox:
         stderr = child.communicate(timeout=GRACE_S)[1]
         if answer != SET_UP:
             reason = answer.decode().strip() or stderr.decode(errors="replace").strip()
-            raise SandboxError(
+            raise RolloutError(
                 f"isolation is {self._isolation!r}, which this machine does not give ({reason}): allow unprivileged "
                 "user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_"
                 "userns=0; in a container a seccomp profile that allows unshare and mount, or --privileged), on Linux "

@@ -8,7 +8,7 @@ memory), or are large interfaces of the kernel in which faults are found often (
 import errno
 import struct
 
-from gcore_rollout.errors import SandboxError
+from gcore_rollout.errors import RolloutError
 
 # Operation codes of classic BPF, each with a constant operand.
 LOAD = 0x20
@@ -121,11 +121,11 @@ def build_syscall_filter(machine: str) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
     Args:
-        machine: as `os.uname` has it, one of `MACHINES`; a `SandboxError` for any other.
+        machine: as `os.uname` has it, one of `MACHINES`; a `RolloutError` for any other.
     """
     if machine not in MACHINES:
         expected = " or ".join(MACHINES)
-        raise SandboxError(
+        raise RolloutError(
             f"machine is {machine!r}; expected {expected}, for which the sandbox has a filter of calls"
         )
     index = MACHINES.index(machine)

@@ -5,7 +5,7 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.weight_sync.digests import digests_of
-from gcore_rollout.weight_sync.layout import Layout, PackedTensors, align, unpack
+from gcore_rollout.weight_sync.layout import Layout, Packing, align, unpack
 
 _native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name
 
@@ -28,7 +28,7 @@ _DEVICE_ARGUMENT = 6
 """Index of the argument of `rebuild_cuda_tensor` that is the sender's number of the device."""
 
 
-class _Memory(PackedTensors):
+class _Memory(Packing):
     """Anonymous shared memory, which the kernel frees with its last user; a view keeps its mapping alive."""
 
     def __init__(self) -> None:
@@ -42,12 +42,17 @@ class _Memory(PackedTensors):
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Return the memory, with at least so many bytes; what it has is kept."""
         if not self._mapping.numel() or size_bytes > self._mapping.numel():
             # Twice as much as before: unwritten pages take no memory, and mapping again takes time.
             capacity_bytes = max(size_bytes, 2 * self._mapping.numel(), mmap.PAGESIZE)
             os.ftruncate(self.fd, capacity_bytes)
             self._mapping = torch.frombuffer(mmap.mmap(self.fd, capacity_bytes), dtype=torch.uint8)
         return self._mapping
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start = self.place(name, tensor)
+        self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
 
 
 class SharedWeights:
@@ -182,15 +187,16 @@ class SharedWeightsReader:
         return unpack(mapping, layout)
 
 
-class Bucket(PackedTensors):
+class Bucket(Packing):
     """Tensors in one buffer of a fixed size."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         super().__init__()
         self.whole = buffer
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:  # noqa: ARG002 - `fits` has been asked
-        return self.whole
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start = self.place(name, tensor)
+        self.layout[name].view(self.whole, start).copy_(tensor.detach())
 
     def fits(self, tensor: torch.Tensor) -> bool:
         return align(self.size_bytes) + tensor.nbytes <= self.whole.numel()
@@ -356,6 +362,35 @@ class FirstSeen:
 def share_a_gpu(weights_gpu: str | None, engine_gpu: str | None) -> bool:
     """Return whether weights go by CUDA IPC; otherwise they go through shared memory."""
     return weights_gpu is not None and weights_gpu == engine_gpu
+
+
+def copy_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    engine_gpus: Sequence[str | None],
+    in_host: SharedWeights,
+) -> SharedCudaWeights | SharedWeights:
+    """Copy weights once for all engines: on the weights' GPU if one of the engines is there, otherwise to ``in_host``.
+
+    Args:
+        engine_gpus: UUID of the GPU of each engine's weights; None: they are on none.
+    """
+    first_seen = FirstSeen(weights)
+    if any(share_a_gpu(first_seen.gpu, gpu) for gpu in engine_gpus):
+        return SharedCudaWeights(first_seen)
+    in_host.write(first_seen)
+    return in_host
+
+
+def choose_sources(
+    weights: Any, engine_gpus: Sequence[str | None], in_host: SharedWeights
+) -> list[Any]:
+    """Return the weights that each engine reads: engines on another GPU than the weights read a copy, ``in_host``."""
+    if not isinstance(weights, SharedCudaWeights):
+        return [weights] * len(engine_gpus)
+    on_gpu = [share_a_gpu(weights.gpu, gpu) for gpu in engine_gpus]
+    if not all(on_gpu):
+        in_host.write(weights)
+    return [weights if is_on_gpu else in_host for is_on_gpu in on_gpu]
 
 
 def gpu_of(device: torch.device) -> str | None:

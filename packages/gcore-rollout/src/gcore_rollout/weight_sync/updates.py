@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gcore_rollout.engines.protocol import Digest, Engine
-from gcore_rollout.errors import WrongBaseError
+from gcore_rollout.errors import RolloutError
 from gcore_rollout.weight_sync.digests import DigestedWeights, digest, dtype_name
 from gcore_rollout.weight_sync.layout import (
     Layout,
@@ -175,7 +175,7 @@ def apply_delta(
         weights: contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
 
     Raises:
-        WrongBaseError: these are not the weights that the delta was made from.
+        RolloutError: these are not the weights that the delta was made from.
         ValueError: they have other names, shapes or data types, or the delta is not whole.
     """
     if version != delta.base_version:
@@ -203,7 +203,7 @@ def _wrong_base(
     *,
     version: int | None,
     adapters: AdapterWeights | None = None,
-) -> WrongBaseError:
+) -> RolloutError:
     """Return the error of an update that does not build on this version, or on these adapters."""
     needs = f"adapters of version {update.version} belong to"
     if isinstance(update, WeightDelta):
@@ -214,7 +214,7 @@ def _wrong_base(
     elif version is not None:
         here = f"version {version} is"
     message = f"the {needs} version {update.base_version}, but {here} here: send a full update"
-    return WrongBaseError(message, version=version)
+    return RolloutError(message)
 
 
 def _find_change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
@@ -312,7 +312,7 @@ class WeightMirror:
         """Apply updates in order, and then give the engine the resulting weights once, even if the caller is cancelled.
 
         Raises:
-            WrongBaseError: an update builds on weights that are not here; its ``version`` says which are.
+            RolloutError: an update builds on weights that are not here; the message has the version of those that are.
             ValueError: a version that is not above the one before, or an update that does not fit the weights.
         """
         if not updates:

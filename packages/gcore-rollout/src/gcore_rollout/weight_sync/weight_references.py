@@ -13,7 +13,7 @@ import torch
 from gcore_rollout.engines.protocol import Digest, Digests
 from gcore_rollout.errors import MissingExtraError, require
 from gcore_rollout.weight_sync.digests import digests_of
-from gcore_rollout.weight_sync.layout import Layout, layout_of
+from gcore_rollout.weight_sync.layout import Layout, group_into_buckets, layout_of
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -80,20 +80,8 @@ class WeightReferences:
         require(
             "bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError
         )
-        buckets: list[_Bucket] = []
-        filled: dict[str, torch.Tensor] = {}
-        left_bytes = bucket_size_bytes
-        for name, tensor in weights:
-            if tensor.is_meta:
-                continue
-            if filled and tensor.nbytes > left_bytes:
-                buckets.append(_Bucket.put(filled))
-                filled = {}
-                left_bytes = bucket_size_bytes
-            filled[name] = tensor.detach()
-            left_bytes -= tensor.nbytes
-        if filled:
-            buckets.append(_Bucket.put(filled))
+        here = ((name, tensor.detach()) for name, tensor in weights if not tensor.is_meta)
+        buckets = [_Bucket.put(bucket) for bucket in group_into_buckets(here, bucket_size_bytes)]
         return cls(buckets, digests=digests_of(weights))
 
     @classmethod

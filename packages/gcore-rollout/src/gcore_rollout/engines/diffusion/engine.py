@@ -1,6 +1,8 @@
 """The engine of images: it runs an unmodified pipeline of diffusers, and records log-probabilities of its steps."""
 
 import asyncio
+import os
+import shutil
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,7 +14,6 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.arrays import in_dtype
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
-from gcore_rollout.engines.diffusion.compiled import compile_blocks
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.pipeline_call import PipelineCall
 from gcore_rollout.engines.diffusion.recording import (
@@ -21,7 +22,7 @@ from gcore_rollout.engines.diffusion.recording import (
     Tape,
     load_pipeline,
 )
-from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
+from gcore_rollout.engines.diffusion.text_encoders import host_text_encoders
 from gcore_rollout.engines.diffusion.types import (
     Conditions,
     ImageRequest,
@@ -35,14 +36,16 @@ from gcore_rollout.engines.queueing import (
     QueuedSample,
     QueueingEngine,
     SampleFilter,
-    check_weights,
     sample_seeds,
 )
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.weight_sync.digests import digest_held_tensor
+from gcore_rollout.weight_sync.layout import check_shapes
 
 _Image = QueuedSample[ImageRequest, ImageSample]
 
+_MOST_GRAPHS = 64
+"""Graphs of a block's code; of more, torch.compile gives up without an error."""
 _PROBED = (1, 2)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
 _PROBED_SIZE = (64, 64)
@@ -111,7 +114,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._device: torch.device = pipeline.device if device is None else torch.device(device)
         hosted: list[torch.nn.Module] = []
         if offload_text_encoders:
-            hosted = HostedEncoders(pipeline, self._device).modules
+            hosted = host_text_encoders(pipeline, self._device)
         parts: list[torch.nn.Module] = []
         for part in pipeline.components.values():
             if isinstance(part, torch.nn.Module) and part not in hosted:
@@ -119,7 +122,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 parts.append(part)
         self._hosted = HostWeights(parts, self._device)
         if compiles:
-            compile_blocks(self._recorded.denoiser)
+            _compile_blocks(self._recorded.denoiser)
         self._dtype = next(self._recorded.denoiser.parameters()).dtype
         self._call = PipelineCall(pipeline, self._recorded.denoiser, options or {})
         self._running: tuple[Tape, list[_Image]] | None = None
@@ -157,7 +160,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             shapes = {
                 name: tuple(p.shape) for name, p in self._recorded.denoiser.named_parameters()
             }
-            check_weights(shapes, new, optional=frozenset(state.keys() - shapes.keys()))
+            check_shapes(shapes, new, optional=frozenset(state.keys() - shapes.keys()))
             with torch.no_grad():
                 for name, tensor in new.items():
                     state[name].copy_(tensor)
@@ -392,3 +395,20 @@ def image_generator(seed: int, index: int) -> torch.Generator:
     """Return the generator of an image's initial noise and of the noise of its steps; always on the CPU."""
     image_seed = int(sample_seeds(seed, np.array([index]))[0])
     return torch.Generator().manual_seed(image_seed >> 1)
+
+
+def _compile_blocks(denoiser: torch.nn.Module) -> None:
+    """Compile the blocks of a model of diffusers, with batch and lengths as variables, at their first calls.
+
+    Raises:
+        RolloutError: the model is on CPU, and there is no C++ compiler, which Inductor needs.
+    """
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if next(denoiser.parameters()).device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise RolloutError("compile is True; expected a C++ compiler on CPU, such as g++")
+    dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
+    for part in denoiser.children():
+        if isinstance(part, torch.nn.ModuleList):
+            for block in part:
+                block.forward = torch.compile(block.forward, dynamic=True)

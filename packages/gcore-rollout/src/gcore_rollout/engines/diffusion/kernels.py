@@ -9,7 +9,7 @@ one; DDIM from alpha-bar to a higher one. ``level`` and ``next_level`` are these
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -19,13 +19,16 @@ PredictionType = Literal["epsilon", "v_prediction", "sample"]
 """The output of a model trained for DDPM or DDIM."""
 
 
-class Transition(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Transition:
     """A Gaussian over the next latents."""
 
     mean: torch.Tensor
     """[B, ...]."""
     std: torch.Tensor
     """[B, 1, ...], the same in all dimensions of an image; 0: the next latents are the mean."""
+    is_normalized: bool = True
+    """False: `log_prob` is the negative squared error, without the factor 1 / 2 std^2 and constants."""
 
     def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
         """Return the log-density [B] of the next latents, averaged over their dimensions.
@@ -36,25 +39,14 @@ class Transition(NamedTuple):
         Raises:
             ValueError: there is no noise, and so no density.
         """
-        self.require_noise()
-        exponents = (next_latents - self.mean) ** 2 / (2 * self.std**2)
-        minus_log_densities = exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)
-        return -minus_log_densities.flatten(1).mean(1)
-
-    def require_noise(self) -> None:
-        """Raise `ValueError` if there is no noise."""
         if not bool((self.std > 0).all()):
             raise ValueError("std is 0: a step without noise has no log-probability")
-
-
-class UnnormalizedTransition(Transition):
-    """A Gaussian whose `log_prob` is the negative squared error, without the factor 1 / 2 std^2 and constants."""
-
-    __slots__ = ()
-
-    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
-        self.require_noise()
-        return -((next_latents - self.mean) ** 2).flatten(1).mean(1)
+        squared_errors = (next_latents - self.mean) ** 2
+        if not self.is_normalized:
+            return -squared_errors.flatten(1).mean(1)
+        exponents = squared_errors / (2 * self.std**2)
+        minus_log_densities = exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)
+        return -minus_log_densities.flatten(1).mean(1)
 
 
 class Kernel(ABC):
@@ -177,9 +169,7 @@ class FlowCPS(_NoisyFlow):
         clean = x - s * v
         noise = x + (1 - s) * v
         mean = (1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise
-        if self.normalized:
-            return Transition(mean, std)
-        return UnnormalizedTransition(mean, std)
+        return Transition(mean, std, is_normalized=self.normalized)
 
 
 @dataclass(frozen=True, kw_only=True)

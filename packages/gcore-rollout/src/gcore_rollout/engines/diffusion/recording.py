@@ -119,11 +119,11 @@ class Tape:
         )
         if rows:
             x = all_latents[inside]
-            mean, std = transition = self._kernel(all_outputs[inside], x, level, next_level)
-            has_noise = bool((std > 0).all())
-            drawn = mean
+            transition = self._kernel(all_outputs[inside], x, level, next_level)
+            has_noise = bool((transition.std > 0).all())
+            drawn = transition.mean
             if has_noise:
-                drawn = mean + std * self._draw_noise(x, rows)
+                drawn = transition.mean + transition.std * self._draw_noise(x, rows)
             # What the model sees next is what has a density.
             drawn = drawn.to(output.dtype).float()
             if has_noise or self._samplings[0].window is not None:
@@ -138,7 +138,7 @@ class Tape:
                         "rows": rows,
                         "latents": x,
                         "next_latents": drawn,
-                        "means": mean,
+                        "means": transition.mean,
                         "log_probs": transition.log_prob(drawn)
                         if has_noise
                         else torch.full((len(x),), torch.nan),
@@ -300,7 +300,7 @@ class Recorded:
             if self.is_flow:
                 expected = "a flow kernel, because the model is of flow matching"
             raise RequestError(f"kernel is {type(kernel).__name__}; expected {expected}")
-        return suited(kernel, self._scheduler)
+        return adapt_kernel(kernel, self._scheduler)
 
     @contextmanager
     def taping(
@@ -339,7 +339,7 @@ class Recorded:
         self._calls.append(call)
 
 
-def suited(kernel: Kernel, scheduler: Any) -> Kernel:
+def adapt_kernel(kernel: Kernel, scheduler: Any) -> Kernel:
     """Return a kernel with the settings of a scheduler of diffusers, as engines and training must use it."""
     if not isinstance(kernel, DDIM):
         return kernel

@@ -12,8 +12,8 @@ from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.errors import UnsupportedModelError
 
 
-class HostedEncoders:
-    """Keeps the text encoders of a pipeline in host memory, and copies them to the device for each call of theirs.
+def host_text_encoders(pipeline: Any, device: torch.device) -> list[torch.nn.Module]:
+    """Keep the text encoders of a pipeline in host memory, copy them to the device for each call, and return them.
 
     Their weights do not change: nothing is copied back.
 
@@ -24,27 +24,27 @@ class HostedEncoders:
     Raises:
         UnsupportedModelError: the pipeline has no such method, or no text encoder.
     """
+    encoders: list[torch.nn.Module] = []
+    for name, part in pipeline.components.items():
+        if name.startswith("text_encoder") and part is not None:
+            encoders.append(part)
+    if not encoders or not hasattr(pipeline, "encode_prompt"):
+        raise UnsupportedModelError(
+            f"{type(pipeline).__name__} has no text encoder; expected one with offload_text_encoders"
+        )
+    weights = HostWeights(encoders, device)
+    encode = pipeline.encode_prompt
 
-    def __init__(self, pipeline: Any, device: torch.device) -> None:
-        self.modules: list[torch.nn.Module] = []
-        for name in pipeline.components:
-            if name.startswith("text_encoder") and getattr(pipeline, name) is not None:
-                self.modules.append(getattr(pipeline, name))
-        if not self.modules or not hasattr(pipeline, "encode_prompt"):
-            raise UnsupportedModelError(
-                f"{type(pipeline).__name__} has no text encoder; expected one with offload_text_encoders"
-            )
-        self._weights = HostWeights(self.modules, device)
-        self._encode = pipeline.encode_prompt
-        pipeline.encode_prompt = self._encode_prompt
-        self._weights.offload(version=0)
-
-    def _encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
-        self._weights.onload()
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        weights.onload()
         try:
-            return self._encode(*args, **kwargs)
+            return encode(*args, **kwargs)
         finally:
-            self._weights.offload(version=0)
+            weights.offload(version=0)
+
+    pipeline.encode_prompt = encode_prompt
+    weights.offload(version=0)
+    return encoders
 
 
 def cut_prompts(

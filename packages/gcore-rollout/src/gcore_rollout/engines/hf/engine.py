@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.endings import StopStrings, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import (
     Decode,
     DecodeMode,
+    MemoryPlan,
     Prefill,
     SlotCache,
     fused_attention,
@@ -24,7 +24,6 @@ from gcore_rollout.engines.hf.decoding import (
     round_up,
     to_device,
 )
-from gcore_rollout.engines.hf.memory import MemoryPlan
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import (
@@ -39,13 +38,17 @@ from gcore_rollout.engines.queueing import (
     QueuedSample,
     QueueingEngine,
     SampleFilter,
+    StopStrings,
     TokenLimits,
-    checked_weights,
+    extend_runs,
+    is_repetitive,
+    runs_at_end,
     sample_seeds,
     uniforms,
 )
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.digests import digest_held_tensor
+from gcore_rollout.weight_sync.layout import iterate_checked
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 ALL_TOKENS = 2**31 - 1
@@ -311,7 +314,7 @@ class HFEngine(QueueingEngine[Request, Completion]):
     ) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
         self._check_update(version)
         parameters = self._parameters()
-        return parameters, checked_weights(parameters, weights, at_once=at_once)
+        return parameters, iterate_checked(parameters, weights, at_once=at_once)
 
     async def close(self) -> None:
         self._stop()

@@ -75,7 +75,7 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         call_id = next(self._call_ids)
         self._streams[call_id] = stream
         try:
-            self._send(call_id, session.Generate(tuple(requests)))
+            self._send(call_id, session.RemoteCall(Engine.generate, (tuple(requests),)))
             while True:
                 item = await stream.items.get()
                 if item is None:
@@ -85,7 +85,7 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
                 yield item
         finally:
             if self._streams.pop(call_id, None) and self._death is None:
-                self._send(call_id, session.Abandon())
+                self._send(call_id, None)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         if request_ids is not None:
@@ -140,14 +140,12 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
     def _take(self, message: session.FromEngine) -> None:
         self._silent_s = 0.0
         match message:
-            case [*samples]:
-                for finished in samples:
-                    stream = self._streams.get(finished.call_id)
+            case [*finished]:
+                for call_id, sample in finished:
+                    stream = self._streams.get(call_id)
                     if stream is not None:
-                        stream.unfinished.pop(
-                            (finished.sample.request_id, finished.sample.index), None
-                        )
-                        stream.items.put_nowait(finished.sample)
+                        stream.unfinished.pop((sample.request_id, sample.index), None)
+                        stream.items.put_nowait(sample)
             case session.Done(call_id, stats, value):
                 self._stats = stats
                 self._end_call(call_id, None, value)

@@ -27,10 +27,10 @@ from gcore_rollout.engines.remote.session import (
 )
 from gcore_rollout.errors import EngineStartError, RolloutError
 from gcore_rollout.weight_sync.shared_weights import (
-    FirstSeen,
     SharedCudaWeights,
     SharedWeights,
-    share_a_gpu,
+    choose_sources,
+    copy_weights,
 )
 
 _SERVE = "gcore_rollout.engines.remote.fork_server:serve_engine"
@@ -151,21 +151,18 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
-        if isinstance(weights, SharedWeights):
-            shared = weights
-        else:
-            shared = self._weights
+        shared: Any = weights
+        if not isinstance(weights, SharedWeights):
             # One after the other, because each update in flight has memory of its own.
             while not self._last_update.done():
                 await asyncio.wait([self._last_update])
             self._check_open()
-            if self.weights_gpu is not None:
-                if not isinstance(weights, SharedCudaWeights):
-                    weights = FirstSeen(weights)
-                if share_a_gpu(weights.gpu, self.weights_gpu):
-                    await self._update_on_gpu(weights, version)
-                    return
-            shared.write(weights)
+            if not isinstance(weights, SharedCudaWeights):
+                shared = copy_weights(weights, [self.weights_gpu], self._weights)
+            [shared] = choose_sources(shared, [self.weights_gpu], self._weights)
+        if isinstance(shared, SharedCudaWeights):
+            await self._update_on_gpu(shared, version, frees=shared is not weights)
+            return
         message = UpdateWeights(shared.layout, version)
         in_use = new_future()
         shared.read_until(in_use)
@@ -175,10 +172,10 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         await asyncio.shield(reply)
 
-    async def _update_on_gpu(self, weights: "SharedCudaWeights | FirstSeen", version: int) -> None:
-        shared = weights if isinstance(weights, SharedCudaWeights) else SharedCudaWeights(weights)
+    async def _update_on_gpu(self, shared: SharedCudaWeights, version: int, *, frees: bool) -> None:
+        """Send the handles of weights, which are freed afterwards if ``frees``."""
         self._last_update = reply = self._reply_to(UpdateWeights(shared.handles(), version))
-        if shared is not weights:
+        if frees:
             reply.add_done_callback(lambda _: shared.close())
         await asyncio.shield(reply)
 

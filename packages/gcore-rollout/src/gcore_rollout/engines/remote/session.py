@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,19 +71,9 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Generate:
-    requests: tuple[AnyRequest, ...]
-
-
-@dataclass(frozen=True)
-class Abandon:
-    """The rest of a `Generate` is not wanted any more; there is no answer."""
-
-
-@dataclass(frozen=True)
 class RemoteCall:
-    method: Callable[..., Awaitable[Any]]
-    """A method of `Engine`, or `report_weights`."""
+    method: Callable[..., Any]
+    """A method of `Engine`, or `report_weights`. The samples of `Engine.generate` come before the answer."""
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -94,14 +84,6 @@ class UpdateWeights:
     """The `SharedWeights.layout` of memory that was sent over the socket for descriptors, or the handles of a
     `SharedCudaWeights`; in Ray the references."""
     version: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One sample of a `Generate`."""
-
-    call_id: int
-    sample: AnySample
 
 
 @dataclass(frozen=True)
@@ -124,9 +106,11 @@ class CallFailed:
     traceback: str
 
 
-EngineCall = Generate | Abandon | RemoteCall | UpdateWeights
-FromEngine = Sequence[Finished] | Done | CallFailed
-"""Samples that finish together are one message, in which what they share is sent once."""
+EngineCall = RemoteCall | UpdateWeights | None
+"""None: the rest of an `Engine.generate` is not wanted any more; there is no answer."""
+Finished = list[tuple[int, AnySample]]
+"""Samples that finish together, each with the id of its call: one message, in which what they share is sent once."""
+FromEngine = Finished | Done | CallFailed
 
 
 def make_failure(call_id: int, error: Exception) -> CallFailed:
@@ -180,20 +164,20 @@ class EngineSession:
         """None until it is made."""
         self._send = send
         self._read = read
-        self._finished: list[Finished] = []
+        self._finished: Finished = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_called = asyncio.Event()
 
     def take(self, call_id: int, message: EngineCall) -> None:
         self._is_called.set()
         match message:
-            case Generate(requests):
-                self.start(call_id, self._generate(call_id, requests))
             case UpdateWeights(source, version):
                 self.start(call_id, self._update(self._read(source), version))
+            case RemoteCall(method, arguments) if method is Engine.generate:
+                self.start(call_id, self._generate(call_id, *arguments))
             case RemoteCall():
                 self.start(call_id, self._call(message))
-            case Abandon():
+            case None:
                 task = self._tasks.get(call_id)
                 if task is not None:
                     task.cancel()
@@ -248,7 +232,7 @@ class EngineSession:
             async for sample in samples:
                 if not self._finished:
                     asyncio.get_running_loop().call_soon(self._send_finished)
-                self._finished.append(Finished(call_id, sample))
+                self._finished.append((call_id, sample))
         finally:
             # Before what ends the call.
             self._send_finished()
@@ -263,7 +247,7 @@ class EngineSession:
                 self._send(finished)
         except Exception as error:
             # One of them cannot be pickled.
-            for call_id in {sample.call_id for sample in finished}:
+            for call_id in {call_id for call_id, _ in finished}:
                 self._send(make_failure(call_id, error))
 
     async def _update(

@@ -22,19 +22,18 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import AutoConfig
 
-from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import Completion, Request
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
     QueueingEngine,
     SampleFilter,
+    StopStrings,
     TokenLimits,
 )
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.served import (
     RunningSample,
-    ServerInfo,
     StreamPiece,
     write_weights,
 )
@@ -78,8 +77,11 @@ class ServerEngine(QueueingEngine[Request, Completion]):
     def __init__(
         self,
         client: ServerClient,
-        info: ServerInfo,
         *,
+        model_path: str | Path,
+        max_length: int,
+        max_num_seqs: int,
+        is_on_cpu: bool = False,
         weights_dir: str | Path | None,
         eos: Sequence[int] | None,
     ) -> None:
@@ -87,22 +89,22 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             raise ValueError(
                 f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees"
             )
-        self._model_path = Path(info.model_path)
+        self._model_path = Path(model_path)
         if not (self._model_path / "config.json").exists():
             raise UnsupportedModelError(
                 f"the server runs {self._model_path}, which is no model's folder on this machine: "
                 "set model_path to a folder here that holds the same model"
             )
         config: Any = AutoConfig.from_pretrained(self._model_path).get_text_config()
-        super().__init__(max_num_seqs=info.max_num_seqs)
+        super().__init__(max_num_seqs=max_num_seqs)
         self._limits = TokenLimits(
-            max_length=info.max_length,
+            max_length=max_length,
             vocab_size=config.vocab_size,
             stop_strings=StopStrings(self._model_path),
         )
         self._client = client
         self._is_tied = bool(config.tie_word_embeddings)
-        self._repacks_head = self._is_tied and info.is_on_cpu
+        self._repacks_head = self._is_tied and is_on_cpu
         self._shapes = checkpoint_shapes(self._model_path)
         self._declared_eos = eos_token_ids(self._model_path)
         self._eos = self._declared_eos if eos is None else list(eos)
@@ -146,12 +148,12 @@ class ServerEngine(QueueingEngine[Request, Completion]):
             RolloutError: it was started without a needed option.
         """
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
-        info = cls._ask(client)
+        settings = cls._ask(client)
         if model_path is not None:
-            info = replace(info, model_path=model_path)
+            settings["model_path"] = model_path
         if max_num_seqs is not None:
-            info = replace(info, max_num_seqs=max_num_seqs)
-        engine = cls(client, info, weights_dir=weights_dir, eos=eos_token_ids)
+            settings["max_num_seqs"] = max_num_seqs
+        engine = cls(client, **settings, weights_dir=weights_dir, eos=eos_token_ids)
         engine._take_over()
         return engine
 
@@ -411,8 +413,13 @@ class ServerEngine(QueueingEngine[Request, Completion]):
 
     @classmethod
     @abstractmethod
-    def _ask(cls, client: ServerClient) -> ServerInfo:
-        """Ask what the server runs, and refuse one that was started without a needed option. Blocks."""
+    def _ask(cls, client: ServerClient) -> dict[str, Any]:
+        """Ask what the server runs, and refuse one that was started without a needed option. Blocks.
+
+        Returns:
+            The constructor's ``model_path``, ``max_length`` (longest prompt + completion in tokens), ``max_num_seqs``
+            and, if it is known, ``is_on_cpu``.
+        """
 
     @abstractmethod
     def _take_over(self) -> None:

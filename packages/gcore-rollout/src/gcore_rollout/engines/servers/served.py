@@ -17,18 +17,6 @@ from gcore_rollout.engines.queueing import QueuedSample
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerInfo:
-    """The settings that a server reports."""
-
-    model_path: str | Path
-    max_length: int
-    """Longest prompt + completion, in tokens."""
-    max_num_seqs: int
-    """Default of the largest number of samples requested at once."""
-    is_on_cpu: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class StreamPiece:
     """A part of a sample, as the server sends it."""
 

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gcore_rollout.engines.endings import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.protocol import FinishReason, Request
-from gcore_rollout.engines.queueing import QueuedSample
+from gcore_rollout.engines.queueing import QueuedSample, extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
-from gcore_rollout.engines.servers.served import RunningSample, ServerInfo, StreamPiece
+from gcore_rollout.engines.servers.served import RunningSample, StreamPiece
 from gcore_rollout.errors import RequestError, RolloutError
 
 # Below this SGLang takes the most probable token.
@@ -54,7 +53,7 @@ class SGLangServerEngine(ServerEngine):
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = False
 
     @classmethod
-    def _ask(cls, client: ServerClient) -> ServerInfo:
+    def _ask(cls, client: ServerClient) -> dict[str, Any]:
         info = client.call_blocking("GET", "/server_info")
         if not info["disable_overlap_schedule"]:
             raise RolloutError(
@@ -62,9 +61,11 @@ class SGLangServerEngine(ServerEngine):
                 "start it with --disable-overlap-schedule"
             )
         # SGLang cuts a longer completion short without saying so.
-        return ServerInfo(
-            model_path=info["model_path"], max_length=info["max_req_input_len"], max_num_seqs=256
-        )
+        return {
+            "model_path": info["model_path"],
+            "max_length": info["max_req_input_len"],
+            "max_num_seqs": 256,
+        }
 
     def _take_over(self) -> None:
         missing = sorted(set(self._declared_eos) - set(self._eos))

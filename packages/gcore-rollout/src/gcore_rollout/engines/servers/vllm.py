@@ -8,7 +8,7 @@ from gcore_rollout.engines.protocol import Request
 from gcore_rollout.engines.queueing import QueuedSample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
-from gcore_rollout.engines.servers.served import RunningSample, ServerInfo, StreamPiece
+from gcore_rollout.engines.servers.served import RunningSample, StreamPiece
 from gcore_rollout.engines.vllm.translation import check_temperature, sampling_settings
 from gcore_rollout.errors import RolloutError, ServerRequestError
 
@@ -49,7 +49,7 @@ class VLLMServerEngine(ServerEngine):
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = True
 
     @classmethod
-    def _ask(cls, client: ServerClient) -> ServerInfo:
+    def _ask(cls, client: ServerClient) -> dict[str, Any]:
         try:
             config = client.call_blocking("GET", "/server_info", params={"config_format": "json"})[
                 "vllm_config"
@@ -72,12 +72,12 @@ class VLLMServerEngine(ServerEngine):
             raise RolloutError(
                 f"the server at {client.url} has no {cls._GENERATE_PATH}: start it with --enable-scale-out"
             )
-        return ServerInfo(
-            model_path=config["model_config"]["model"],
-            max_length=config["model_config"]["max_model_len"],
-            max_num_seqs=config["scheduler_config"]["max_num_seqs"],
-            is_on_cpu=config["device_config"]["device"] == "cpu",
-        )
+        return {
+            "model_path": config["model_config"]["model"],
+            "max_length": config["model_config"]["max_model_len"],
+            "max_num_seqs": config["scheduler_config"]["max_num_seqs"],
+            "is_on_cpu": config["device_config"]["device"] == "cpu",
+        }
 
     def _take_over(self) -> None:
         if self._client.call_blocking("GET", "/is_sleeping")["is_sleeping"]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gcore_rollout.engines.endings import StopStrings
 from gcore_rollout.engines.protocol import Completion, EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import (
     Control,
     QueuedSample,
     QueueingEngine,
     SampleFilter,
+    StopStrings,
     TokenLimits,
     check_max_num_seqs,
 )

@@ -18,10 +18,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 
-from gcore_rollout.engines.queueing import check_weights, return_free_memory
+from gcore_rollout.engines.queueing import return_free_memory
 from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
+from gcore_rollout.weight_sync.layout import check_shapes
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -235,7 +236,7 @@ def check_weights_and_head(
     shapes: Mapping[str, tuple[int, ...]], new: dict[str, Any], *, is_tied: bool
 ) -> None:
     """Refuse weights that are not the model's, and remove a tied head, which need not be among them."""
-    check_weights(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
+    check_shapes(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
     if is_tied:
         new.pop(TIED_HEAD, None)
 

@@ -1,7 +1,7 @@
 """The ranks of a `VLLMEngine` over several devices, each a process of vLLM's: their threads, weights and generators."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from threading import Thread
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gcore_rollout.errors import RolloutError, require
-from gcore_rollout.weight_sync.layout import Layout
+from gcore_rollout.weight_sync.layout import Layout, group_into_buckets
 from gcore_rollout.weight_sync.shared_weights import SharedWeights, SharedWeightsReader
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def send_weights(
     little more than one is taken at a time.
     """
     engine.collective_rpc(_begin_update)
-    for bucket in buckets(weights, bucket_bytes or _BUCKET_BYTES):
+    for bucket in group_into_buckets(weights.items(), bucket_bytes or _BUCKET_BYTES):
         shared = SharedWeights()
         try:
             shared.write(bucket.items())
@@ -145,23 +145,6 @@ def gather_tensor(shard: torch.Tensor, shape: Sequence[int], module: Any) -> tor
         parts = parts[:: max(1, len(parts) * shard.shape[dim] // shape[dim])]
     # The vocabulary is padded.
     return torch.cat(parts, dim).narrow(dim, 0, shape[dim])
-
-
-def buckets(
-    weights: Mapping[str, torch.Tensor], size_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights in lists of at most this size; a larger tensor is one of its own."""
-    bucket: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in weights.items():
-        if bucket and size + tensor.nbytes > size_bytes:
-            yield bucket
-            bucket = {}
-            size = 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 # What vLLM's own `reload_weights` does in one call, which takes all weights at once.

@@ -127,46 +127,36 @@ class JudgeModel:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LastMatch:
-    """The base of patterns, regular expressions with a group: reads the first group of the last match in a text."""
+def _check_pattern(pattern: str, content: str) -> None:
+    """Raise `RewardConfigError` unless a regular expression has a group, of this content."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise RewardConfigError(f"pattern is {pattern!r}: {error}") from None
+    require("pattern", pattern, groups >= 1, f"a group around {content}")
 
-    content: ClassVar[str]
-    """The content of the group, for errors."""
-    flags: ClassVar[int] = 0
 
-    pattern: str
-
-    def __post_init__(self) -> None:
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise RewardConfigError(f"pattern is {self.pattern!r}: {error}") from None
-        require("pattern", self.pattern, groups >= 1, f"a group around {self.content}")
-
-    def read(self, text: str) -> str:
-        """Return the group; empty: there is no match, or the group took no part."""
-        group: str | None = None
-        for match in re.finditer(self.pattern, text, flags=self.flags):
-            group = match[1]
-        return group or ""
+def _read_last_match(pattern: str, text: str, *, flags: int = 0) -> str:
+    """Return the first group of the last match in a text; empty: there is no match, or the group took no part."""
+    group: str | None = None
+    for match in re.finditer(pattern, text, flags=flags):
+        group = match[1]
+    return group or ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorePattern(LastMatch):
+class ScorePattern:
     """Reads ``Score: 7``: the last match in an answer, scaled from [low, high] to [0, 1].
 
     A number outside of the range is no score.
     """
-
-    content: ClassVar = "the number"
 
     pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
     low: float = 0.0
     high: float = 10.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _check_pattern(self.pattern, "the number")
         if not -math.inf < self.low < self.high < math.inf:
             raise RewardConfigError(
                 f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
@@ -174,7 +164,7 @@ class ScorePattern(LastMatch):
 
     def __call__(self, text: str) -> float | None:
         try:
-            number = float(self.read(text))
+            number = float(_read_last_match(self.pattern, text))
         except ValueError:
             return None
         if self.low <= number <= self.high:
@@ -198,7 +188,6 @@ class Judge(Generic[T]):
     """Fields that a template must have."""
 
     def __post_init__(self) -> None:
-        self.num_verdicts = self.num_unparsable = 0
         template = self.template or self.question
         try:
             self._fields = [
@@ -212,24 +201,15 @@ class Judge(Generic[T]):
         for name in self.needed:
             require("template", template, name in self._fields, f"{{{name}}} in it")
 
-    @property
-    def parse_rate(self) -> float:
-        """Fraction of verdicts that could be read; 1 before the first."""
-        return 1.0 - self.num_unparsable / max(1, self.num_verdicts)
-
     async def ask(
         self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None
     ) -> list[list[tuple[T | None, str]]]:
         """Return each verdict on each question, None if it could not be read, with its text; see `JudgeModel.ask`."""
         answers = await self.model.ask(questions, images)
         verdicts: list[list[tuple[T | None, str]]] = []
-        values: list[T | None] = []
         for texts in answers:
             parsed = [self.parse(text) for text in texts]
-            values += parsed
             verdicts.append(list(zip(parsed, texts, strict=True)))
-        self.num_verdicts += len(values)
-        self.num_unparsable += values.count(None)
         return verdicts
 
     def _fill_template(self, row: Mapping[str, Any], **texts: str) -> str:
@@ -361,19 +341,20 @@ class ImageJudgeReward(_ScoreJudge):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinnerPattern(LastMatch):
+class WinnerPattern:
     """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter.
 
     A match whose first group is something else is no verdict.
     """
 
-    content: ClassVar = "the winner"
-    flags: ClassVar = re.IGNORECASE
-
     pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
 
+    def __post_init__(self) -> None:
+        _check_pattern(self.pattern, "the winner")
+
     def __call__(self, text: str) -> Winner | None:
-        return _WINNERS.get(self.read(text).lower())
+        winner = _read_last_match(self.pattern, text, flags=re.IGNORECASE)
+        return _WINNERS.get(winner.lower())
 
 
 @dataclass(kw_only=True, eq=False)

@@ -167,7 +167,7 @@ class CodeReward:
     """Score the fraction of tests that passed; all of them are run then."""
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """Score one completion; `RewardError` if the row has no such tests, `SandboxError` if a run does not start."""
+        """Score one completion; `RewardError` if the row has no such tests, `RolloutError` if a run does not start."""
         del prompt
         tests = self._tests(row)
         program = last_code_block(completion)
