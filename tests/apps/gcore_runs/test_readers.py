@@ -16,7 +16,7 @@ from gcore_llm.cli import parse_train
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_runs import ReadWith, UserError, merge, setting_types, to_toml
-from gcore_runs.settings.readers import conditional_settings, default_settings
+from gcore_runs.settings.checks import conditional_settings, default_settings
 from gcore_trainer import (
     AdvantageConfig,
     PolicyLossConfig,

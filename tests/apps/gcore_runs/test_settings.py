@@ -19,10 +19,11 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
-from gcore_runs.migration.keys import read_keys
-from gcore_runs.settings.other_names import hint, other_names
-from gcore_runs.settings.parsing import as_option, merge, parse, setting_types, translate_removed
-from gcore_runs.settings.run_config import PlacementConfig
+from gcore_runs.migration.keys import hint, other_names, read_keys
+from gcore_runs.migration.removed import translate_removed
+from gcore_runs.settings.checks import setting_types
+from gcore_runs.settings.parsing import as_option, merge, parse
+from gcore_runs.settings.sections import PlacementConfig
 from gcore_runs.simulation.config import SimulateConfig
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {

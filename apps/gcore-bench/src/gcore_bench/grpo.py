@@ -290,14 +290,8 @@ def run_steps(spec: Spec) -> list[Step]:
 def train_config(task: Task) -> "TrainConfig":
     """Return gcore-llm's settings for a task: plain GRPO, no dynamic sampling, one update a step."""
     from gcore_llm import ActorConfig
-    from gcore_llm.config import (
-        AlgorithmConfig,
-        DataConfig,
-        RolloutConfig,
-        TaskConfig,
-        TrainConfig,
-        TrainerConfig,
-    )
+    from gcore_llm.config import AlgorithmConfig, RolloutConfig, TrainConfig, TrainerConfig
+    from gcore_llm.sections import DataConfig, TaskConfig
     from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
     workload = task.workload
@@ -350,9 +344,9 @@ def make_model(task: Task) -> None:
 
 def _make_warmed_up(task: Task) -> None:
     """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
-    from gcore_llm.config import WarmupConfig
     from gcore_llm.finetune.warmup import make_warm_model
     from gcore_llm.sampling import reward_function
+    from gcore_llm.sections import WarmupConfig
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_rollout import RewardRunner
     from gcore_runs import resolve

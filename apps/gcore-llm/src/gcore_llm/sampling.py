@@ -11,7 +11,7 @@ from typing import Any, Self
 from gcore_ckpt import load
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.prompts import PromptSets, longest_sequence, takes_special_tokens
-from gcore_llm.reward_config import RunJudge
+from gcore_llm.sections import RunJudge
 from gcore_rollout import (
     ChatEncoder,
     Completion,
@@ -41,13 +41,8 @@ from gcore_rollout import (
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
-from gcore_runs.engines import (
-    DRAFT_MODEL,
-    NO_INSTRUMENTATION,
-    EngineConfig,
-    Instrumentation,
-    device_options,
-)
+from gcore_runs.engines import DRAFT_MODEL, NO_INSTRUMENTATION, Instrumentation, device_options
+from gcore_runs.settings.sections import EngineConfig
 
 
 async def start_policy(

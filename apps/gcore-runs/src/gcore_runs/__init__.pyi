@@ -60,13 +60,11 @@ from .run_folder import (
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
-from .settings.adapters import (
-    AdapterSettings as AdapterSettings,
-    adapter_settings as adapter_settings,
-    with_adapter as with_adapter,
-)
-from .settings.bounds import (
+from .settings.checks import (
+    ABOVE_0 as ABOVE_0,
     EXISTING_FOLDER as EXISTING_FOLDER,
+    IS_SET as IS_SET,
+    IS_TRUE as IS_TRUE,
     Amount as Amount,
     Bound as Bound,
     Checked as Checked,
@@ -76,47 +74,49 @@ from .settings.bounds import (
     FractionBelow1 as FractionBelow1,
     NonNegative as NonNegative,
     Positive as Positive,
+    ReadWith as ReadWith,
     above as above,
     at_least as at_least,
+    converted as converted,
     multiple_of as multiple_of,
+    one_of as one_of,
+    override as override,
+    setting_types as setting_types,
     within as within,
 )
-from .settings.cluster_config import RayConfig as RayConfig
-from .settings.data_config import BaseDataConfig as BaseDataConfig
 from .settings.parsing import (
     as_option as as_option,
     convert_settings as convert_settings,
-    converted as converted,
     extend_recipes as extend_recipes,
-    is_hub_model as is_hub_model,
     merge as merge,
     parse as parse,
     parse_arguments as parse_arguments,
     parse_over as parse_over,
     read_toml as read_toml,
-    resolve as resolve,
-    setting_types as setting_types,
     to_toml as to_toml,
 )
-from .settings.readers import (
-    ABOVE_0 as ABOVE_0,
-    IS_SET as IS_SET,
-    IS_TRUE as IS_TRUE,
-    ReadWith as ReadWith,
-    one_of as one_of,
+from .settings.resources import (
+    is_hub_model as is_hub_model,
+    resolve as resolve,
 )
 from .settings.run_config import (
-    BACKEND_SETTINGS as BACKEND_SETTINGS,
-    BEST_SETTINGS as BEST_SETTINGS,
-    BaseActorConfig as BaseActorConfig,
-    BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseRLConfig as BaseRLConfig,
     BaseRunConfig as BaseRunConfig,
+)
+from .settings.sections import (
+    BACKEND_SETTINGS as BACKEND_SETTINGS,
+    BEST_SETTINGS as BEST_SETTINGS,
+    AdapterSettings as AdapterSettings,
+    BaseActorConfig as BaseActorConfig,
+    BaseAlgorithmConfig as BaseAlgorithmConfig,
+    BaseDataConfig as BaseDataConfig,
     BaseTrainerConfig as BaseTrainerConfig,
     PlacementConfig as PlacementConfig,
     RanksConfig as RanksConfig,
+    RayConfig as RayConfig,
     RLTrainerConfig as RLTrainerConfig,
+    adapter_settings as adapter_settings,
     optimizer_settings as optimizer_settings,
+    with_adapter as with_adapter,
 )
-from .settings.tables import override as override
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -16,7 +16,7 @@ import tyro
 
 from gcore_controller import RankError
 from gcore_runs.errors import UserError, one_line, printable, said
-from gcore_runs.settings.bounds import Checked, NonNegative
+from gcore_runs.settings.checks import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments
 
 if TYPE_CHECKING:

@@ -19,17 +19,9 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
-from gcore_runs.settings.parsing import (
-    ConfigT,
-    content_fingerprints,
-    differences,
-    is_of_code,
-    merge,
-    read_toml,
-    resolve,
-    to_toml,
-    translate_removed,
-)
+from gcore_runs.migration.removed import translate_removed
+from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, to_toml
+from gcore_runs.settings.resources import content_fingerprints, is_of_code, resolve
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of
 

@@ -45,7 +45,8 @@ from gcore_runs.run_folder import (
     write_atomically,
 )
 from gcore_runs.settings.parsing import read_toml
-from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig, RLTrainerConfig
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.settings.sections import RLTrainerConfig
 from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_trainer import TrainerError
 
