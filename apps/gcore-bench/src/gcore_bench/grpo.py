@@ -289,9 +289,15 @@ def run_steps(spec: Spec) -> list[Step]:
 
 def train_config(task: Task) -> "TrainConfig":
     """Return gcore-llm's settings for a task: plain GRPO, no dynamic sampling, one update a step."""
-    from gcore_llm import ActorConfig
-    from gcore_llm.config import AlgorithmConfig, RolloutConfig, TrainConfig, TrainerConfig
-    from gcore_llm.sections import DataConfig, TaskConfig
+    from gcore_llm import (
+        ActorConfig,
+        AlgorithmConfig,
+        DataConfig,
+        RolloutConfig,
+        TaskConfig,
+        TrainConfig,
+        TrainerConfig,
+    )
     from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
     workload = task.workload

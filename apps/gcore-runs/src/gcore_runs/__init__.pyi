@@ -10,7 +10,7 @@ from .command_line import (
 )
 from .data.rows import RowSource as RowSource
 from .doctor.command import doctor_command as doctor_command
-from .errors import UserError as UserError, one_line as one_line, said as said
+from .errors import UserError as UserError
 from .host_memory import (
     available_host_bytes as available_host_bytes,
     keep_free_memory as keep_free_memory,
@@ -31,7 +31,13 @@ from .inputs import (
     open_rows as open_rows,
     read_lines as read_lines,
 )
-from .logs import log_to as log_to, logged as logged, logs_of as logs_of
+from .logs import (
+    describe_os_error as describe_os_error,
+    log_to as log_to,
+    logged as logged,
+    logs_of as logs_of,
+    one_line as one_line,
+)
 from .loop.best import best_step as best_step
 from .loop.recorder import (
     STAGE_CELLS as STAGE_CELLS,

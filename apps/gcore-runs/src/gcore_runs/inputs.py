@@ -11,7 +11,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gcore_runs.data.rows import RowSource, expand_pattern
-from gcore_runs.errors import UserError, one_line
+from gcore_runs.errors import UserError
+from gcore_runs.logs import one_line
 from gcore_runs.run_folder import json_object
 from gcore_runs.settings.resources import is_hub_model
 from gcore_runs.settings.sections import BaseDataConfig

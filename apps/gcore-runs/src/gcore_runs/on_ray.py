@@ -41,7 +41,7 @@ from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.logs import announce_slow_calls
 from gcore_runs.node_logs import NodeLogs
-from gcore_runs.settings.resources import cluster_address, read_variables, translate_refusals
+from gcore_runs.settings.cluster import cluster_address, read_variables, translate_refusals
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)

@@ -1,11 +1,8 @@
-"""What a run's settings name: devices, a Ray cluster, models and data, and the fingerprints of their files."""
+"""The resources that a run's settings name: a device, models and data, with fingerprints of their files."""
 
-import logging
 import os
 import re
-import socket
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain
@@ -13,13 +10,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gcore_controller import ClusterError, check_token, count_cluster_gpus
 from gcore_runs.data.rows import expand_pattern
 from gcore_runs.errors import UserError
 from gcore_runs.settings.checks import flatten_settings, nest
 from gcore_runs.settings.parsing import merge, read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.settings.sections import RayConfig
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +95,8 @@ def _resolve_device(device: str) -> str:
 
 def _resolve_device_on_cluster(config: BaseRLConfig) -> str:
     """Check the cluster, and return the device of its nodes, as torch names it."""
+    from gcore_runs.settings.cluster import check_cluster, cluster_address, resolve_device
+
     check_cluster(config.ray)
     if not cluster_address(config.ray):
         # The cluster is going to be this machine.
@@ -238,63 +235,3 @@ def _sample(file: Path, max_bytes: int) -> Iterator[bytes]:
             if size > max_bytes:
                 opened.seek(last * index // (num_blocks - 1))
             yield opened.read(_BLOCK_BYTES)
-
-
-def cluster_address(settings: RayConfig) -> str:
-    """Return the address of the cluster in the settings, or of RAY_ADDRESS; empty: a new one on this machine."""
-    return settings.address or os.environ.get("RAY_ADDRESS", "")
-
-
-def check_cluster(settings: RayConfig) -> None:
-    """Check the address and the token before anything is started; `UserError` if no cluster accepts them."""
-    read_variables(settings)
-    address = cluster_address(settings)
-    parts = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
-    if parts is None:
-        return
-    try:
-        socket.create_connection((parts[1], int(parts[2])), timeout=10.0).close()
-    except OSError as error:
-        raise UserError(
-            f"ray.address is {address!r}: no Ray cluster answers there ({error}); expected HOST:PORT of its head, or "
-            "an empty address for a new cluster on this machine"
-        ) from error
-    # Ray's own messages about processes that die: a run reports each in one line.
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    with translate_refusals(address):
-        check_token(address)
-
-
-def resolve_device(device: str, settings: RayConfig) -> str:
-    """Return cuda or cpu for auto: the device of the cluster's nodes, which this machine may not have.
-
-    Nodes that join later do not change it.
-    """
-    address = cluster_address(settings)
-    if device != "auto":
-        return device
-    with translate_refusals(address):
-        return "cuda" if count_cluster_gpus(address) > 0 else "cpu"
-
-
-def read_variables(settings: RayConfig) -> dict[str, str]:
-    """Return the variables of the environment that the processes of the cluster get; `UserError` if one is not set."""
-    missing = [name for name in settings.env if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"ray.env holds {missing[0]!r}; expected names of variables that are set for this command"
-        )
-    return {name: os.environ[name] for name in settings.env}
-
-
-@contextmanager
-def translate_refusals(address: str) -> Generator[None]:
-    """Raise `UserError` where a cluster does not accept this process, or where none answers."""
-    try:
-        yield
-    except ClusterError as error:
-        raise UserError(f"ray.address is {address!r}: {error}") from None
-    except (ConnectionError, ValueError) as error:
-        raise UserError(
-            f"ray.address is {address!r}: no Ray cluster answers there ({error})"
-        ) from error
