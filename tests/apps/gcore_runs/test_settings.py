@@ -339,13 +339,18 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
             "optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}
         },
         "critic": {"optim": {"lr": 1e-5, "eps": 1e-6}, "loss": {"cliprange_value": 0.2}},
-        "rollout": {"async_scheduling": True, "speculative": {"num_speculative_tokens": 0}},
+        "rollout": {
+            "async_scheduling": True,
+            "max_num_batched_tokens": 512,
+            "speculative": {"num_speculative_tokens": 0},
+            "engine_options": {},
+        },
         "trainer": {"best_mode": "max", "prometheus_port": 9464},
     }
     assert translate_removed(earlier) == {
         "actor": {"optim": {"lr": 1e-6, "eps": 1e-8}},
         "critic": {"optim": {"eps": 1e-6}, "cliprange_value": 0.2},
-        "rollout": {"engine_options": {"async_scheduling": True}},
+        "rollout": {"engine_options": {"async_scheduling": True, "max_num_batched_tokens": 512}},
     }
     with pytest.raises(
         UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"

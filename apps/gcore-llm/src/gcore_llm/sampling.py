@@ -131,7 +131,8 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         max_length = config.data.max_length
         policy_options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
-        own_options = settings.memory_options | own_options
+        if settings.gpu_memory_utilization is not None:
+            own_options["gpu_memory_utilization"] = settings.gpu_memory_utilization
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)

@@ -240,7 +240,7 @@ def rollout(c: Conversion) -> None:
     tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
     gpus_per_engine = int(number_of(c, tensor_size))
     if engine == "vllm":
-        c.copy(f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.max_num_batched_tokens")
+        c.copy(f"{ROLLOUT}.gpu_memory_utilization")
         c.put("rollout.tensor_parallel_size", gpus_per_engine, tensor_size)
         _engine_options(c)
     else:
@@ -289,8 +289,9 @@ def _engine_options(c: Conversion) -> None:
     """Convert the arguments of vLLM."""
     experts = f"{ROLLOUT}.expert_parallel_size"
     quantization = f"{ROLLOUT}.quantization"
-    options: dict[str, Any] = {}
-    sources: list[str] = []
+    batched = f"{ROLLOUT}.max_num_batched_tokens"
+    options: dict[str, Any] = {"max_num_batched_tokens": c.get(batched)}
+    sources = [batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True
         sources.append(experts)
@@ -306,8 +307,7 @@ def _engine_options(c: Conversion) -> None:
             continue
         options[name] = value
         sources.append(key)
-    if options:
-        c.put("rollout.engine_options", options, *sources)
+    c.put("rollout.engine_options", options, *sources)
 
 
 _ENGINES = "sglang needs rollout.server_python, an environment of its own, and there are no others"

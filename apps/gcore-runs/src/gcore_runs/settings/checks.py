@@ -294,7 +294,10 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
         table = tables
         for section in sections:
             table = table.setdefault(section, {})
-        table[last] = value
+        if value == {}:
+            table.setdefault(last, {})
+        else:
+            table[last] = value
     return tables
 
 

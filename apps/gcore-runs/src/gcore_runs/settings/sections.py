@@ -50,6 +50,7 @@ def _is_address(address: str) -> bool:
 
 _ADDRESS = Bound(_is_address, "HOST:PORT or PORT, from 1 to 65535, or nothing")
 _SERVER_PYTHON = "server_python"
+_BATCHED_TOKENS = "max_num_batched_tokens"
 _TENSOR_PARALLEL = "tensor_parallel_size"
 
 
@@ -371,9 +372,9 @@ class LocalEngineConfig(Checked):
     sglang."""
     engine_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further keyword arguments of the engine: of vllm, fields of its EngineArgs, such as quantization = "fp8",
-    kv_cache_dtype or speculative_config, and seed_per_sample; of sglang, of its ServerArgs; of hf, decode_mode
-    (dynamic, static, cuda_graphs) and kv_cache_bytes; of your own engine, any. On the command line NAME=VALUE, several
-    of them, or JSON."""
+    kv_cache_dtype, max_num_batched_tokens or speculative_config, and seed_per_sample; of sglang, of its ServerArgs; of
+    hf, decode_mode (dynamic, static, cuda_graphs) and kv_cache_bytes; of your own engine, any. On the command line
+    NAME=VALUE, several of them, or JSON."""
 
     @property
     def kind(self) -> EngineKind:
@@ -396,6 +397,15 @@ class LocalEngineConfig(Checked):
             check_engine_options(self.engine, self.engine_options, server_python=self.server_python)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
+        tokens = self.max_num_batched_tokens
+        if (
+            isinstance(tokens, bool)
+            or not isinstance(tokens, int | None)
+            or (tokens is not None and tokens < 1)
+        ):
+            raise UserError(
+                f"{self.section}.engine_options.{_BATCHED_TOKENS} is {tokens!r}; expected an integer, 1 or more"
+            )
         name = _SERVER_PYTHON
         engine = f"with {self.section}.engine {self.engine!r}"
         starts_server = name in self.kind.own_options
@@ -413,6 +423,11 @@ class LocalEngineConfig(Checked):
         if not isinstance(speculation, Mapping):
             return ""
         return str(speculation.get("model", ""))
+
+    @property
+    def max_num_batched_tokens(self) -> int | None:
+        """Most tokens that vllm computes in a step; None: its own choice."""
+        return self.engine_options.get(_BATCHED_TOKENS)
 
     def check_server_python(self) -> None:
         """Raise `UserError` if there is no such file on this machine."""
@@ -474,32 +489,14 @@ class PolicyEngineConfig(EngineConfig):
     ] = None
     """Share of the GPU's memory that an engine takes for weights, keys and values, in vllm and sglang; unset: as much
     as is left next to a trainer on the same GPU, or what they choose."""
-    max_num_batched_tokens: Annotated[
-        int | None, Bound(lambda tokens: tokens is None or tokens >= 1, "1 or more, or None")
-    ] = None
-    """Most tokens that vllm computes in a step; unset: 16384 on a GPU with 70 GiB or more, 8192 on others, and 2048 on
-    CPU."""
-
-    @property
-    def memory_options(self) -> dict[str, Any]:
-        """The settings above that are set."""
-        options: dict[str, Any] = {}
-        for name in ("gpu_memory_utilization", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                options[name] = value
-        return options
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.memory_options:
-            takers = " or ".join(engine_names(lambda engine, name=name: name in engine.own_options))
-            is_taken = name in self.kind.own_options
-            self.require(
-                name,
-                is_taken,
-                f"None with {self.section}.engine {self.engine!r}; {takers} takes it",
-            )
+        name = "gpu_memory_utilization"
+        is_taken = self.gpu_memory_utilization is None or name in self.kind.own_options
+        takers = " or ".join(engine_names(lambda engine: name in engine.own_options))
+        engine = f"{self.section}.engine {self.engine!r}"
+        self.require(name, is_taken, f"None with {engine}; {takers} takes it")
 
 
 @dataclass(frozen=True, kw_only=True)
