@@ -32,9 +32,6 @@ from .inputs import (
     read_lines as read_lines,
 )
 from .logs import (
-    describe_os_error as describe_os_error,
-    log_to as log_to,
-    logged as logged,
     logs_of as logs_of,
     one_line as one_line,
 )
@@ -57,11 +54,9 @@ from .loop.supervisor import (
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal
 from .run_folder import (
-    MetricsWriter as MetricsWriter,
     RunFolder as RunFolder,
     append_json as append_json,
     json_object as json_object,
-    open_run as open_run,
     read_jsonl as read_jsonl,
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
@@ -87,18 +82,14 @@ from .settings.checks import (
     multiple_of as multiple_of,
     one_of as one_of,
     override as override,
-    setting_types as setting_types,
-    within as within,
 )
 from .settings.parsing import (
-    as_option as as_option,
     convert_settings as convert_settings,
     extend_recipes as extend_recipes,
     merge as merge,
     parse as parse,
     parse_arguments as parse_arguments,
     parse_over as parse_over,
-    read_toml as read_toml,
     to_toml as to_toml,
 )
 from .settings.resources import (
@@ -116,10 +107,8 @@ from .settings.sections import (
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseDataConfig as BaseDataConfig,
-    BaseTrainerConfig as BaseTrainerConfig,
     PlacementConfig as PlacementConfig,
     RanksConfig as RanksConfig,
-    RayConfig as RayConfig,
     RLTrainerConfig as RLTrainerConfig,
     adapter_settings as adapter_settings,
     optimizer_settings as optimizer_settings,
