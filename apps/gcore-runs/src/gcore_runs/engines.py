@@ -112,31 +112,37 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
     """
     from gcore_controller import DeviceTimers
 
+    size = config.devices_per_engine
+    shared: dict[str, str] = {}
     if config.lends_ranks:
-        count = config.sizes.num_lent
-        size = config.devices_per_engine
-        shared = {f"{LENT} {i}": f"device {i}" for i in range(count)}
-        shared |= {f"trainer {rank}": f"device {rank // size}" for rank in range(count * size)}
+        for index in range(config.sizes.num_lent):
+            shared[f"{LENT} {index}"] = f"device {index}"
+            for rank in range(index * size, (index + 1) * size):
+                shared[f"trainer {rank}"] = f"device {index}"
         return DeviceTimers(shared=shared)
     if not config.takes_turns:
         return DeviceTimers()
     engines = config.rollout.num_processes
-    size = config.devices_per_engine
-    num_gpus = len(gcore_rollout.visible_gpus(config.device))
     first = engines * size
-    devices = {f"engine {i}": i * size for i in range(engines or 1)}
+    devices: dict[str, int] = {}
+    for number in range(engines or 1):
+        devices[f"engine {number}"] = number * size
     for rank in range(config.sizes.ranks):
         # The row of an engine on several devices is that of the ranks there, too.
         devices[f"trainer {rank}"] = rank // size * size if rank < engines * size else rank
     for role, judge in config.judges.items():
         # One without a process is in this one, on the first device.
-        devices |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {
-            f"{role} 0": 0
-        }
+        if not judge.num_processes:
+            devices[f"{role} 0"] = 0
+        for number in range(judge.num_processes):
+            devices[f"{role} {number}"] = first + number
         first += judge.num_processes
-    if num_gpus:
-        devices = {name: index % num_gpus for name, index in devices.items()}
-    return DeviceTimers(shared={name: f"device {index}" for name, index in devices.items()})
+    num_gpus = len(gcore_rollout.visible_gpus(config.device))
+    for name, index in devices.items():
+        if num_gpus:
+            index %= num_gpus
+        shared[name] = f"device {index}"
+    return DeviceTimers(shared=shared)
 
 
 def engines_in_turns(

@@ -132,18 +132,29 @@ def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = s
             ][:1]
         if not matches and not key.ours:
             return _add_relatives(f"there is no such setting: {key.why}", name, settings, spelled)
-    last = name.rpartition(".")[2]
-    by_last = {setting.rpartition(".")[2]: setting for setting in settings}
-    matches = (
-        matches
-        or difflib.get_close_matches(name, settings, n=1, cutoff=0.85)
-        or [setting for setting in settings if setting.rpartition(".")[2] == last][:3]
-        or difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
-        or [by_last[near] for near in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
-    )
+    matches = matches or _find_similar(name, settings)
     if not matches:
         return _add_relatives("", name, settings, spelled)
     return f"did you mean {' or '.join(map(spelled, matches))}?"
+
+
+def _find_similar(name: str, settings: Collection[str]) -> list[str]:
+    """Return the settings that a name is most like: as a whole, or by its last part."""
+    matches = difflib.get_close_matches(name, settings, n=1, cutoff=0.85)
+    if matches:
+        return matches
+    settings_by_last: dict[str, list[str]] = {}
+    for setting in settings:
+        settings_by_last.setdefault(setting.rpartition(".")[2], []).append(setting)
+    last = name.rpartition(".")[2]
+    if last in settings_by_last:
+        return settings_by_last[last][:3]
+    matches = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
+    if matches:
+        return matches
+    for near in difflib.get_close_matches(last, settings_by_last, n=1, cutoff=0.75):
+        return settings_by_last[near][-1:]
+    return []
 
 
 def _add_relatives(
