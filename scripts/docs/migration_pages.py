@@ -10,7 +10,7 @@ from pathlib import Path
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_runs.migration.keys import Key, read_keys
-from gcore_runs.settings.parsing import setting_types
+from gcore_runs.settings.checks import setting_types
 
 FOLDER = Path(__file__).parents[2] / "docs"
 PAGES: Mapping[str, tuple[Mapping[str, Key], tuple[type, ...]]] = {

@@ -20,7 +20,7 @@ import tomli_w
 from gcore_diffusion.config import DiffusionConfig, DiffusionSimConfig
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_runs.settings.readers import conditional_settings
+from gcore_runs.settings.checks import conditional_settings
 from gcore_runs.simulation.config import SimulateConfig
 
 FOLDER = Path(__file__).parents[2] / "docs/reference"

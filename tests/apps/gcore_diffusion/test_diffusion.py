@@ -33,7 +33,8 @@ from gcore_diffusion.sampling.image_sampling import ImageEvaluation
 from gcore_diffusion.sampling.prompts import ImagePrompt, ImagePromptSets, load_prompts
 from gcore_rollout import RewardConfigError
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings.parsing import merge, resolve, to_toml
+from gcore_runs.settings.parsing import merge, to_toml
+from gcore_runs.settings.resources import resolve
 
 REWARD = """
 import numpy as np

@@ -14,7 +14,7 @@ from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import DiffusionConfig
 from gcore_rollout import RewardConfigError
 from gcore_runs import UserError
-from gcore_runs.settings.cluster_config import RayConfig
+from gcore_runs.settings.sections import RayConfig
 
 REWARD = """
 from gcore_rollout import RewardConfigError

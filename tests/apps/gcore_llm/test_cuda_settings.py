@@ -12,8 +12,8 @@ from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.forecast import run_forecast
 from gcore_llm.learning.device_plan import plan_run
 from gcore_llm.learning.preparation import memory, speed
-from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.sampling import engine_factory
+from gcore_llm.sections import JudgeConfig, RewardModelConfig
 from gcore_placement import Device, PlacementError
 from gcore_runs import PlacementConfig, UserError, resolve
 

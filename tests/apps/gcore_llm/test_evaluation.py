@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from command_line import Cli, option_set, read_rows, val_rows, write_rows
 
-from gcore_llm.config import DataConfig, RolloutConfig, TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.evaluation.evaluate import val_sets
 from gcore_llm.prompts import PromptSets
 from gcore_llm.sampling import sampling_params
+from gcore_llm.sections import DataConfig
 from gcore_rollout import Prompt
 
 VOTING = '''

@@ -21,7 +21,7 @@ from gcore_rollout import LendingEngines
 from gcore_runs.actor_engines import role_shares
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.on_ray import arrange_as_noticed
-from gcore_runs.settings.run_config import PlacementConfig
+from gcore_runs.settings.sections import PlacementConfig
 
 DYNAMIC, AUTO = PlacementConfig(strategy="dynamic"), PlacementConfig(strategy="auto")
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from gcore_llm.config import DataConfig, RolloutConfig, TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.learning.trainer_worker import _model_options  # pyright: ignore[reportPrivateUsage]
 from gcore_llm.sampling import check_engine, engine_factory
+from gcore_llm.sections import DataConfig
 from gcore_rollout import UnsupportedModelError
 from gcore_runs.errors import UserError
 

@@ -219,8 +219,6 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
     ]
     # vLLM says one thing and another as it starts.
     options += [
-        "--rollout.max-num-batched-tokens",
-        "512",
         "--rollout.gpu-memory-utilization",
         "0.3",
     ]
@@ -229,6 +227,7 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
         "seed_per_sample=true",
         "async_scheduling=false",
         "block_size=32",
+        "max_num_batched_tokens=512",
     ]
     assert cli(*args, *options, "--name", "guessed").code == 0
     rows = step_rows(cli.cwd / "runs/guessed")
@@ -478,8 +477,8 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             "rollout.gpu_memory_utilization is 1.5; expected a number in (0, 1], or None",
         ),
         (
-            ["--rollout.engine", "vllm", "--rollout.max-num-batched-tokens", "0"],
-            "rollout.max_num_batched_tokens is 0; expected 1 or more, or None",
+            ["--rollout.engine", "vllm", "--rollout.engine-options", "max_num_batched_tokens=0"],
+            "rollout.engine_options.max_num_batched_tokens is 0; expected an integer, 1 or more",
         ),
         (
             ["--reward-model.judge.urls", "http://h:1"],

@@ -19,7 +19,7 @@ from gcore_llm.cli import parse_train
 from gcore_llm.sampling import TextRewards
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import RewardError, Scored
-from gcore_runs.settings.parsing import resolve
+from gcore_runs.settings.resources import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
 JUDGE = [

@@ -10,8 +10,9 @@ import pytest
 import tomli_w
 
 from gcore_llm.cli import parse_train
-from gcore_llm.config import TaskConfig, TrainConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import make_dataset, make_settings
+from gcore_llm.sections import TaskConfig
 from gcore_rollout import import_reasoning_gym
 from gcore_runs.errors import UserError
 from gcore_runs.settings.parsing import merge, to_toml

@@ -3,7 +3,7 @@
 import pytest
 
 from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
-from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
+from gcore_llm.sections import JudgeConfig, RewardModelConfig
 from gcore_runs import UserError
 
 

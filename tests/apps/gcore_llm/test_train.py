@@ -19,7 +19,7 @@ from gcore_llm.cli import parse_train
 from gcore_llm.config import TrainConfig
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings.parsing import resolve
+from gcore_runs.settings.resources import resolve
 
 EMBEDDED = [
     *("train", "--threads", "1", "--device", "cpu", "--seed", "3"),

@@ -15,10 +15,10 @@ from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
-from gcore_llm.learning.config import ActorConfig
 from gcore_llm.learning.device_plan import check_host_fits, choose_checkpointing, plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_llm.recipes.shapes import shape_folder
+from gcore_llm.sections import ActorConfig
 from gcore_llm.training import train
 from gcore_placement import Device
 from gcore_runs import UserError, available_host_bytes, count_parameters, resolve

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gcore_llm import RolloutConfig, TrainConfig
-from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
+from gcore_llm.sections import JudgeConfig, RewardModelConfig
 from gcore_runs import Supervisor
 from gcore_runs.engines import allocator_variables, device_options
-from gcore_runs.settings.run_config import PlacementConfig
+from gcore_runs.settings.sections import PlacementConfig
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 

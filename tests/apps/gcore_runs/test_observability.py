@@ -44,8 +44,8 @@ from gcore_rollout import EngineReplicas, FailureLog, Request, SamplingParams
 from gcore_rollout.rewards.reward import warn_of_slow_call
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
-from gcore_runs.errors import UserError, one_line, printable
-from gcore_runs.logs import announce_slow_calls, log_to, merged_lines
+from gcore_runs.errors import UserError
+from gcore_runs.logs import announce_slow_calls, log_to, merged_lines, one_line, printable
 from gcore_runs.loop.recorder import Display, shown_cells
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.trackers.prometheus import PrometheusExporter

@@ -15,8 +15,8 @@ from gcore_diffusion.config import RECIPES, DiffusionConfig
 from gcore_llm.cli import parse_train
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_runs import ReadWith, UserError, merge, setting_types, to_toml
-from gcore_runs.settings.readers import conditional_settings, default_settings
+from gcore_runs import ReadWith, UserError, merge, to_toml
+from gcore_runs.settings.checks import conditional_settings, default_settings, setting_types
 from gcore_trainer import (
     AdvantageConfig,
     PolicyLossConfig,

@@ -19,10 +19,11 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
-from gcore_runs.migration.keys import read_keys
-from gcore_runs.settings.other_names import hint, other_names
-from gcore_runs.settings.parsing import as_option, merge, parse, setting_types, translate_removed
-from gcore_runs.settings.run_config import PlacementConfig
+from gcore_runs.migration.keys import hint, other_names, read_keys
+from gcore_runs.migration.removed import translate_removed
+from gcore_runs.settings.checks import setting_types
+from gcore_runs.settings.parsing import as_option, merge, parse
+from gcore_runs.settings.sections import PlacementConfig
 from gcore_runs.simulation.config import SimulateConfig
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
@@ -338,13 +339,18 @@ def test_settings_of_earlier_versions_have_their_present_names() -> None:
             "optim": {"lr": 1e-6, "eps": 1e-8, "max_nonfinite_steps": 10, "muon_momentum": 0.95}
         },
         "critic": {"optim": {"lr": 1e-5, "eps": 1e-6}, "loss": {"cliprange_value": 0.2}},
-        "rollout": {"async_scheduling": True, "speculative": {"num_speculative_tokens": 0}},
+        "rollout": {
+            "async_scheduling": True,
+            "max_num_batched_tokens": 512,
+            "speculative": {"num_speculative_tokens": 0},
+            "engine_options": {},
+        },
         "trainer": {"best_mode": "max", "prometheus_port": 9464},
     }
     assert translate_removed(earlier) == {
         "actor": {"optim": {"lr": 1e-6, "eps": 1e-8}},
         "critic": {"optim": {"eps": 1e-6}, "cliprange_value": 0.2},
-        "rollout": {"engine_options": {"async_scheduling": True}},
+        "rollout": {"engine_options": {"async_scheduling": True, "max_num_batched_tokens": 512}},
     }
     with pytest.raises(
         UserError, match=r"trainer.best_mode is 'min'; expected 'max': trainer.best_metric has a -"

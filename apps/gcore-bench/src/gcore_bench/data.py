@@ -213,8 +213,8 @@ def measure(spec: Spec) -> Figures:
 
 def _prepare_gcore(spec: Spec) -> Callable[[], Any]:
     from gcore_controller import PromptLoader
-    from gcore_llm.config import DataConfig
     from gcore_llm.prompts import load_files
+    from gcore_llm.sections import DataConfig
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_runs import inputs
 

@@ -289,8 +289,8 @@ def run_steps(spec: Spec) -> list[Step]:
 
 def train_config(task: Task) -> "TrainConfig":
     """Return gcore-llm's settings for a task: plain GRPO, no dynamic sampling, one update a step."""
-    from gcore_llm import ActorConfig
-    from gcore_llm.config import (
+    from gcore_llm import (
+        ActorConfig,
         AlgorithmConfig,
         DataConfig,
         RolloutConfig,
@@ -350,9 +350,9 @@ def make_model(task: Task) -> None:
 
 def _make_warmed_up(task: Task) -> None:
     """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
-    from gcore_llm.config import WarmupConfig
     from gcore_llm.finetune.warmup import make_warm_model
     from gcore_llm.sampling import reward_function
+    from gcore_llm.sections import WarmupConfig
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_rollout import RewardRunner
     from gcore_runs import resolve

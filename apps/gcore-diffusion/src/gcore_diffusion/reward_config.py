@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from gcore_rollout import RewardConfigError, engine_names, image_reward_kind, reward_terms
 from gcore_runs import Checked, Count, Fraction, NonNegative, UserError
-from gcore_runs.engines import JudgeOptions
+from gcore_runs.settings.sections import JudgeOptions
 
 DEMO_REWARDS = ("digit", "digit_judge", "colour")
 """Rewards of the embedded model's images."""

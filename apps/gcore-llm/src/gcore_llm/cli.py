@@ -7,18 +7,11 @@ from functools import partial
 
 import tyro
 
-from gcore_llm.config import (
-    DataConfig,
-    RolloutConfig,
-    TaskConfig,
-    TrainArgs,
-    TrainConfig,
-    TrainerConfig,
-)
+from gcore_llm.config import RolloutConfig, TrainArgs, TrainConfig, TrainerConfig
 from gcore_llm.finetune.command import run_fine_tuning
-from gcore_llm.learning.config import ActorConfig
 from gcore_llm.recipes.large import LARGE
 from gcore_llm.report import KINDS
+from gcore_llm.sections import ActorConfig, DataConfig, TaskConfig
 from gcore_runs import (
     Amount,
     Checked,

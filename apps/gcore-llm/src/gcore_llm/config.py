@@ -8,16 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from gcore_controller import RLHFConfig
-from gcore_llm.data.chat_config import ChatDataConfig
-from gcore_llm.data.task_config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
-from gcore_llm.learning.config import (
+from gcore_llm.sections import (
     ActorConfig,
     CriticConfig,
+    DataConfig,
     DistillationConfig,
-    WarmupConfig as WarmupConfig,
+    JudgeConfig,
+    RewardCallsConfig,
+    RewardModelConfig,
+    TaskConfig,
+    WarmupConfig,
 )
-from gcore_llm.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
     ABOVE_0,
@@ -42,7 +44,7 @@ from gcore_runs import (
     optimizer_settings,
     override,
 )
-from gcore_runs.engines import EngineConfig, PolicyEngineConfig
+from gcore_runs.settings.sections import EngineConfig, PolicyEngineConfig
 from gcore_runs.simulation.config import SimConfig
 from gcore_trainer import (
     AdvantageEstimator,
@@ -54,39 +56,6 @@ from gcore_trainer import (
     get_advantage_estimator,
     has_dual_clip,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(ChatDataConfig):
-    """Prompts: from your files, or from a task."""
-
-    train_files: tuple[str, ...] = ()
-    """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
-    Hugging Face Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns."""
-    val_files: tuple[str, ...] = ()
-    """Sources of held-out prompts, NAME=SOURCE for a set whose scores are apart, or published sets by name (gsm8k,
-    math500, aime24, aime25, gpqa_diamond, mmlu_pro, humaneval); empty: data.val-size of the training prompts."""
-    prompt_key: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages."""
-    image_key: str = ""
-    """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
-    or URL (of fsspec), or the bytes of an image file; they stand where text has <image>, or a message a part of type
-    image. Empty: none."""
-    apply_chat_template: Literal["auto", "never"] = "auto"
-    """auto: text becomes a user message wherever the tokenizer has a chat template."""
-    train_batch_size: Count = 32
-    """Prompts a step, each with rollout.n responses."""
-    max_prompt_length: Count = 1024
-    """Longest prompt in tokens; longer ones are left out, counted and reported."""
-    max_response_length: Count = 512
-    """Longest response in tokens."""
-    num_workers: NonNegative = 0
-    """Threads that read rows ahead."""
-
-    @property
-    def max_length(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self.max_prompt_length + self.max_response_length
 
 
 @dataclass(frozen=True, kw_only=True)

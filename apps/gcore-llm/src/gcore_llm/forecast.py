@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
-from gcore_llm.reward_config import RunJudge
+from gcore_llm.sections import RunJudge
 from gcore_placement import Forecast, Job, Lengths, ModelShape
 from gcore_runs import model_folder
 from gcore_runs.simulation.forecast import forecast_job, model_shape

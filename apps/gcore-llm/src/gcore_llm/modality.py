@@ -120,6 +120,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
         self._has_critic = has_critic(config)
         self._has_reference = has_reference(config)
         self._distillation = config.distillation
+        self._source_key = config.distillation.read_column
         self._keeps_cache = config.trainer.schedule == "async"
         self._history = LengthHistory()
         self.saves_evaluated = config.trainer.export == "best"
@@ -156,7 +157,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], TextEvaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
-            source_key=self._distillation.read_column,
+            source_key=self._source_key,
             history=self._history,
             defers=max_tokens < limit,
         )

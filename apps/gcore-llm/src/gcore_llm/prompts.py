@@ -8,9 +8,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from gcore_llm.config import DataConfig, TrainConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.data.loaded import LoadedPrompts, Progress, no_progress
 from gcore_llm.evaluation.sets import val_sources
+from gcore_llm.sections import DataConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import (
     Prompt,

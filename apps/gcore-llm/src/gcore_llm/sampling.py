@@ -11,7 +11,7 @@ from typing import Any, Self
 from gcore_ckpt import load
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.prompts import PromptSets, longest_sequence, takes_special_tokens
-from gcore_llm.reward_config import RunJudge
+from gcore_llm.sections import RunJudge
 from gcore_rollout import (
     ChatEncoder,
     CompositeReward,
@@ -38,13 +38,8 @@ from gcore_rollout import (
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
-from gcore_runs.engines import (
-    DRAFT_MODEL,
-    NO_INSTRUMENTATION,
-    EngineConfig,
-    Instrumentation,
-    device_options,
-)
+from gcore_runs.engines import DRAFT_MODEL, NO_INSTRUMENTATION, Instrumentation, device_options
+from gcore_runs.settings.sections import EngineConfig
 
 
 async def start_policy(
@@ -133,7 +128,8 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         max_length = config.data.max_length
         policy_options["max_model_len"] = min(max_length, longest_sequence(model) or max_length)
-        own_options = settings.memory_options | own_options
+        if settings.gpu_memory_utilization is not None:
+            own_options["gpu_memory_utilization"] = settings.gpu_memory_utilization
     engine_options = dict(settings.engine_options)
     if settings.draft_model:
         draft = model_folder(settings.draft_model, setting=DRAFT_MODEL)

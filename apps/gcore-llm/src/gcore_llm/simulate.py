@@ -6,12 +6,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from gcore_llm.config import DataConfig, SimulatedConfig, TrainConfig, TrainerConfig
+from gcore_llm.config import SimulatedConfig, TrainConfig, TrainerConfig
 from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
+from gcore_llm.sections import DataConfig
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import (
     Display,

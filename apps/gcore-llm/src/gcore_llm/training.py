@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
-from gcore_llm.config import TrainConfig, WarmupConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.data.loaded import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
-from gcore_llm.learning.config import drop_other_export
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import LLMJob, Roles, RunRecorder, SamplingRoles
@@ -35,6 +34,7 @@ from gcore_llm.sampling import (
     sampling_params,
     start_policy,
 )
+from gcore_llm.sections import WarmupConfig, drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Engine, Request, RewardError
 from gcore_runs import (
@@ -53,13 +53,8 @@ from gcore_runs import (
     resolve,
     with_adapter,
 )
-from gcore_runs.engines import (
-    DRAFT_MODEL,
-    EngineConfig,
-    Instrumentation,
-    device_timers,
-    engines_in_turns,
-)
+from gcore_runs.engines import DRAFT_MODEL, Instrumentation, device_timers, engines_in_turns
+from gcore_runs.settings.sections import EngineConfig
 from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:

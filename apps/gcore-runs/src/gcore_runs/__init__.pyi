@@ -10,7 +10,7 @@ from .command_line import (
 )
 from .data.rows import RowSource as RowSource
 from .doctor.command import doctor_command as doctor_command
-from .errors import UserError as UserError, one_line as one_line, said as said
+from .errors import UserError as UserError
 from .host_memory import (
     available_host_bytes as available_host_bytes,
     keep_free_memory as keep_free_memory,
@@ -31,7 +31,10 @@ from .inputs import (
     open_rows as open_rows,
     read_lines as read_lines,
 )
-from .logs import log_to as log_to, logged as logged, logs_of as logs_of
+from .logs import (
+    logs_of as logs_of,
+    one_line as one_line,
+)
 from .loop.best import best_step as best_step
 from .loop.recorder import (
     STAGE_CELLS as STAGE_CELLS,
@@ -51,22 +54,18 @@ from .loop.supervisor import (
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal
 from .run_folder import (
-    MetricsWriter as MetricsWriter,
     RunFolder as RunFolder,
     append_json as append_json,
     json_object as json_object,
-    open_run as open_run,
     read_jsonl as read_jsonl,
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
-from .settings.adapters import (
-    AdapterSettings as AdapterSettings,
-    adapter_settings as adapter_settings,
-    with_adapter as with_adapter,
-)
-from .settings.bounds import (
+from .settings.checks import (
+    ABOVE_0 as ABOVE_0,
     EXISTING_FOLDER as EXISTING_FOLDER,
+    IS_SET as IS_SET,
+    IS_TRUE as IS_TRUE,
     Amount as Amount,
     Bound as Bound,
     Checked as Checked,
@@ -76,47 +75,43 @@ from .settings.bounds import (
     FractionBelow1 as FractionBelow1,
     NonNegative as NonNegative,
     Positive as Positive,
+    ReadWith as ReadWith,
     above as above,
     at_least as at_least,
-    multiple_of as multiple_of,
-    within as within,
-)
-from .settings.cluster_config import RayConfig as RayConfig
-from .settings.data_config import BaseDataConfig as BaseDataConfig
-from .settings.parsing import (
-    as_option as as_option,
-    convert_settings as convert_settings,
     converted as converted,
+    multiple_of as multiple_of,
+    one_of as one_of,
+    override as override,
+)
+from .settings.parsing import (
+    convert_settings as convert_settings,
     extend_recipes as extend_recipes,
-    is_hub_model as is_hub_model,
     merge as merge,
     parse as parse,
     parse_arguments as parse_arguments,
     parse_over as parse_over,
-    read_toml as read_toml,
-    resolve as resolve,
-    setting_types as setting_types,
     to_toml as to_toml,
 )
-from .settings.readers import (
-    ABOVE_0 as ABOVE_0,
-    IS_SET as IS_SET,
-    IS_TRUE as IS_TRUE,
-    ReadWith as ReadWith,
-    one_of as one_of,
+from .settings.resources import (
+    is_hub_model as is_hub_model,
+    resolve as resolve,
 )
 from .settings.run_config import (
-    BACKEND_SETTINGS as BACKEND_SETTINGS,
-    BEST_SETTINGS as BEST_SETTINGS,
-    BaseActorConfig as BaseActorConfig,
-    BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseRLConfig as BaseRLConfig,
     BaseRunConfig as BaseRunConfig,
-    BaseTrainerConfig as BaseTrainerConfig,
+)
+from .settings.sections import (
+    BACKEND_SETTINGS as BACKEND_SETTINGS,
+    BEST_SETTINGS as BEST_SETTINGS,
+    AdapterSettings as AdapterSettings,
+    BaseActorConfig as BaseActorConfig,
+    BaseAlgorithmConfig as BaseAlgorithmConfig,
+    BaseDataConfig as BaseDataConfig,
     PlacementConfig as PlacementConfig,
     RanksConfig as RanksConfig,
     RLTrainerConfig as RLTrainerConfig,
+    adapter_settings as adapter_settings,
     optimizer_settings as optimizer_settings,
+    with_adapter as with_adapter,
 )
-from .settings.tables import override as override
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import tyro
 
 from gcore_controller import RankError
-from gcore_runs.errors import UserError, one_line, printable, said
-from gcore_runs.settings.bounds import Checked, NonNegative
+from gcore_runs.errors import UserError
+from gcore_runs.logs import describe_os_error, one_line, printable
+from gcore_runs.settings.checks import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def run_command(
         raise SystemExit(130) from None
     except Exception as error:
         if isinstance(error, OSError):
-            message = said(error)
+            message = describe_os_error(error)
         elif isinstance(error, _expected_errors()):
             message = one_line(error)
         else:

@@ -11,10 +11,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gcore_runs.data.rows import RowSource, expand_pattern
-from gcore_runs.errors import UserError, one_line
+from gcore_runs.errors import UserError
+from gcore_runs.logs import one_line
 from gcore_runs.run_folder import json_object
-from gcore_runs.settings.data_config import BaseDataConfig
-from gcore_runs.settings.parsing import is_hub_model
+from gcore_runs.settings.resources import is_hub_model
+from gcore_runs.settings.sections import BaseDataConfig
 
 if TYPE_CHECKING:
     from gcore_controller import Mixture

@@ -23,7 +23,7 @@ from gcore_placement import (
 )
 from gcore_runs.engines import stage_of
 from gcore_runs.run_folder import write_atomically
-from gcore_runs.settings.run_config import PlacementConfig
+from gcore_runs.settings.sections import PlacementConfig
 
 _NUM_ROUNDS = 20
 """Number of rounds in which the most loaded engines are looked for."""

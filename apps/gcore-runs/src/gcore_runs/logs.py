@@ -1,4 +1,4 @@
-"""Logs of a run's processes: one file for each, in one folder, and all of them merged by time."""
+"""Logs of a run's processes, one file for each and all merged by time; and text from outside in messages and logs."""
 
 import asyncio
 import ctypes
@@ -21,7 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from gcore_runs.errors import UserError, printable
+from gcore_runs.errors import UserError
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ _MARK_EVERY_S = 0.5
 _POLL_S = 0.3
 _IOLBF = 1
 """C's constant: a buffer is written at the end of every line."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that move a terminal's cursor or change its state or direction; not line breaks and tabs."""
 
 _logger = logging.getLogger(__name__)
 _active = ExitStack()
@@ -345,3 +347,21 @@ class _LogFile:
                 file.seek(-len(line), os.SEEK_CUR)
                 return
             yield line
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters, which may come from a response, a reward or a server, are escaped."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def one_line(error: object) -> str:
+    """Return an error's message without line breaks, as some libraries put into theirs, and control characters."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return printable(" ".join(line for line in lines if line))
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return the operating system's reason, and the file's name if there is one."""
+    reason = error.strerror or one_line(error)
+    file = error.filename2 or error.filename
+    return f"{file}: {reason}" if file is not None else reason

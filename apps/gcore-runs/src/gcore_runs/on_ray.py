@@ -35,11 +35,11 @@ from gcore_rollout import (
     sleep_engine_actor,
     start_engine_actor,
 )
-from gcore_runs import BaseRLConfig, RunJob, log_to, logged, logs_of
+from gcore_runs import BaseRLConfig, RunJob
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
 from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
 from gcore_runs.live_placement import LivePlacement
-from gcore_runs.logs import announce_slow_calls
+from gcore_runs.logs import announce_slow_calls, log_to, logged, logs_of
 from gcore_runs.node_logs import NodeLogs
 from gcore_runs.settings.cluster import cluster_address, read_variables, translate_refusals
 

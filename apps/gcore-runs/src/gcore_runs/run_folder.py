@@ -18,18 +18,11 @@ from uuid import uuid4
 from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
-from gcore_runs.errors import UserError, said
-from gcore_runs.settings.parsing import (
-    ConfigT,
-    content_fingerprints,
-    differences,
-    is_of_code,
-    merge,
-    read_toml,
-    resolve,
-    to_toml,
-    translate_removed,
-)
+from gcore_runs.errors import UserError
+from gcore_runs.logs import describe_os_error
+from gcore_runs.migration.removed import translate_removed
+from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, to_toml
+from gcore_runs.settings.resources import content_fingerprints, is_of_code, resolve
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of
 
@@ -100,7 +93,7 @@ class RunFolder:
             lock = (self.path / ".lock").open("w")
         except OSError as error:
             raise UserError(
-                f"run folder {self.path} cannot be made: {said(error)}; choose another --runs-dir"
+                f"run folder {self.path} cannot be made: {describe_os_error(error)}; choose another --runs-dir"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

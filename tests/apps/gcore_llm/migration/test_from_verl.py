@@ -485,7 +485,12 @@ def test_arguments_of_vllm() -> None:
         "expert_parallel_size=2",
     )
     conversion = from_verl(N8, *(f"{ROLLOUT}.{option}" for option in options))
-    expected = {"enable_expert_parallel": True, "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    expected = {
+        "max_num_batched_tokens": 8192,
+        "enable_expert_parallel": True,
+        "quantization": "fp8",
+        "kv_cache_dtype": "fp8",
+    }
     assert conversion.settings["rollout.engine_options"] == expected
     converted = conversion.result()
     assert isinstance(converted, TrainConfig)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.config import DataConfig
 from gcore_llm.data.loaded import LoadedPrompts, Progress
+from gcore_llm.sections import DataConfig
 from gcore_rollout import Prompt
 from gcore_runs import RowSource, UserError
 from gcore_runs.data.cache import cache_file

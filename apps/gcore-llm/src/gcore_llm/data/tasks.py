@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gcore_llm.config import DataConfig, TaskConfig
 from gcore_llm.prompts import Problem, PromptSets, load_val_files, make_prompts, val_prompts
+from gcore_llm.sections import DataConfig, TaskConfig
 from gcore_rollout import import_reasoning_gym
 from gcore_runs import UserError, converted, one_line
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gcore_llm.config import TaskConfig
 from gcore_llm.finetune.config import (
     DPORunConfig,
     FineTuneConfig,
@@ -13,6 +12,7 @@ from gcore_llm.finetune.config import (
     RowsConfig,
     SFTRunConfig,
 )
+from gcore_llm.sections import TaskConfig
 from gcore_runs.command_line import run_training
 from gcore_runs.settings.parsing import parse
 

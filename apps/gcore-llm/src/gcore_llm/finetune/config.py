@@ -5,9 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from gcore_llm.config import TaskConfig
-from gcore_llm.data.chat_config import ChatDataConfig
-from gcore_llm.learning.config import AdapterConfig
+from gcore_llm.sections import AdapterConfig, ChatDataConfig, TaskConfig
 from gcore_runs import (
     BACKEND_SETTINGS,
     Bound,

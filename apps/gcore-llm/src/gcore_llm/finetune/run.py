@@ -20,14 +20,14 @@ from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.warmup import make_model
 from gcore_llm.finetune.worker import FineTuneWorker, objective_of
-from gcore_llm.learning.config import drop_other_export
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
+from gcore_llm.sections import drop_other_export
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import RunResult, Stop, Supervisor, mixed, model_folder, with_adapter
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import MetricsWriter, write_atomically
-from gcore_runs.settings.parsing import resolve
+from gcore_runs.settings.resources import resolve
 from gcore_trainer import MicroBatch, Sample, TokenScores, check_extras
 
 if TYPE_CHECKING:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore_llm.config import TrainConfig, WarmupConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import WORKED_EXAMPLES
 from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
 from gcore_llm.finetune.data import Row
 from gcore_llm.prompts import PromptSets
+from gcore_llm.sections import WarmupConfig
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import Display, RunFolder, append_json, eos_token_ids, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample

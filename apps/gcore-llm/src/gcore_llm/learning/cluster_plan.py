@@ -34,7 +34,7 @@ from gcore_placement import (
     predict_layout,
 )
 from gcore_runs import UserError, print_table
-from gcore_runs.engines import EngineConfig
+from gcore_runs.settings.sections import EngineConfig
 
 _GB = 1e9
 _GPUS_PER_NODE = 8

@@ -10,14 +10,23 @@ import tomli_w
 
 from gcore_runs import UserError
 from gcore_runs.migration.keys import Key, find_key
-from gcore_runs.settings.parsing import merge, nest, setting_types
-from gcore_runs.settings.run_config import BaseRunConfig, TrackerName
+from gcore_runs.settings.checks import nest, setting_types
+from gcore_runs.settings.parsing import merge
+from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.sections import TrackerName
 
 NEVER = 1_000_000
 """Steps between events that another library's config does not ask for."""
 TRACKERS = get_args(TrackerName)
 WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
+
+def keep_names(*names: str) -> dict[str, str]:
+    """Return choices that have the same names here as in the other library."""
+    return dict(zip(names, names, strict=True))
+
+
+SCHEDULES = keep_names("constant", "linear", "cosine")
 
 Verdict = Literal["mapped", "no meaning", "missing", "unknown"]
 
@@ -254,17 +263,6 @@ def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return " ".join(str(value).split())
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by their dotted names; an empty mapping is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def folder_name(text: object) -> str:

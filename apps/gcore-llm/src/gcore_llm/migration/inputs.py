@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gcore_llm.migration.conversion import flatten
 from gcore_llm.migration.hydra_files import (
     TrainerCommand,
     is_trainer,
@@ -14,6 +13,7 @@ from gcore_llm.migration.hydra_files import (
 )
 from gcore_llm.migration.shell import ShellScript
 from gcore_runs import UserError
+from gcore_runs.settings.checks import flatten
 
 
 @dataclass(frozen=True, kw_only=True)

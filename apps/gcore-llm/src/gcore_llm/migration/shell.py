@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from gcore_llm.migration.shell_conditions import compute_arithmetic, evaluate_test
-from gcore_llm.migration.shell_words import ShellWords
+from gcore_llm.migration.shell_words import ShellWords, compute_arithmetic, evaluate_test
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _FUNCTION = re.compile(r"(?:function\s+)?([\w-]+)\s*\(\)\s*|function\s+([\w-]+)\s*")

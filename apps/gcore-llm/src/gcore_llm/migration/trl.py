@@ -9,17 +9,18 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.migration.conversion import (
     NEVER,
+    SCHEDULES,
     WRITTEN,
     Conversion,
     as_list,
     convert_trackers,
-    flatten,
     folder_name,
     number_of,
 )
 from gcore_llm.migration.inputs import SourceConfig
 from gcore_runs import UserError
 from gcore_runs.migration.keys import read_keys
+from gcore_runs.settings.checks import flatten
 
 _CONFIGS = {
     "grpo": ("train", TrainConfig),
@@ -41,7 +42,7 @@ _AGGREGATIONS = {
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 _SCHEDULES = {
-    **{name: name for name in ("constant", "linear", "cosine")},
+    **SCHEDULES,
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
 }

@@ -8,17 +8,19 @@ from typing import Any
 from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import (
     NEVER,
+    SCHEDULES,
     WRITTEN,
     Conversion,
     as_list,
     convert_trackers,
-    flatten,
     folder_name,
+    keep_names,
     number_of,
 )
 from gcore_llm.migration.inputs import SourceConfig
 from gcore_rollout import VLLM_RESERVED
 from gcore_runs.migration.keys import Key, find_key, read_keys
+from gcore_runs.settings.checks import flatten
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -27,30 +29,15 @@ MODEL = "actor_rollout_ref.model"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _KL_IN_LOSS = _KL | {"kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"}
 _ESTIMATORS = {
-    **{
-        name: name
-        for name in (
-            "grpo",
-            "gae",
-            "rloo",
-            "remax",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-        )
-    },
-    **{f"{name}_vectorized": name for name in ("grpo", "rloo")},
+    **keep_names("grpo", "gae", "rloo", "remax", "reinforce_plus_plus"),
+    **keep_names("reinforce_plus_plus_baseline"),
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
 }
-_LOSSES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo")}
-_AGGREGATIONS = {
-    name: name
-    for name in (
-        "token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    )
-}
-_SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
+_LOSSES = keep_names("vanilla", "gspo", "cispo", "sapo")
+_AGGREGATIONS = keep_names(
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+)
 _OPTIMIZERS = {"AdamW": "adamw", "adam": "adamw", "adamw": "adamw", "AdamW8bit": "adamw_8bit"}
 _CORRECTION = "algorithm.rollout_correction"
 _BYPASSES = (f"{_CORRECTION}.bypass_mode", f"{ACTOR}.use_rollout_log_probs")
@@ -253,7 +240,7 @@ def rollout(c: Conversion) -> None:
     tensor_size = f"{ROLLOUT}.tensor_model_parallel_size"
     gpus_per_engine = int(number_of(c, tensor_size))
     if engine == "vllm":
-        c.copy(f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.max_num_batched_tokens")
+        c.copy(f"{ROLLOUT}.gpu_memory_utilization")
         c.put("rollout.tensor_parallel_size", gpus_per_engine, tensor_size)
         _engine_options(c)
     else:
@@ -302,8 +289,9 @@ def _engine_options(c: Conversion) -> None:
     """Convert the arguments of vLLM."""
     experts = f"{ROLLOUT}.expert_parallel_size"
     quantization = f"{ROLLOUT}.quantization"
-    options: dict[str, Any] = {}
-    sources: list[str] = []
+    batched = f"{ROLLOUT}.max_num_batched_tokens"
+    options: dict[str, Any] = {"max_num_batched_tokens": c.get(batched)}
+    sources = [batched]
     if number_of(c, experts) > 1:
         options["enable_expert_parallel"] = True
         sources.append(experts)
@@ -319,8 +307,7 @@ def _engine_options(c: Conversion) -> None:
             continue
         options[name] = value
         sources.append(key)
-    if options:
-        c.put("rollout.engine_options", options, *sources)
+    c.put("rollout.engine_options", options, *sources)
 
 
 _ENGINES = "sglang needs rollout.server_python, an environment of its own, and there are no others"
@@ -474,7 +461,7 @@ def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
     for name in (f"{theirs}.warmup_style", f"{theirs}.lr_decay_style"):
         if c.has(name):
             schedule = name
-    c.put(f"{ours}.lr_scheduler_type", c.one_of(schedule, _SCHEDULES, "constant"), schedule)
+    c.put(f"{ours}.lr_scheduler_type", c.one_of(schedule, SCHEDULES, "constant"), schedule)
     lowest = f"{theirs}.min_lr"
     if c.get(lowest):
         c.put(f"{ours}.min_lr_ratio", c.get(lowest) / c.get(f"{theirs}.lr"), lowest, f"{theirs}.lr")

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 
 from gcore_llm.config import (
     AlgorithmConfig,
-    DataConfig,
     OverlongConfig,
     RolloutConfig,
     TrainConfig,
     TrainerConfig,
 )
-from gcore_llm.learning.config import ActorConfig
+from gcore_llm.sections import ActorConfig, DataConfig
 from gcore_trainer import OptimizerConfig, ParallelConfig, PolicyLossConfig
 
 

@@ -9,7 +9,8 @@ from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gcore_runs.data.rows import LazySequence, RowSource
-from gcore_runs.errors import UserError, one_line
+from gcore_runs.errors import UserError
+from gcore_runs.logs import one_line
 
 
 def with_columns(rows: RowSource, columns: Mapping[str, str]) -> RowSource:

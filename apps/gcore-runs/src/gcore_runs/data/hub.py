@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore_runs.data.cache import cache_folder
-from gcore_runs.errors import UserError, one_line
+from gcore_runs.errors import UserError
+from gcore_runs.logs import one_line
 
 _SHA = re.compile("[0-9a-f]{40}")
 _DATASET = re.compile(

@@ -13,8 +13,8 @@ from pathlib import Path
 from gcore_runs.doctor.checks import Finding, check_machine, check_ports, check_token
 from gcore_runs.doctor.node_checks import check_nodes
 from gcore_runs.doctor.readings import read_machine
-from gcore_runs.errors import one_line
-from gcore_runs.settings.bounds import Checked, NonNegative
+from gcore_runs.logs import one_line
+from gcore_runs.settings.checks import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments, read_toml
 
 Located = tuple[str, Finding]

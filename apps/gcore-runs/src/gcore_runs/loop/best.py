@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, json_object, read_jsonl, write_atomically
-from gcore_runs.settings.run_config import RLTrainerConfig
+from gcore_runs.settings.sections import RLTrainerConfig
 
 EvaluationT = TypeVar("EvaluationT", bound=Mapping[str, Any])
 

@@ -43,7 +43,7 @@ from gcore_controller import (
 )
 from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
-from gcore_runs.errors import one_line, printable
+from gcore_runs.logs import one_line, printable
 from gcore_runs.loop.best import BEST, SINCE_BEST, compare_with_best, is_best, is_due, keep_best
 from gcore_runs.loop.learning_signal import SIGNAL, reason
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans

@@ -26,8 +26,8 @@ from gcore_controller import (
 )
 from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables, lending_of
-from gcore_runs.errors import UserError, one_line, said
-from gcore_runs.logs import log_to
+from gcore_runs.errors import UserError
+from gcore_runs.logs import describe_os_error, log_to, one_line
 from gcore_runs.loop.best import best_step, exported_evaluation, has_ended
 from gcore_runs.loop.learning_signal import check_signal
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
@@ -45,7 +45,8 @@ from gcore_runs.run_folder import (
     write_atomically,
 )
 from gcore_runs.settings.parsing import read_toml
-from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig, RLTrainerConfig
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.settings.sections import RLTrainerConfig
 from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_trainer import TrainerError
 
@@ -419,7 +420,7 @@ class Supervisor:
             write_atomically(self.run.export, write)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial_path(self.run.export), ignore_errors=True)
-            reason = said(error) if isinstance(error, OSError) else one_line(error)
+            reason = describe_os_error(error) if isinstance(error, OSError) else one_line(error)
             raise UserError(
                 f"all steps are done, but the export {self.run.export} cannot be written: {reason}; with enough space "
                 "the same command writes it, from the last checkpoint"
@@ -434,7 +435,7 @@ class Supervisor:
         except OSError as error:
             raise UserError(
                 f"the run is complete, with its export at {run.export}, but its report cannot be written: "
-                f"{said(error)}; the command report {run.path} writes it"
+                f"{describe_os_error(error)}; the command report {run.path} writes it"
             ) from error
         evaluations = self._evaluations()
         if not evaluations:

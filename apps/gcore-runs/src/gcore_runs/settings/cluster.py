@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from gcore_controller import ClusterError, check_token, count_cluster_gpus
 from gcore_runs.errors import UserError
-from gcore_runs.settings.cluster_config import RayConfig
+from gcore_runs.settings.sections import RayConfig
 
 
 def cluster_address(settings: RayConfig) -> str:

@@ -3,40 +3,37 @@
 import dataclasses
 import json
 import math
-import os
-import re
 import tomllib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
 
 from gcore_runs.errors import UserError
-from gcore_runs.migration.keys import find_key, read_keys
-from gcore_runs.settings.fingerprints import names_code, take_fingerprints
-from gcore_runs.settings.readers import conditional_settings, default_settings
-from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.settings.tables import cached_adapter, converted as converted, describe_expected
+from gcore_runs.migration.keys import hint
+from gcore_runs.settings.checks import (
+    cached_adapter,
+    conditional_settings,
+    converted,
+    default_settings,
+    describe_expected,
+    flatten,
+    flatten_settings,
+    nest,
+    setting_types,
+)
+from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
 
 _HELP = ("-h", "--help")
 _MAX_INT = 2**63 - 1
-_OLD_CRITIC_LR = 1e-5
-"""Rate of the critic in earlier versions, where it was not set."""
-_MAX_THREADS = 4096
-_HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[^\s:]+)?")
 
 
 def parse(
@@ -131,7 +128,7 @@ def _apply_options(
         over_file = merge(base, values, source=config, keep=())
         over = _merge_tables(values, over)
     _help_if_asked(args, type(base), prog=prog, description=description, default=over_file)
-    return merge(base, over, keep=[name for name, _ in _flatten(over, setting_types(type(base)))])
+    return merge(base, over, keep=flatten(over, setting_types(type(base))))
 
 
 def _help_if_asked(
@@ -150,21 +147,6 @@ def _help_if_asked(
             config=config,
             **default,
         )
-
-
-@cache
-def setting_types(kind: type, prefix: str = "") -> Mapping[str, Any]:
-    """Return the type of every setting of a dataclass, by its dotted name: ``{"rollout.n": int, ...}``."""
-    hints = get_type_hints(kind)
-    types: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        name = prefix + field.name
-        field_type = hints[field.name]
-        if isinstance(field_type, type) and dataclasses.is_dataclass(field_type):
-            types |= setting_types(field_type, f"{name}.")
-        else:
-            types[name] = field_type
-    return types
 
 
 def as_option(name: str) -> str:
@@ -287,8 +269,8 @@ def merge(
     """
     types = setting_types(type(base))
     where = f"{source}: " if source else ""
-    values = _flatten_settings(base, types)
-    for name, value in _flatten(overrides, types):
+    values = flatten_settings(base, types)
+    for name, value in flatten(overrides, types).items():
         if name not in types:
             if not any(setting.startswith(f"{name}.") for setting in types):
                 raise UserError(f"{where}unknown field {name}; {hint(name, types)}")
@@ -354,41 +336,6 @@ def _merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def hint(name: str, settings: Collection[str], spelled: Callable[[str], str] = str) -> str:
-    """Return what to write instead of an unknown name; the tables of other libraries' names are read only then."""
-    from gcore_runs.settings import other_names
-
-    return other_names.hint(name, settings, spelled)
-
-
-def _flatten(
-    values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield every value by its dotted name; a mapping is a value if it is empty, or one of the ``leaves``."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value and prefix + key not in leaves:
-            yield from _flatten(value, leaves, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _flatten_settings(settings: object, leaves: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of a dataclass by their dotted names; see `_flatten`."""
-    return dict(_flatten(dataclasses.asdict(cast(Any, settings)), leaves))
-
-
-def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by their dotted names as nested tables."""
-    tables: dict[str, Any] = {}
-    for name, value in values.items():
-        *sections, last = name.split(".")
-        table = tables
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[last] = value
-    return tables
-
-
 def _validate(
     settings_type: type[SettingsT], values: Mapping[str, Any], *, source: str = ""
 ) -> SettingsT:
@@ -400,7 +347,7 @@ def _validate(
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
         raise UserError(f"{where}{_describe_refusal(error)}") from None
-    for name, value in _flatten_settings(settings).items():
+    for name, value in flatten_settings(settings).items():
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{where}{name} is {number}; expected a finite number")
@@ -441,162 +388,10 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         ) from None
 
 
-def translate_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a run folder under their present names, nested, without those that have no effect now.
-
-    Raises:
-        UserError: a setting that is a constant now has another value.
-    """
-    translated: dict[str, Any] = {}
-    for name, value in _flatten(values):
-        key = find_key(read_keys("removed"), name)
-        if key is None:
-            translated[name] = value
-        elif key.ours:
-            target = key.ours[0]
-            if target == "rollout.engine_options":
-                target += f".{name.rpartition('.')[2]}"
-            translated[target] = value
-        elif key.off is not None and value not in key.off:
-            raise UserError(f"{name} is {value!r}; expected {key.off[-1]!r}: {key.why}")
-    tables = nest(translated)
-    _drop_inherited(tables)
-    return tables
-
-
-def _drop_inherited(values: dict[str, Any]) -> None:
-    """Leave out what a table of settings had of its own, in earlier versions, and would follow from others now."""
-    actor = values.get("actor", {}).get("optim", {})
-    critic = values.get("critic", {}).get("optim", {})
-    inherited = {**actor, "lr": _OLD_CRITIC_LR}
-    for name, value in list(critic.items()):
-        if inherited.get(name) == value:
-            del critic[name]
-
-
 def to_toml(config: BaseRunConfig) -> str:
     """Return every field as TOML; unset ones (None) are left out."""
-    values = _flatten_settings(config).items()
+    values = flatten_settings(config).items()
     return tomli_w.dumps(nest({name: value for name, value in values if value is not None}))
-
-
-def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
-    """Return the settings with ``threads``, ``device`` and ``dtype`` of this machine in place of 0 and auto.
-
-    On a Ray cluster the device is that of its nodes, unless ``is_local``: then models are loaded in this process.
-
-    Models and data on the Hugging Face Hub get the commit that they have now. A run that is resumed keeps its commits,
-    and its data type, whatever auto was when it began. `UserError` for a name that the Hub does not have.
-    """
-    if config.threads > _MAX_THREADS:
-        raise UserError(
-            f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core"
-        )
-    if isinstance(config, BaseRLConfig) and config.runtime == "ray":
-        device = _resolve_device("auto") if is_local else _resolve_device_on_cluster(config)
-    else:
-        device = _resolve_device(config.device)
-    changes: dict[str, Any] = {
-        "threads": config.threads or len(os.sched_getaffinity(0)),
-        "device": device,
-    }
-    if getattr(config, "dtype", "") == "auto":
-        dtype = str(_read_resumed(config).get("dtype", "auto"))
-        if dtype == "auto":
-            dtype = "bfloat16" if device.startswith("cuda") else "float32"
-        changes["dtype"] = dtype
-    resolved = dataclasses.replace(config, **changes)
-    models = _models(config)
-    data = getattr(config, "data", None)
-    sources: dict[str, Sequence[str]] = {}
-    if data:
-        sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")}
-    model_names = chain.from_iterable(
-        [value] if isinstance(value, str) else value for value in models.values()
-    )
-    is_on_hub = any(map(is_hub_model, model_names))
-    if is_on_hub or any("hf://" in source for source in chain.from_iterable(sources.values())):
-        from gcore_runs.data.hub import pin_revisions
-
-        return merge(
-            resolved, nest(pin_revisions(models, sources, _read_resumed(config), is_hub_model))
-        )
-    return resolved
-
-
-def _resolve_device(device: str) -> str:
-    """Return a device of this machine, as torch names it; `UserError` if it has none of this name."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    index = _parse_device(device).index or 0
-    if device.startswith("cuda") and index >= torch.cuda.device_count():
-        raise UserError(
-            f"device is {device!r}; expected one of this machine's {torch.cuda.device_count()} CUDA devices"
-        )
-    return device
-
-
-def _resolve_device_on_cluster(config: BaseRLConfig) -> str:
-    """Check the cluster, and return the device of its nodes, as torch names it."""
-    from gcore_runs.settings.cluster import check_cluster, cluster_address, resolve_device
-
-    check_cluster(config.ray)
-    if not cluster_address(config.ray):
-        # The cluster is going to be this machine.
-        return _resolve_device(config.device)
-    device = resolve_device(config.device, config.ray)
-    _parse_device(device)
-    return device
-
-
-def _parse_device(device: str) -> "torch.device":
-    """Return a device as torch has it; `UserError` if it is none."""
-    import torch
-
-    try:
-        return torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device is {device!r}; expected cpu, cuda, cuda:NUMBER or auto") from None
-
-
-def _models(config: BaseRunConfig) -> dict[str, str | Sequence[str]]:
-    """Return the folders and names of the run's models, by dotted name."""
-    models: dict[str, str | Sequence[str]] = {}
-    for name in config.model_settings:
-        table, is_table, field = name.partition(".*.")
-        value = attrgetter(table)(config)
-        if is_table:
-            for key, entry in value.items():
-                models[f"{table}.{key}.{field}"] = getattr(entry, field)
-        else:
-            models[name] = value
-    return models
-
-
-def is_hub_model(name: str) -> bool:
-    """Return whether a name is of a model on the Hub, ``NAMESPACE/NAME[@REVISION]``, and not of a folder there is."""
-    return _HUB_MODEL.fullmatch(name) is not None and not Path(name).exists()
-
-
-def _read_resumed(config: BaseRunConfig) -> dict[str, Any]:
-    """Return the settings of the run that these resume, as its file has them; none: there is no such run."""
-    folder = Path(config.runs_dir) / config.name
-    is_resumed = (folder / "model").is_dir() or any((folder / "checkpoints").glob("*"))
-    if config.resume == "never" or not is_resumed or not (folder / "config.toml").is_file():
-        return {}
-    return read_toml(folder / "config.toml")
-
-
-def content_fingerprints(config: BaseRunConfig) -> dict[str, str]:
-    """Return a hash of the files that each setting names; see `take_fingerprints`."""
-    return take_fingerprints(_flatten_settings(config), _models(config))
-
-
-def is_of_code(config: BaseRunConfig, setting: str) -> bool:
-    """Return whether the files of a setting, which have a fingerprint, are code of the user's."""
-    return names_code(setting, _models(config))
 
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
@@ -614,4 +409,4 @@ def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
 
 def _filled_settings(config: BaseRunConfig) -> dict[str, Any]:
     """Return the settings by their dotted names, without empty tables."""
-    return {name: value for name, value in _flatten_settings(config).items() if value != {}}
+    return {name: value for name, value in flatten_settings(config).items() if value != {}}

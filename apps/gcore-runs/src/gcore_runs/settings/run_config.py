@@ -9,161 +9,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
-from gcore_runs.settings.adapters import AdapterSettings
-from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
-from gcore_runs.settings.cluster_config import LocalCheckpointsConfig, RayConfig
-from gcore_runs.settings.data_config import BaseDataConfig
-from gcore_runs.settings.readers import ABOVE_0, ReadWith, check_read, one_of
-from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas
-from gcore_runs.settings.tables import override
-from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
-
-
-def _is_address(address: str) -> bool:
-    port = address.rpartition(":")[2]
-    return not address or (port.isdecimal() and 1 <= int(port) <= 65_535)
-
+from gcore_runs.settings.checks import Bound, Checked, Count, NonNegative, ReadWith, check_read
+from gcore_runs.settings.sections import (
+    BaseAlgorithmConfig,
+    BaseDataConfig,
+    BaseTrainerConfig,
+    LocalCheckpointsConfig,
+    LocalEngineConfig,
+    PlacementConfig,
+    PolicyReplicas,
+    RayConfig,
+    RLTrainerConfig,
+)
 
 _FOLDER_NAME = Bound(
     lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name"
 )
-_ADDRESS = Bound(_is_address, "HOST:PORT or PORT, from 1 to 65535, or nothing")
-
-
-BACKEND_SETTINGS = (
-    ReadWith(
-        settings=("trainer.parallel.fsdp_size", "trainer.parallel.gradient_sync"),
-        chosen_by={"trainer.backend": one_of("torch")},
-    ),
-    ReadWith(settings=("trainer.megatron",), chosen_by={"trainer.backend": one_of("megatron")}),
-)
-"""Settings of one library for training, in commands that have two of them."""
-BEST_SETTINGS = ReadWith(
-    settings=("trainer.best_metric",),
-    chosen_by={"trainer.export": one_of("best"), "trainer.early_stopping_patience": ABOVE_0},
-)
-"""Settings of the best evaluation, in commands that look for it."""
-
-
-def optimizer_settings(section: str, *, has_muon: bool = True) -> tuple[ReadWith, ...]:
-    """Return the settings of an optimizer, in ``section``, that only one algorithm or schedule reads.
-
-    Without ``has_muon`` the command cannot train with Muon, and reads none of its settings.
-    """
-    return (
-        ReadWith(
-            settings=(f"{section}.muon_lr",),
-            chosen_by={f"{section}.name": one_of("muon") if has_muon else one_of()},
-        ),
-        ReadWith(
-            settings=(f"{section}.min_lr_ratio",),
-            chosen_by={f"{section}.lr_scheduler_type": one_of("linear", "cosine")},
-        ),
-    )
-
-
-TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseTrainerConfig(Checked, section="trainer"):
-    """Training ranks, the run's length, its checkpoints and evaluations, and where its metrics go."""
-
-    num_processes: Count = 1
-    """Training ranks, each a process with a device of its own."""
-    total_training_steps: Count = 200
-    """Steps of the whole run."""
-    save_freq: Count = 25
-    """Steps between checkpoints."""
-    max_ckpt_to_keep: Count = 2
-    """Checkpoints kept, the last ones."""
-    test_freq: Count = 50
-    """Steps between evaluations on held-out rows; the first and last step always evaluate."""
-    tensorboard: bool = True
-    """Write TensorBoard events alongside metrics.jsonl."""
-    trackers: tuple[TrackerName, ...] = ()
-    """Send metrics, images and samples to these (each an extra of its name); their own variables, such as
-    WANDB_MODE=offline or MLFLOW_TRACKING_URI, apply."""
-    project_name: str = "gcore"
-    """Project of the trackers that the run belongs to."""
-    prometheus: Annotated[str, _ADDRESS] = ""
-    """Serve the metrics for Prometheus at http://HOST:PORT/metrics: HOST:PORT, or PORT for 127.0.0.1, which is this
-    machine alone; empty: do not."""
-    heartbeat_timeout_s: Annotated[float, above(0, "above 0")] = 120.0
-    """Seconds without a sign of life of a training rank's process, whatever the rank computes, after which the rank
-    counts as lost: it was stopped, or its machine hangs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RLTrainerConfig(BaseTrainerConfig):
-    """Training ranks, and the length of a run of reinforcement learning."""
-
-    total_epochs: Amount = 0.0
-    """Passes over the training rows, which set total-training-steps: rows / data.train-batch-size a pass; 0: none."""
-    log_samples: NonNegative = 4
-    """Random samples of each step that samples.jsonl, the report and the trackers show; 0: none."""
-    early_stopping_patience: NonNegative = 0
-    """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
-    export: Literal["last", "best"] = "last"
-    """Step whose policy is exported. best: that of the best evaluation; it is saved at once."""
-    best_metric: str = ""
-    """Metric of evaluations whose highest value is best, such as val/aime24/avg@8, or with a - before it whose lowest;
-    empty: the mean of greedy scores, or of a reward not trained on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksConfig(BaseTrainerConfig):
-    """Training ranks and the library that they compute with."""
-
-    backend: Literal["torch", "megatron"] = "torch"
-    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
-    num_processes: Count = 1
-    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: dict[str, Any] = field(default_factory=dict[str, Any])
-    """How Megatron-Core computes, by the fields of gcore_trainer.MegatronConfig: recompute_granularity,
-    overlap_grad_reduce, overlap_param_gather, bucket_size, grouped_gemm, transformer_engine and
-    bias_activation_fusion, such as --trainer.megatron.overlap-grad-reduce true."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            if self.backend == "torch":
-                self.parallel.check_torch()
-            self.parallel.data_parallel_size(self.num_processes)
-        except ConfigError as error:
-            raise UserError(
-                f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})"
-            ) from None
-        try:
-            self.megatron_config.check()
-        except ConfigError as error:
-            raise UserError(f"trainer.megatron.{error}") from None
-
-    @property
-    def megatron_config(self) -> MegatronConfig:
-        """The settings of Megatron-Core."""
-        return override(MegatronConfig(), self.megatron, "trainer.megatron")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseActorConfig(AdapterSettings, section="actor"):
-    """Which of the policy's parameters are trained, and in how much memory."""
-
-    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
-    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
-    billion parameters or more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseAlgorithmConfig(Checked, section="algorithm"):
-    """Dynamic sampling, from scores to the groups of a step."""
-
-    filter_groups: bool = True
-    """Dynamic sampling: drop groups whose responses all score alike and sample again."""
-    max_num_gen_batches: Count = 4
-    """Most waves of sampling a step; then the step trains on what it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,25 +78,6 @@ class BaseRunConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_read(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementConfig(Checked, section="placement"):
-    """Division of a run's devices: of engines on ray between the policy and the judges, and of ranks in a step."""
-
-    strategy: Strategy | None = None
-    """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
-    then, between steps and waves of sampling, engines move from roles that idle to those that are busy, where it saves
-    more than it costs. colocated: each of rollout.num-processes devices has an engine of every role, and all generate,
-    then all judge; those that wait sleep. auto: dynamic, or colocated where that takes less, swaps included. None or
-    unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
-    horizon_steps: Count = 20
-    """Steps over which a move between two of them must save more time than it takes, which is measured."""
-    lend_ranks: bool | Literal["auto"] = False
-    """true: while the policy samples, the training ranks are asleep, and each device of theirs has a further engine of
-    the policy, besides the rollout.num-processes ones with devices of their own; it sleeps while the ranks work. auto:
-    in the steps in which that saves more time than the swaps take, as measured. With runtime inline or ray and schedule
-    sync, and not with rollout.colocated, where all engines share devices so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,11 +137,11 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     @property
     @abstractmethod
-    def judge(self) -> tuple[str, JudgeReplicas | None]:
+    def judge(self) -> tuple[str, LocalEngineConfig | None]:
         """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
 
     @property
-    def judges(self) -> Mapping[str, JudgeReplicas]:
+    def judges(self) -> Mapping[str, LocalEngineConfig]:
         """All judges that the run starts, by their roles: ``judge``, and ``judge_NAME`` of further ones."""
         _, judge = self.judge
         return {} if judge is None else {"judge": judge}

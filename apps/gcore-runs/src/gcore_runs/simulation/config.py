@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from gcore_placement import Cluster, Device, Efficiency, EngineCosts, PlacementError
 from gcore_runs.errors import UserError
-from gcore_runs.settings.bounds import (
+from gcore_runs.settings.checks import (
     Amount,
     Count,
     Fraction,

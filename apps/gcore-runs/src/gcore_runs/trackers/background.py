@@ -6,7 +6,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
-from gcore_runs.errors import one_line
+from gcore_runs.logs import one_line
 from gcore_runs.trackers.base import Images, Rows, Tracker
 
 _CLOSE_S = 600.0

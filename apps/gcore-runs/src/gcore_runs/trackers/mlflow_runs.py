@@ -2,9 +2,10 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gcore_runs.settings.checks import flatten
 from gcore_runs.trackers.base import Images, Rows, TrackedRun, Tracker, as_table
 
 _TAG = "gcore.run_id"
@@ -36,9 +37,11 @@ class MLflow(Tracker):
             return
         created = self._client.create_run(experiment_id, run_name=run.name, tags={_TAG: run.run_id})
         self._run_id = created.info.run_id
-        params = [
-            Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _flatten(run.config)
-        ]
+        params: list[Any] = []
+        for name, value in flatten(run.config).items():
+            # MLflow has no tables without entries.
+            if value != {}:
+                params.append(Param(_name(name), str(value)[:_MAX_PARAM_CHARS]))
         for batch in _batches(params):
             self._client.log_batch(self._run_id, params=batch)
 
@@ -73,11 +76,3 @@ def _batches(values: Sequence[Any]) -> list[Sequence[Any]]:
 
 def _name(name: str) -> str:
     return re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"))
-
-
-def _flatten(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{section}{name}.")
-        else:
-            yield _name(section + name), value

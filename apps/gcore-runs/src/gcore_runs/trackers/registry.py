@@ -5,7 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from gcore_runs.errors import UserError, one_line
+from gcore_runs.errors import UserError
+from gcore_runs.logs import one_line
 from gcore_runs.trackers.background import Background
 from gcore_runs.trackers.base import TrackedRun, Tracker
 

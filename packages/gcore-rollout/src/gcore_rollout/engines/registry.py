@@ -80,13 +80,13 @@ _KINDS = {
         own_options=frozenset(
             (
                 "gpu_memory_utilization",
-                "max_num_batched_tokens",
                 "enable_sleep_mode",
                 "tensor_parallel_size",
             )
         ),
         engine_options=frozenset(
             (
+                "max_num_batched_tokens",
                 "async_scheduling",
                 "seed_per_sample",
                 "enable_expert_parallel",

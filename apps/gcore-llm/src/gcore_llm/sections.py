@@ -1,0 +1,469 @@
+"""Sections of the settings of gcore-llm's commands: data, what is trained and from what, and rewards."""
+
+import math
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from gcore_rollout import OnError, ProcessLimits, RetryPolicy, RewardRunnerConfig
+from gcore_runs import (
+    AdapterSettings,
+    Amount,
+    BaseActorConfig,
+    BaseDataConfig,
+    Bound,
+    Checked,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    UserError,
+    above,
+    at_least,
+)
+from gcore_runs.settings.sections import EngineConfig, JudgeOptions
+from gcore_trainer import (
+    LossAggMode,
+    OptimizerConfig,
+    PolicyLossConfig,
+    ValueLossConfig,
+)
+
+_ADAPTER_FILE = "adapter_config.json"
+ANY_SOURCE = "*"
+_OURS = ("add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools")
+"""Arguments of a template that gcore gives itself."""
+_WEIGHT = Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")
+_PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatDataConfig(BaseDataConfig):
+    """Rows of text and chat messages."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further variables of the model's chat template, wherever it is applied, such as
+    --data.chat-template-kwargs.enable_thinking False."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = self.chat_template_kwargs.keys()
+        self.require(
+            "chat_template_kwargs",
+            not names & set(_OURS),
+            f"none of {', '.join(_OURS)}, which gcore gives",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ChatDataConfig):
+    """Prompts: from your files, or from a task."""
+
+    train_files: tuple[str, ...] = ()
+    """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
+    Hugging Face Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns."""
+    val_files: tuple[str, ...] = ()
+    """Sources of held-out prompts, NAME=SOURCE for a set whose scores are apart, or published sets by name (gsm8k,
+    math500, aime24, aime25, gpqa_diamond, mmlu_pro, humaneval); empty: data.val-size of the training prompts."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    image_key: str = ""
+    """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
+    or URL (of fsspec), or the bytes of an image file; they stand where text has <image>, or a message a part of type
+    image. Empty: none."""
+    apply_chat_template: Literal["auto", "never"] = "auto"
+    """auto: text becomes a user message wherever the tokenizer has a chat template."""
+    train_batch_size: Count = 32
+    """Prompts a step, each with rollout.n responses."""
+    max_prompt_length: Count = 1024
+    """Longest prompt in tokens; longer ones are left out, counted and reported."""
+    max_response_length: Count = 512
+    """Longest response in tokens."""
+    num_workers: NonNegative = 0
+    """Threads that read rows ahead."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self.max_prompt_length + self.max_response_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig(Checked, section="task"):
+    """A reasoning-gym task, generated instead of read from files."""
+
+    name: str = ""
+    """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
+    params: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
+    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
+    num_train: Count = 10_000
+    """Training problems to generate; those that are also held out are left out."""
+    num_val: Count = 256
+    """Held-out problems to generate."""
+
+    def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
+        """Raise `UserError` if there are files, too."""
+        if train_files and self.name:
+            raise UserError(
+                f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(AdapterSettings):
+    """Adapters that are trained in place of all parameters, in a folder of peft or merged into the model."""
+
+    export_merged: bool = False
+    """Export the model with the adapters merged into it, a Hugging Face folder; False: the adapters, a folder of
+    peft."""
+
+    @property
+    def exports_adapters(self) -> bool:
+        """True if the adapters alone are exported."""
+        return self.lora_rank > 0 and not self.export_merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
+    """The policy's training."""
+
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    checkpointed_layers: Fraction = 1.0
+    """Share of the layers that are computed again where gradient checkpointing is on, the first ones; for torch."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """optimizer: optimizer states are in host memory, and updates run on the CPU: 6 instead of 18 bytes a bfloat16
+    parameter on the device. all: parameters and gradients, too, while another model of the run is in use (the critic,
+    the reference). Both for torch."""
+    activation_offload: bool = False
+    """Keep activations for the backward pass in host memory: with gradient checkpointing, the layers' inputs; for
+    torch."""
+    compile: bool = False
+    """Compile the layers of all models in training (torch.compile), which takes a minute or more at the start, once for
+    rows of all lengths; for torch, dense models, and without activation_offload."""
+    router_replay: Literal["disabled", "R2"] = "disabled"
+    """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
+    the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
+    ppo_mini_batch_size: NonNegative = 0
+    """Prompts an update; 0: the whole batch in one update."""
+    ppo_epochs: Count = 1
+    """Passes over the batch."""
+    ppo_max_token_len: Count = 16_384
+    """Most tokens a micro-batch: bounds memory, changes nothing else."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keeps = self.optim.name != "muon" or self.offload == "none"
+        self.require(
+            "offload",
+            keeps,
+            "'none' with actor.optim.name 'muon', whose updates take too long on a CPU",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Checked, section="distillation"):
+    """Teachers, whose log-probabilities of the policy's own responses the policy learns from."""
+
+    teachers: tuple[str, ...] = ()
+    """Models, by folder or by name, with the policy's tokenizer: the reverse KL divergence to them falls, token by
+    token; with algorithm.adv-estimator distillation no reward is needed, with others it is added to the advantages."""
+    coef: Positive = 1.0
+    """Weight of that divergence next to the advantages of algorithm.adv-estimator."""
+    weights: tuple[Positive, ...] = ()
+    """Weight of each teacher's divergence, of which those for a prompt are divided by their sum; empty: all alike."""
+    sources: tuple[str, ...] = ()
+    """For each teacher, the source of the prompts that it teaches, or * for all; empty: all teach all prompts. Prompts
+    of other sources learn from rewards alone."""
+    source_key: str = "data_source"
+    """Column that names a prompt's source, with distillation.sources."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("weights", "sources"):
+            count = len(getattr(self, name))
+            self.require(
+                name,
+                count in (0, len(self.teachers)),
+                f"none, or {len(self.teachers)}, one for each teacher",
+            )
+
+    def check_with(self, adv_estimator: str, filter_groups: bool, *, is_simulated: bool) -> None:
+        """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
+        if self.teachers and filter_groups:
+            raise UserError(
+                "algorithm.filter_groups is true; expected false with distillation.teachers, from which every group "
+                "learns"
+            )
+        if not self.teachers and adv_estimator == "distillation":
+            raise UserError(
+                "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers"
+            )
+        self.require("teachers", not (self.teachers and is_simulated), "none in a simulation")
+
+    @property
+    def read_column(self) -> str:
+        """The column that is read of a row; empty: none is."""
+        if not self.sources:
+            return ""
+        return self.source_key
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The teachers by the names of their roles."""
+        return {f"teacher-{number}": folder for number, folder in enumerate(self.teachers)}
+
+    def shares(self, source: str) -> dict[str, float]:
+        """Return the weights of the teachers of a source's prompts, by role; they sum to 1."""
+        sources = self.sources or [ANY_SOURCE] * len(self.teachers)
+        weights = self.weights or [1.0] * len(self.teachers)
+        teachers = zip(self.roles, weights, sources, strict=True)
+        role_weights = {
+            role: weight for role, weight, taught in teachers if taught in (ANY_SOURCE, source)
+        }
+        total = sum(role_weights.values())
+        return {role: weight / total for role, weight in role_weights.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(Checked, section="critic"):
+    """The critic, where algorithm.adv-estimator is gae."""
+
+    model: str = ""
+    """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
+    optim: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings of its optimizer in place of actor.optim's, by their names; its lr is 1e-5 unless it is set."""
+    cliprange_value: Annotated[float, above(0, "above 0")] = 0.5
+    """A value moves at most this far from the one before the step's first update."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """Aggregation of token losses, as actor.loss.loss_agg_mode."""
+    warmup_steps: NonNegative = 0
+    """First steps that train the critic alone."""
+
+    @property
+    def loss(self) -> ValueLossConfig:
+        """The loss of the values."""
+        return ValueLossConfig(
+            cliprange_value=self.cliprange_value, loss_agg_mode=self.loss_agg_mode
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig(Checked, section="warmup"):
+    """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
+
+    max_steps: NonNegative = 500
+    """Most updates; 0: no warm-up."""
+    batch_size: Count = 128
+    """Worked examples an update."""
+    lr: Positive = 2e-3
+    """Learning rate."""
+    target_accuracy: Amount = 0.4
+    """Stop as soon as sampled answers reach this accuracy on held-out problems."""
+    test_freq: Count = 25
+    """Updates between two such checks."""
+
+
+def drop_other_export(export: Path, settings: AdapterConfig) -> None:
+    """Remove a run's export if it is of the other form, so that it is made again."""
+    if (
+        export.is_dir()
+        and settings.lora_rank
+        and (export / _ADAPTER_FILE).is_file() != settings.exports_adapters
+    ):
+        shutil.rmtree(export)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
+    """A generative reward model: its engine, how it is asked, and how its verdicts are read."""
+
+    pairwise: bool = False
+    """Compare every two responses of a group in both orders: the share of wins is the score, and a tie is half a win.
+    A group is compared when all its responses are there, in the step in which the last one is finished, and before
+    groups whose scores are alike are dropped; on held-out prompts, the greedy response and the sampled one are
+    compared. reward_calls.timeout_s is for all comparisons of a group."""
+    template: str = ""
+    """File with the question: a text with {completion}, or with {completion_a} and {completion_b} if pairwise, and
+    optionally {prompt} and columns of the row in braces; empty: how good the answer is, from 0 to 10, or which of the
+    two is better."""
+    pattern: str = ""
+    """Regular expression whose first group is the score, or A, B or tie if pairwise; its last match in a verdict
+    counts. Empty: "Score: 7", or "Winner: A"."""
+    unparsable_score: float | None = None
+    """Score of a verdict that cannot be read; unset: it is left out, and a response without any verdict takes its
+    group out of training. If pairwise 0.5, a tie, or unset."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefix = self.section
+        is_tie = not self.pairwise or self.unparsable_score in (None, 0.5)
+        self.require("unparsable_score", is_tie, f"0.5, a tie, or none with {prefix}.pairwise")
+        if self.pairwise and (self.reduce, self.low, self.high) != ("mean", 0.0, 10.0):
+            raise UserError(
+                f"{prefix}.reduce, low and high are {self.reduce!r}, {self.low} and {self.high}; expected their "
+                f"defaults with {prefix}.pairwise: they are of scores, comparisons have winners"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherJudgeConfig(JudgeConfig, section="reward_model.judges.NAME"):
+    """A generative reward model besides the others, with engines of its own; its score is the part of its name."""
+
+    path: str = ""
+    """The model's Hugging Face folder."""
+    weight: Annotated[float, _WEIGHT] = 1.0
+    """Its score is added to the others' times this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("path", self.path, "the folder of the judge's model")
+        self.require(
+            "pairwise", not self.pairwise, "false: reward_model.judge alone compares responses"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJudge:
+    """A generative judge of a run, and where its settings are."""
+
+    role: str
+    """The role of its engines."""
+    section: str
+    path: str
+    path_setting: str
+    weight: float
+    settings: JudgeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(Checked, section="reward_model"):
+    """A model that scores responses, alone or together with the reward function. Further judges have a table each,
+    judges.NAME, on the command line --reward-model.judges.NAME.path and so on."""
+
+    kind: Literal["none", "judge", "classifier", "server"] = "none"
+    """judge: a language model asked for a verdict; classifier: a sequence classifier of one label, as gcore-llm
+    reward-model makes it; server: posts JSON to a URL."""
+    path: str = ""
+    """The model's Hugging Face folder, or the server's URL."""
+    weight: Annotated[float, _WEIGHT] = 1.0
+    """The score is the reward function's, if there is one, plus this times the model's."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judges: dict[str, FurtherJudgeConfig] = field(default_factory=dict[str, FurtherJudgeConfig])
+    """Further judges, by the names of their parts of the score, such as style: each has a path, a weight, and the
+    settings of reward_model.judge."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.judges:
+            if name in ("function", "model") or not _PART_NAME.fullmatch(name):
+                raise UserError(
+                    f"reward_model.judges has {name!r}; expected names of small letters, digits and _, other than "
+                    "function and model, which are parts of the score already"
+                )
+        if (self.kind == "none") != (not self.path):
+            raise UserError(
+                f"reward_model.kind is {self.kind!r} and reward_model.path is {self.path!r}; expected a kind with a "
+                "path, or 'none' without"
+            )
+
+    @property
+    def all_judges(self) -> dict[str, RunJudge]:
+        """All generative judges, by the names of their parts of the score: model, and those of further ones."""
+        judges: dict[str, RunJudge] = {}
+        if self.is_judge:
+            judges["model"] = RunJudge(
+                role="judge",
+                section="reward_model.judge",
+                path=self.path,
+                path_setting="reward_model.path",
+                weight=self.weight,
+                settings=self.judge,
+            )
+        for name, settings in self.judges.items():
+            section = f"reward_model.judges.{name}"
+            judges[name] = RunJudge(
+                role=f"judge_{name}",
+                section=section,
+                path=settings.path,
+                path_setting=f"{section}.path",
+                weight=settings.weight,
+                settings=settings,
+            )
+        return judges
+
+    @property
+    def started_judges(self) -> dict[str, JudgeConfig]:
+        """The judges whose engines the run starts, by the roles of these."""
+        judges = self.all_judges.values()
+        return {judge.role: judge.settings for judge in judges if not judge.settings.is_on_servers}
+
+    @property
+    def is_used(self) -> bool:
+        return self.kind != "none" or bool(self.judges)
+
+    @property
+    def is_judge(self) -> bool:
+        return self.kind == "judge"
+
+    @property
+    def is_pairwise(self) -> bool:
+        return self.is_judge and self.judge.pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCallsConfig(Checked, section="reward_calls"):
+    """Calls of rewards."""
+
+    max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
+    """Largest number of concurrent calls."""
+    timeout_s: Annotated[float, above(0, "more than 0")] = 300.0
+    """Time limit of one call of an asynchronous reward, or of one with in_process, and of the trial call of any reward
+    before the run starts."""
+    max_retries: NonNegative = 2
+    """Attempts after the first, if that timed out or lost its connection."""
+    on_error: OnError = "raise"
+    """A reward that fails ends the run, or takes its group out of training."""
+    max_failed_share: Fraction = 0.5
+    """With on_error drop, the largest share of the rewards of a step that may fail, of small steps together 32 rewards;
+    more end the run. 1: any."""
+    in_threads: bool = False
+    """Call a synchronous reward in a thread, so that generation continues meanwhile: for one that takes long."""
+    in_process: bool = False
+    """Call a synchronous reward in a process of its own, which is killed and started again if a call (of a reward that
+    takes lists, a batch) takes longer than timeout_s; that call fails, as does one that takes more memory than
+    process_memory_gb: see on_error. math-verify and verifiers of tasks that compute always have one, with 10 seconds
+    and 2 GB; beyond them a response scores 0."""
+    process_memory_gb: Annotated[float, above(0, "more than 0")] = 4.0
+    """With in_process, the memory in GB that calls may take in addition to what the reward takes when it is loaded."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(
+            "in_process",
+            not (self.in_process and self.in_threads),
+            f"false with {self.section}.in_threads",
+        )
+
+    @property
+    def process_limits(self) -> ProcessLimits | None:
+        """The limits of a reward in a process of its own; None: it has none."""
+        if not self.in_process:
+            return None
+        return ProcessLimits(
+            call_s=self.timeout_s, memory_bytes=int(self.process_memory_gb * 2**30)
+        )
+
+    @property
+    def runner(self) -> RewardRunnerConfig:
+        """The settings of a `RewardRunner`."""
+        return RewardRunnerConfig(
+            max_concurrency=self.max_concurrency,
+            timeout_s=self.timeout_s,
+            retry=RetryPolicy(max_retries=self.max_retries),
+            on_error=self.on_error,
+            sync_in_threads=self.in_threads,
+        )
