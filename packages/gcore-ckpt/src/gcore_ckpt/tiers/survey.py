@@ -79,8 +79,8 @@ def whole_steps(reports: Sequence[Report]) -> dict[int, Copies]:
                 files.setdefault(name, (size_bytes, []))[1].append(number)
         if missing <= files.keys():
             candidates_by_step.setdefault(step, []).append((saved_at, Copies(index, files)))
-    # A machine that comes back with steps of long ago may hold another that is whole.
-    return {
-        step: max(candidates, key=lambda candidate: candidate[0])[1]
-        for step, candidates in candidates_by_step.items()
-    }
+    steps: dict[int, Copies] = {}
+    for step, candidates in candidates_by_step.items():
+        # A machine that comes back with steps of long ago may hold another that is whole.
+        _, steps[step] = max(candidates, key=lambda candidate: candidate[0])
+    return steps

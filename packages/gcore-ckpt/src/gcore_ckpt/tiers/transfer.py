@@ -11,6 +11,7 @@ import numpy as np
 from gcore_ckpt.errors import LostRankError
 from gcore_ckpt.format import validation
 from gcore_ckpt.ranks.group import TorchGroup, attempt
+from gcore_ckpt.ranks.shards import NumpyArray
 from gcore_ckpt.saving.host_memory import allocate
 from gcore_ckpt.storage import INDEX_FILE, StepFiles
 from gcore_ckpt.threads import Outcome, Workers
@@ -27,7 +28,7 @@ class Buffer:
     """Page-aligned host memory that grows when it must, for one file at a time."""
 
     def __init__(self) -> None:
-        self._bytes = allocate(0)
+        self._bytes: NumpyArray = np.empty(0, np.uint8)
 
     def reserve(self, size_bytes: int) -> memoryview:
         """Return memory of this size; it is reused by the next call."""
