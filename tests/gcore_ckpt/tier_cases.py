@@ -122,7 +122,7 @@ def die_in_save(
         "writing": lambda: patch.object(
             LocalStorage, "write_file", deadly(LocalStorage.write_file)
         ),
-        "copying": lambda: patch.object(transfer, "Buffer", deadly(transfer.Buffer)),
+        "copying": lambda: patch.object(transfer, "allocate", deadly(transfer.allocate)),
         "committing": lambda: patch.object(LocalStorage, "commit", deadly(LocalStorage.commit)),
         "committed": lambda: patch.object(
             LocalStorage, "commit", deadly(LocalStorage.commit, after=True)

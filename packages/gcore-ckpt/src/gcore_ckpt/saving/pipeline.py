@@ -36,7 +36,6 @@ from gcore_ckpt.threads import CheckpointCall, Outcome, Workers
 from gcore_ckpt.tiers.copying import copy_step
 from gcore_ckpt.tiers.node import NodeStorage
 from gcore_ckpt.tiers.open_tiers import OpenTier, OpenTiers
-from gcore_ckpt.tiers.transfer import Buffer
 
 _logger = logging.getLogger(__name__)
 
@@ -96,7 +95,6 @@ class SavePipeline:
         # One thread each, so that steps commit in order.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt-tiers")
-        self._buffer = Buffer()
         self._copies: dict[SaveHandle, None] = {}
         self._owed: list[_Copy] = []  # by a run before this one
         self._in_use: set[int] = set()  # steps that are being copied, which stay where they are
@@ -320,7 +318,7 @@ class SavePipeline:
         try:
             if saved.exception() is None:
                 for open_tier in slower_tiers:
-                    copy_step(step, first.storage, open_tier.storage, self._copying, self._buffer)
+                    copy_step(step, first.storage, open_tier.storage, self._copying)
                     self._delete_superfluous(open_tier, step)
         except (OSError, CheckpointError) as error:
             failure = (
